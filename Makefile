@@ -1,0 +1,105 @@
+# Two commands are enough on a new machine with Python 3.11 or newer, make and a C compiler: `make demo`, `make test`.
+# Whatever needs tools makes .venv first, from requirements.lock alone; while that is up to date nothing touches the network.
+
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+# Further arguments for demo, test, e2e and bench: make test ARGS='-k ledger'
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check lock wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# -- see it, prove it ------------------------------------------------------------------------------------------------------
+
+demo: venv ## the agent on a simulated node, before your eyes (ARGS=--once: end by itself)
+	@$(VENV)/bin/gpumgr demo $(ARGS)
+
+test: venv ## unit, property, component and agent tests: no root, no network, no GPU
+	@$(PYTHON) -m pytest $(ARGS)
+
+e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds the Kubernetes commands with Go
+	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
+	@$(PYTHON) -m tests.e2e.build
+	@$(PYTHON) -m pytest tests/e2e $(ARGS)
+
+bench: venv ## measure; writes build/bench.json and prints its table (about 2 minutes, on a quiet machine)
+	@$(PYTHON) -m tests.bench $(ARGS)
+
+bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besides (root, as for e2e; about 10 minutes more)
+	@$(PYTHON) -m tests.bench --pods $(ARGS)
+
+bench-readme: venv ## put the table of build/bench.json into the README
+	@$(PYTHON) -m tests.bench --readme README.md
+
+# -- keep it right ---------------------------------------------------------------------------------------------------------
+
+check: lint types imports proto-check test ## everything that needs no root
+
+lint: venv ## ruff: rules and format
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+
+format: venv ## let ruff rewrite what it can
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+types: venv ## mypy, strict
+	@$(VENV)/bin/mypy
+
+imports: venv ## the arrows between the modules
+	@$(VENV)/bin/lint-imports
+
+# Generated protobuf code: committed, never edited by hand.
+PROTO_APIS := deviceplugin/v1beta1 podresources/v1
+PROTO_OUT ?= gpumgr/_pb
+
+proto: venv ## regenerate gpumgr/_pb from proto/
+	@rm -rf $(PROTO_OUT) && mkdir -p $(PROTO_OUT)
+	@for api in $(PROTO_APIS); do \
+	  out=$(PROTO_OUT)/$${api%%/*}; mkdir -p $$out; \
+	  said=$$(PATH="$(abspath $(VENV)/bin):$$PATH" $(PYTHON) -m grpc_tools.protoc --proto_path=proto \
+	    --python_betterproto_out=$$out proto/$$api/api.proto 2>&1) || { echo "$$said" >&2; exit 1; }; \
+	done
+	@echo '"""Generated from proto/ by `make proto`; never edited by hand."""' > $(PROTO_OUT)/__init__.py
+
+proto-check: venv ## prove that gpumgr/_pb is what proto/ says
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(MAKE) --no-print-directory proto PROTO_OUT=$$fresh/_pb && \
+	diff -r -x __pycache__ $$fresh/_pb gpumgr/_pb && echo "proto-check: gpumgr/_pb matches proto/"
+
+lock: venv ## resolve the dependencies anew into requirements.lock (network)
+	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes \
+	  --no-emit-index-url --no-header pyproject.toml -o requirements.lock
+
+wheel: venv ## build the wheel into dist/
+	@$(VENV)/bin/hatchling build -t wheel
+
+clean: ## remove what was made here: the environment, caches, builds
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the environment -------------------------------------------------------------------------------------------------------
+
+venv: $(VENV)/.installed
+
+# What the lock says, nothing else: a changed lock makes a new environment.
+$(VENV)/.locked: requirements.lock
+	@for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	  python=; \
+	done; \
+	test -n "$$python" || { echo "make: no Python 3.11 or newer in PATH; install one (Debian: apt-get install python3 python3-venv)" >&2; exit 1; }; \
+	"$$python" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make: $$python lacks its venv module (Debian: apt-get install python3-venv)" >&2; exit 1; }; \
+	echo "make: $(VENV) from requirements.lock, with $$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV)
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-input --require-hashes -r requirements.lock
+	@touch $@
+
+# The package itself, editable; needs no network.
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-input --no-index --no-deps --no-build-isolation --editable .
+	@touch $@

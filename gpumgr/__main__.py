@@ -1,0 +1,5 @@
+"""`python -m gpumgr` is the `gpumgr` command."""
+
+from gpumgr.cli import main
+
+main()

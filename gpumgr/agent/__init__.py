@@ -1,0 +1,1 @@
+"""The agent: the one writer of the ledger, and the ports through which the stations meet it."""

@@ -1,0 +1,235 @@
+"""Who is being admitted: PodResources asked from inside the kubelet's own call, the pod cache, and the order of calls.
+
+`List` is limited to 100 a second for all clients and makes the kubelet rebuild its table, so it is asked once for each pod; the
+container's second resource follows from the order of calls, and is confirmed by a look only while looks are cheap.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from gpumgr.agent.ports import PodResources, Pods
+from gpumgr.allocator.callers import NOBODY, Caller, find_caller, handed_on, next_container, oldest_waiting, reuser, waits_for
+from gpumgr.allocator.choose import Ask, Choice
+from gpumgr.allocator.ids import Masks, common, count, minus
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import ContainerSpec, PodKey
+from gpumgr.allocator.sweep import freed_by_offer, named_by, unlisted
+from gpumgr.errors import KubeletError
+from gpumgr.units import Kind
+
+log = structlog.get_logger(__name__)
+
+#: Looks that only confirm what the order of calls tells: so many a second, so many at once.
+SPARE_LOOKS_PER_SECOND = 20.0
+SPARE_LOOKS_BURST = 4.0
+#: The calls for one pod come one upon the other; a later one is another pod's, even under the same name.
+FOLLOWS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A preference that was answered and whose Allocate must come next."""
+
+    kind: Kind
+    size: int
+    caller: Caller
+    choice: Choice
+
+
+class Admission:
+    """Follows the kubelet from call to call. Not shared: the agent's turns call it one at a time."""
+
+    def __init__(self, pods: Pods, pod_resources: PodResources, *, pod_wait_seconds: float, clock: Callable[[], float]) -> None:
+        self._pods = pods
+        self._pod_resources = pod_resources
+        self._pod_wait_seconds = pod_wait_seconds
+        self._clock = clock
+        #: Listed pod -> the look that showed it first (without a gap since: names recur).
+        self._seen: dict[PodKey, int] = {}
+        self._looks = 0
+        self._incomplete_until = float("-inf")
+        self._spare_looks = SPARE_LOOKS_BURST
+        self._spare_since = clock()
+        self.current: Caller = NOBODY
+        self._granted: AllocationId | None = None
+        self._granted_at = float("-inf")
+        self.pending: Pending | None = None
+
+    async def look(self) -> Listing | None:
+        """PodResources now; None (and a log line) if the kubelet does not answer."""
+        try:
+            listing = await self._pod_resources.list()
+        except KubeletError as error:
+            log.warning("pod_resources_unavailable", error=str(error))
+            return None
+        self._looks += 1
+        kept = self._seen if self._clock() < self._incomplete_until else {}
+        self._seen = {**kept, **{pod: self._seen.get(pod, self._looks) for pod in listing.pods}}
+        return listing
+
+    def kubelet_restarted(self, incomplete_seconds: float) -> None:
+        """For so long a pod that `List` lacks is no pod that ended."""
+        self._incomplete_until = self._clock() + incomplete_seconds
+
+    async def identify(self, ledger: Ledger, ask: Ask) -> tuple[Ledger, Caller]:
+        """Ledger without what the kubelet has freed, and who asks for a preference, as exactly as it can be known."""
+        kind, size, offered = ask.kind, ask.size, minus(ask.available, ask.must)
+        follows = self._follower(ledger, kind, size)
+        contested = bool(common(ledger.held(kind), offered))
+        if follows is not None and not contested and not self._spare_look():
+            return ledger, follows
+        listing = await self.look()
+        if listing is None:
+            return ledger, follows or self._by_order(ledger, kind, size)
+        ledger = self._corrected(ledger, listing, kind, offered)
+        caller = await self._find(ledger, listing, kind, size)
+        if caller.spec is not None:
+            caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, kind))
+        return handed_on(ledger, kind, ask.must, caller.pod), caller
+
+    async def unasked(self, ledger: Ledger, kind: Kind, masks: Masks) -> tuple[Ledger, Caller]:
+        """The same for an Allocate that came without a preference: a container that takes over ids of its pod's init containers, or
+        one for which the Topology Manager left no choice."""
+        size, last = count(masks), self._last(ledger)
+        left_by = reuser(ledger, kind, masks)
+        if (
+            left_by is not None
+            and last is not None
+            and last.same_pod(left_by)
+            and (heir := self._heir(ledger, left_by, kind, size))
+        ):
+            return handed_on(ledger, kind, masks, left_by.pod), heir
+        if ledger.holders(kind, masks) and (listing := await self.look()) is not None:
+            # The holder may have ended just now. `List` does harm inside an Allocate, but the alternative is a sure refusal.
+            if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
+                ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), kind, masks, pod)
+                if (left_by := reuser(ledger, kind, masks)) is not None and last.same_pod(left_by):
+                    return ledger, Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
+            ledger = self._corrected(ledger, listing, kind, masks)
+        return ledger, self._follower(ledger, kind, size) or self._by_order(ledger, kind, size, masks)
+
+    def granted(self, caller: Caller, allocation: Allocation) -> None:
+        """An Allocate of this caller is being answered."""
+        self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
+
+    # -- by PodResources -----------------------------------------------------------------------------------------------------
+
+    def _corrected(self, ledger: Ledger, listing: Listing, kind: Kind, offered: Masks) -> Ledger:
+        """Without what ended pods held of these ids, and with the names that `List` tells."""
+        ledger = named_by(ledger, listing, self._pods.get, self._granted)
+        over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
+        freed = freed_by_offer(ledger, listing, self._pods.get, kind, offered, over)
+        for gone in ledger.allocations.keys() - freed.allocations.keys():
+            pod = ledger.allocations[gone].pod
+            if pod in self._seen:
+                self._seen[pod] = self._looks  # a new pod under an old name
+        return freed
+
+    def _is_over(self, a: Allocation, listing: Listing) -> bool:
+        """Its pod is gone in `List` and by another witness: the API server, or for want of a UID the name, which was gone before."""
+        if a.uid is None:
+            return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
+        if a.pod in listing.pods or not self._pods.synced:
+            return False
+        view = self._pods.by_uid(a.uid)
+        return view is None or view.ended
+
+    async def _find(self, ledger: Ledger, listing: Listing, kind: Kind, size: int) -> Caller:
+        """The pod under admission is the newest one that waits for this. No pod joins the list while another is admitted, so where
+        the cache can't tell (it is late, or knows an earlier life of the name) it is one that this look shows for the first time,
+        or else still the pod of the last Allocate."""
+        found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+        late = any(self._is_new(pod) and self._pods.get(pod) is None for pod in listing.pods)
+        if found is not None and found.pod is not None and (self._is_new(found.pod) or not late):
+            return found
+        pod = self._likely(ledger, listing)
+        if pod is None:
+            return NOBODY
+        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
+            found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+            if found is not None:
+                return found
+        return Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
+
+    def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
+        """Of the listed pods that may lack something, the one that is likeliest under admission."""
+        last = self._last(ledger)
+
+        def rank(pod: PodKey) -> tuple[bool, bool, bool, int, PodKey]:
+            return self._is_new(pod), last is not None and pod == last.pod, self._pods.get(pod) is None, self._seen[pod], pod
+
+        def may_wait(pod: PodKey) -> bool:
+            view = self._pods.get(pod)
+            if last is not None and pod == last.pod and self.current.spec is None:
+                return True  # what the cache knows under this name was of no use for the last call
+            return view is None or view.ended or next_container(ledger, view) is not None
+
+        return max(filter(may_wait, listing.pods), key=rank, default=None)
+
+    def _is_new(self, pod: PodKey) -> bool:
+        return self._seen[pod] == self._looks
+
+    # -- by the order of calls -----------------------------------------------------------------------------------------------
+
+    def _follower(self, ledger: Ledger, kind: Kind, size: int) -> Caller | None:
+        """The pod of the last call, if one of its containers waits for just this."""
+        view = self._pods.get(self.current.pod) if self.current.pod else None
+        if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
+            return None
+        spec = waits_for(ledger, view, kind, size)
+        return Caller(pod=view.key, view=view, spec=spec) if spec else None
+
+    def _by_order(self, ledger: Ledger, kind: Kind, size: int, masks: Masks | None = None) -> Caller:
+        """Without `List`: the container of the last Allocate if it lacks this, or the pod that waits for it the longest.
+
+        A share lacks its other half for sure. Whole GPUs may do without memory; ids on others (`masks`, if known) are not theirs.
+        """
+        last = self._last(ledger)
+        if (
+            last is not None
+            and self._open(ledger, last.pod, kind, size)
+            and (masks is None or not last.whole or {*masks} & {*last.cores})
+        ):
+            return Caller(pod=last.pod, continues=last.id)
+        return oldest_waiting(ledger, self._pods.all(), kind, size) or NOBODY
+
+    def _heir(self, ledger: Ledger, left_by: Allocation, kind: Kind, size: int) -> Caller | None:
+        """The container of this pod that waits for so much; None if none does."""
+        view = self._pods.get(left_by.pod) if left_by.pod else None
+        if view is None:
+            return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, kind, size))
+        spec = waits_for(ledger, view, kind, size)
+        return Caller(pod=view.key, view=view, spec=spec) if spec else None
+
+    def _last(self, ledger: Ledger) -> Allocation | None:
+        """The last Allocate's allocation, as long as another call of its pod may follow."""
+        fresh = self._clock() - self._granted_at < FOLLOWS_SECONDS
+        return ledger.allocations.get(self._granted) if self._granted and fresh else None
+
+    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, kind: Kind) -> AllocationId | None:
+        """The last Allocate's allocation if nobody's name is on it and it is what this container wants of its other resource."""
+        last = self._last(ledger)
+        other: Kind = "core" if kind == "memory" else "memory"
+        if last is None or last.pod is not None or last.held(kind) or count(last.held(other)) != spec.wants(other):
+            return None
+        return last.id
+
+    def _open(self, ledger: Ledger, pod: PodKey | None, kind: Kind, size: int) -> AllocationId | None:
+        """The last Allocate's allocation if this pod's call for `kind` may complete it."""
+        last = self._last(ledger)
+        if last is None or last.held(kind) or last.pod != pod:
+            return None
+        spec = self.current.spec if self.current.pod == last.pod else None
+        return None if spec is not None and spec.wants(kind) != size else last.id
+
+    def _spare_look(self) -> bool:
+        now = self._clock()
+        self._spare_looks = min(SPARE_LOOKS_BURST, self._spare_looks + (now - self._spare_since) * SPARE_LOOKS_PER_SECOND)
+        self._spare_since = now
+        if self._spare_looks < 1:
+            return False
+        self._spare_looks -= 1
+        return True

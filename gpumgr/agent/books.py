@@ -1,0 +1,178 @@
+"""The ledger and the inventory in force, the one lock, and the way from a decision to disk, memory and kubelet."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+import structlog
+
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.offers import Offers
+from gpumgr.agent.ports import Checkpoint, Meter, Runs
+from gpumgr.allocator import quarantine
+from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.quarantine import Quarantine
+from gpumgr.errors import CheckpointError
+from gpumgr.evaluators.select import Policy
+from gpumgr.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.units import GpuName
+
+log = structlog.get_logger(__name__)
+
+#: A container whose memory call has not come this long after its core call will not make it.
+OPEN_SECONDS = 5.0
+QUARANTINE_NOTE = "quarantine"
+
+
+class Books:
+    """All state of the agent. Whoever changes it holds `lock`.
+
+    `ledger` may be ahead of the disk by frees only (nobody sees those before the next grant, which is committed with them).
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        checkpoint: Checkpoint,
+        offers: Offers,
+        meter: Meter,
+        runs: Runs,
+        policy: Policy,
+        clock: Callable[[], float],
+        on_freed: Callable[[AllocationId], None] = lambda _: None,
+    ) -> None:
+        self.lock = asyncio.Lock()
+        self.ledger = ledger
+        self.inventory = Inventory()
+        self.meter = meter
+        self._durable = ledger
+        self._checkpoint, self._offers, self._runs, self._policy, self._clock = checkpoint, offers, runs, policy, clock
+        self._open: tuple[AllocationId, float] | None = None
+        self._noted = ""
+        self._on_freed = on_freed
+        #: Awaited once, under `lock`, when the first GPUs are known and before the kubelet hears of them.
+        self.before_first_offer: Callable[[], Awaitable[None]] | None = None
+
+    def node(self) -> NodeView:
+        return self.inventory.view(self.ledger.cards, policy=self._policy, visible_blocks=self._offers.visible_blocks())
+
+    async def commit(self, ledger: Ledger) -> None:
+        """Makes `ledger` durable, then makes it the one in force. Raises CheckpointError, and then nothing has changed."""
+        change = ledger.since(self._durable)
+        if change:
+            await self._checkpoint.save(change)
+            self._durable = ledger
+        self.put(ledger)
+
+    def put(self, ledger: Ledger) -> None:
+        """Makes `ledger` the one in force; what it freed is logged, and a GPU left by its last holder is looked at for leftovers."""
+        for gone in self.ledger.allocations.keys() - ledger.allocations.keys():
+            a = self.ledger.allocations[gone]
+            log.info(
+                "allocation_freed",
+                allocation=a.id,
+                holder=a.describe(),
+                gpus=a.gpus,
+                cores=a.core_count,
+                memory_blocks=a.block_count,
+            )
+            self._on_freed(a.id)
+        left = occupied(self.ledger) - occupied(ledger)
+        self.ledger = ledger
+        if left:
+            self._set_quarantine(quarantine.ended(self.inventory.quarantine, left, self._runs))
+
+    def tell(self) -> None:
+        """Offers the kubelet what the books say now."""
+        open_ids = (self._open[0],) if self._open else ()
+        self._offers.update(self.inventory.offer(self.ledger, open_ids))
+
+    # -- a whole-GPU container's memory call may still come ------------------------------------------------------------------
+
+    def leave_open(self, allocation: AllocationId) -> None:
+        self._open = (allocation, self._clock() + OPEN_SECONDS)
+
+    def close_open(self, *, unless: AllocationId | None = None) -> None:
+        if self._open is not None and self._open[0] != unless:
+            self._open = None
+
+    def expire_open(self) -> None:
+        if self._open is not None and self._clock() >= self._open[1]:
+            self._open = None
+
+    def is_open(self, allocation: AllocationId) -> bool:
+        return self._open is not None and self._open[0] == allocation
+
+    # -- the driver's news -------------------------------------------------------------------------------------------------
+
+    async def set_snapshot(self, snapshot: NodeSnapshot) -> None:
+        """The driver shows these GPUs now. Newcomers get a name, which is durable before the kubelet hears it.
+
+        Where it can't be made durable, the newcomers are not offered until `meet_newcomers` could.
+        """
+        async with self.lock:
+            self.inventory = self.inventory.with_snapshot(snapshot)
+            try:
+                await self.meet_newcomers()
+            except CheckpointError as error:
+                log.error("gpus_not_remembered", error=str(error), consequence="GPUs that are new here are not offered")
+            if snapshot.gpus and self.before_first_offer is not None:
+                first, self.before_first_offer = self.before_first_offer, None
+                await first()
+            self.tell()
+
+    async def meet_newcomers(self) -> None:
+        """Raises CheckpointError, and then nothing has changed. The caller holds `lock`."""
+        await self.commit(self.ledger.with_cards(self.inventory.meet(self.ledger.cards)))
+
+    async def set_fitness(self, *, failed: Mapping[str, str], closed: Mapping[str, str]) -> None:
+        """By UUID: why a GPU does not work, why it takes nothing new. What is in neither works."""
+        async with self.lock:
+            self.inventory = replace(self.inventory, failed=dict(failed), closed=dict(closed))
+            self.tell()
+
+    async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
+        """Who runs where. `started` maps a pid to its start time in clock ticks since boot; processes that are gone are not in it."""
+        async with self.lock:
+            processes = self.inventory.processes(self.ledger.cards, sample, started)
+            state = quarantine.sampled(self.inventory.quarantine, processes, occupied(self.ledger))
+            self._set_quarantine(quarantine.released(state, self._runs))
+
+    def restore_quarantine(self, notes: Mapping[str, str]) -> None:
+        """After a restart: what was in quarantine before it, and who was no pod's process, as far as they still run."""
+        self._noted = notes.get(QUARANTINE_NOTE, "")
+        kept = json.loads(self._noted) if self._noted else {}
+        held, strangers = (
+            {gpu: frozenset((pid, start) for pid, start in who) for gpu, who in kept.get(name, {}).items()}
+            for name in ("held", "strangers")
+        )
+        self._set_quarantine(quarantine.released(Quarantine(held=held, strangers=strangers), self._runs))
+
+    async def note_quarantine(self) -> None:
+        """Makes the quarantine outlive a restart. Raises CheckpointError.
+
+        With the strangers: taken for tenants after a restart, a display server would keep its GPU in quarantine for ever.
+        """
+        state = self.inventory.quarantine
+        kept = {"held": state.held, "strangers": state.strangers}
+        note = json.dumps({name: {gpu: sorted(who) for gpu, who in gpus.items()} for name, gpus in kept.items()}, sort_keys=True)
+        if note != self._noted and (self._noted or any(kept.values())):
+            await self._checkpoint.save_note(QUARANTINE_NOTE, note)
+            self._noted = note
+
+    def _set_quarantine(self, state: Quarantine) -> None:
+        before = self.inventory.quarantine
+        self.inventory = replace(self.inventory, quarantine=state)
+        for gpu in state.held.keys() - before.held.keys():
+            log.warning("gpu_quarantined", gpu=gpu, reason=state.reason(gpu))
+        for gpu in before.held.keys() - state.held.keys():
+            log.info("gpu_released", gpu=gpu, reason="the processes of the ended pod are gone")
+        if state.held != before.held:
+            self.tell()
+
+
+def occupied(ledger: Ledger) -> set[GpuName]:
+    return {gpu for a in ledger.allocations.values() for gpu in (*a.cores, *a.blocks)}

@@ -1,0 +1,53 @@
+"""What the agent needs of the world. Stations implement these; nothing in the agent imports a station."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+from gpumgr.allocator.ledger import Change
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.quarantine import Process
+
+
+class Checkpoint(Protocol):
+    """Durable memory. Both raise CheckpointError, and then nothing was changed."""
+
+    async def save(self, change: Change) -> None: ...
+
+    async def save_note(self, key: str, value: str) -> None: ...
+
+
+class PodResources(Protocol):
+    """The kubelet's PodResources API."""
+
+    async def list(self) -> Listing:
+        """All active pods with their device ids. Raises KubeletError."""
+        ...
+
+
+class Pods(Protocol):
+    """This node's pods as the API server has them, out of memory."""
+
+    @property
+    def synced(self) -> bool: ...
+
+    def get(self, pod: PodKey) -> PodView | None: ...
+
+    def by_uid(self, uid: str) -> PodView | None: ...
+
+    def all(self) -> Iterable[PodView]: ...
+
+    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None: ...
+
+
+class Meter(Protocol):
+    """Counts what happened."""
+
+    def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
+
+
+#: Receives each new offer for the kubelet, already debounced.
+Publish = Callable[[Offer], None]
+#: True while this very process runs on the host.
+Runs = Callable[[Process], bool]

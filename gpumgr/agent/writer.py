@@ -1,0 +1,237 @@
+"""The kubelet's calls as turns: gather, decide (pure), persist, commit, tell. One lock orders them.
+
+A turn never waits for the API server; it waits for PodResources and the disk only, both within bounds. It runs to its end even if
+the kubelet hangs up meanwhile (the servers shield it), or disk and memory would part.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from gpumgr.agent.admission import Admission, Pending
+from gpumgr.agent.books import Books
+from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Pods
+from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
+from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.choose import Ask, choose
+from gpumgr.allocator.grant import grant
+from gpumgr.allocator.ids import Masks, count
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.evaluators.select import check_request
+from gpumgr.units import CORES_PER_GPU, Kind
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentView:
+    """What readers (metrics, /graph, the demo) see: one consistent instant."""
+
+    ledger: Ledger
+    inventory: Inventory
+    node: NodeView
+
+
+class Agent:
+    """Implements the device plugins' port."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        admission: Admission,
+        housekeeping: Housekeeping,
+        pods: Pods,
+        host: HostPaths,
+        make_dir: Callable[[str], None],
+        new_id: Callable[[], AllocationId],
+        share_mode: bool = True,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.books, self.admission, self.housekeeping = books, admission, housekeeping
+        self._pods, self._host, self._make_dir, self._new_id = pods, host, make_dir, new_id
+        self._share_mode, self._wall_clock = share_mode, wall_clock
+        self._asking = NOBODY
+
+    def view(self) -> AgentView:
+        return AgentView(ledger=self.books.ledger, inventory=self.books.inventory, node=self.books.node())
+
+    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
+        with self._telling("prefer", kind):
+            return await self._prefer(kind, available, must_include, size)
+
+    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+        """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
+        with self._telling("allocate", kind):
+            return await self._allocate(kind, device_ids)
+
+    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+        """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
+        with self._telling("pre_start", kind):
+            await self._pre_start(kind, device_ids)
+
+    @contextmanager
+    def _telling(self, call: str, kind: Kind) -> Iterator[None]:
+        """A refusal is a decision, so it gets its line in the log."""
+        try:
+            yield
+        except Refusal as refusal:
+            pod = "/".join(self._asking.pod) if self._asking.pod else None
+            log.warning(
+                "refused",
+                call=call,
+                resource=kind,
+                pod=pod,
+                container=self._asking.container,
+                code=refusal.code,
+                reason=str(refusal),
+            )
+            raise
+
+    # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
+
+    async def _prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        books = self.books
+        async with books.lock:
+            self.admission.pending, self._asking = None, NOBODY
+            cards = books.ledger.cards
+            ask = Ask(kind=kind, available=cards.known(kind, available), must=cards.parse(kind, must_include), size=size)
+            ledger, caller = await self.admission.identify(books.ledger, ask)
+            if ledger is not books.ledger:
+                books.put(ledger)
+            self._asking = caller
+            self._refuse_share(kind, size)
+            choice = choose(books.node(), books.ledger, caller, ask)
+            self.admission.pending = Pending(kind=kind, size=size, caller=caller, choice=choice)
+            self.housekeeping.preferred()
+            return cards.format(kind, choice.masks)
+
+    def _refuse_share(self, kind: Kind, size: int) -> None:
+        if kind == "core" and size < CORES_PER_GPU and not self._share_mode:
+            raise Refusal(
+                "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
+            )
+
+    # -- Allocate ----------------------------------------------------------------------------------------------------------
+
+    async def _allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+        books = self.books
+        async with books.lock:
+            self._asking = NOBODY
+            if not device_ids:
+                raise Refusal("invalid_request", f"the kubelet asked to allocate no {kind} ids at all")
+            masks = books.ledger.cards.parse(kind, device_ids)
+            pending, self.admission.pending = self.admission.pending, None
+            if pending is not None and (pending.kind, pending.size) == (kind, len(device_ids)):
+                caller, why, evaluator = pending.caller, pending.choice.why, pending.choice.evaluator
+            else:
+                ledger, caller = await self.admission.unasked(books.ledger, kind, masks)
+                if ledger is not books.ledger:
+                    books.put(ledger)
+                why, evaluator = "the kubelet asked for no preference", None
+            self._asking = caller
+            self._refuse_share(kind, len(device_ids))
+            allocation = grant(
+                books.node(), books.ledger, caller, kind, masks, new_id=self._new_id(), now=self._wall_clock(), why=why
+            )
+            try:
+                await books.commit(books.ledger.occupy(allocation))
+            except CheckpointError as error:
+                raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
+            self.admission.granted(caller, allocation)
+            self._mind_memory(kind, allocation, caller)
+            books.tell()
+            answer = memory_answer(allocation) if kind == "memory" else self._core_answer(allocation)
+            self.housekeeping.answered()
+        self._log_grant(kind, allocation, len(device_ids), evaluator)
+        return answer
+
+    def _mind_memory(self, kind: Kind, allocation: Allocation, caller: Caller) -> None:
+        """Free blocks of GPUs taken whole turn Unhealthy only when the container's own memory call can't come any more."""
+        self.books.close_open()
+        wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
+        if kind == "core" and allocation.whole and not allocation.blocks and wants_memory:
+            self.books.leave_open(allocation.id)
+
+    def _core_answer(self, allocation: Allocation) -> ContainerResponse:
+        return core_answer(allocation, self.books.inventory.granted(self.books.ledger.cards), self._host)
+
+    def _log_grant(self, kind: Kind, allocation: Allocation, size: int, evaluator: str | None) -> None:
+        pod = "/".join(allocation.pod) if allocation.pod else None
+        log.info(
+            "allocation_granted",
+            allocation=allocation.id,
+            pod=pod,
+            pod_uid=allocation.uid,
+            container=allocation.container,
+            resource=kind,
+            size=size,
+            gpus=allocation.gpus,
+            evaluator=evaluator,
+            why=allocation.why,
+        )
+
+    # -- PreStartContainer -------------------------------------------------------------------------------------------------
+
+    async def _pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+        books = self.books
+        masks = books.ledger.cards.known(kind, device_ids)
+        if count(masks) < len(device_ids):
+            self._confirm_anonymous(kind, device_ids)
+            return
+        self._asking = NOBODY
+        holders = _holders(books.ledger, kind, masks)
+        if not holders or holders[-1].container is None:
+            try:
+                await self.housekeeping.learn()
+            except CheckpointError as error:
+                log.error("name_not_remembered", error=str(error))
+            holders = _holders(books.ledger, kind, masks)
+        if not holders:
+            raise Refusal(
+                "conflict", f"the container's {len(device_ids)} {kind} ids ({device_ids[0]} ...) are in nobody's name here"
+            )
+        allocation = holders[-1]
+        self._asking = Caller(pod=allocation.pod)
+        view = self._pods.get(allocation.pod) if allocation.pod else None
+        spec = view.container(allocation.container) if view and allocation.container else None
+        if spec is not None:
+            check_request(spec.cores, spec.memory_blocks)
+        else:
+            check_request(allocation.core_count, allocation.block_count)
+        if books.is_open(allocation.id):
+            async with books.lock:
+                books.close_open()
+                books.tell()
+        self._make_folders(holders)
+
+    def _make_folders(self, allocations: Sequence[Allocation]) -> None:
+        for allocation in allocations:
+            folder = f"{self._host.allocation_dir}/{allocation.id}"
+            try:
+                self._make_dir(folder)
+            except OSError as error:
+                raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
+
+    def _confirm_anonymous(self, kind: Kind, device_ids: Sequence[str]) -> None:
+        """A container admitted under gpu-manager starts again: its ids name no GPU, its record does."""
+        if not any(a.anonymous for a in self.books.ledger.allocations.values()):
+            raise Refusal(
+                "unknown_device",
+                f"the container holds {kind} ids that this node never offered ({device_ids[0]} ...), and no record of gpu-manager explains "
+                f"them; delete the pod and create it again",
+            )
+
+
+def _holders(ledger: Ledger, kind: Kind, masks: Masks) -> list[Allocation]:
+    """The allocations with exactly these ids; of several (init containers and who took over) the one that holds them now is last."""
+    return sorted((a for a in ledger.holders(kind, masks) if a.held(kind) == masks), key=lambda a: not a.init)

@@ -1,0 +1,86 @@
+"""What Allocate answers: devices, environment, mounts and annotations of one container.
+
+It depends on the allocation alone, never on the pod (design: state is keyed by allocation). The shape is gpu-manager's: the core
+call answers everything but the annotation `tencent.com/vcuda-memory`, which the memory call answers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
+
+LIBRARY_PATH = "/usr/local/nvidia"
+ALLOCATION_PATH = "/etc/vcuda"
+DEVICE_ANNOTATION = "tencent.com/vcuda-device"
+CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPaths:
+    """Where the host keeps what a container gets. `exists` asks the host; what is not there is left out of the answer."""
+
+    exists: Callable[[str], bool]
+    device_root: str = "/dev"
+    share_driver_dir: str = ""
+    whole_driver_dir: str = ""
+    allocation_dir: str = "/etc/gpu-manager/vm"
+    extra_devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedGpu:
+    """What a container must know of a GPU. `minor` None = the driver does not tell; then no device node can be named."""
+
+    uuid: str
+    minor: int | None
+
+
+def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
+    """Answer to the core call; `gpus` holds at least the granted ones."""
+    granted = [gpus[name] for name in allocation.gpus]
+    nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
+    control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
+    paths = [*(f"{host.device_root}/{name}" for name in nodes), *control, *host.extra_devices]
+    driver_dir = host.whole_driver_dir if allocation.whole else host.share_driver_dir
+    mounts = (
+        [Mount(container_path=LIBRARY_PATH, host_path=driver_dir, read_only=True)]
+        if driver_dir and host.exists(driver_dir)
+        else []
+    )
+    folder = f"{host.allocation_dir}/{allocation.id}"
+    return ContainerResponse(
+        envs={
+            "LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64",
+            "NVIDIA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in granted),
+        },
+        mounts=(*mounts, Mount(container_path=ALLOCATION_PATH, host_path=folder, read_only=True)),
+        devices=tuple(
+            DeviceNode(container_path=_inside(path, host), host_path=path, permissions="rw")
+            for path in dict.fromkeys(paths)
+            if host.exists(path)
+        ),
+        annotations={
+            CORE_RESOURCE: str(allocation.core_count),
+            DEVICE_ANNOTATION: ",".join(f"/dev/{name}" for name in nodes),
+        },
+    )
+
+
+def memory_answer(allocation: Allocation) -> ContainerResponse:
+    """Answer to the memory call: bytes, as gpu-manager writes them."""
+    return ContainerResponse(
+        envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(allocation.block_count * BLOCK_BYTES)}
+    )
+
+
+def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
+    """The allocation id in an earlier answer (container path -> host path), as a rebuild finds it in the kubelet's checkpoint."""
+    folder = mounts.get(ALLOCATION_PATH)
+    return folder.rstrip("/").rpartition("/")[2] or None if folder else None
+
+
+def _inside(path: str, host: HostPaths) -> str:
+    """Path in the container: the standard /dev, wherever the host keeps its nodes."""
+    return "/dev" + path.removeprefix(host.device_root) if path.startswith(host.device_root + "/") else path

@@ -1,0 +1,133 @@
+"""Whose call is this? The kubelet names no pod, but it admits one pod after another, one container after another.
+
+PodResources `List`, asked from inside GetPreferredAllocation, already names the pod under admission (design: identity is exact).
+That pod is a listed one whose first container with something missing wants exactly this many ids of this resource.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from gpumgr.allocator.ids import Masks, common
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.units import RESOURCE_OF, Kind
+
+FindPod = Callable[[PodKey], PodView | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The container on whose behalf the kubelet calls; everything is None as far as it is not known.
+
+    `continues`: an allocation that this call completes, as the order of calls tells, though it does not have the caller's name.
+    """
+
+    pod: PodKey | None = None
+    view: PodView | None = None
+    spec: ContainerSpec | None = None
+    continues: AllocationId | None = None
+
+    @property
+    def uid(self) -> str | None:
+        return self.view.uid if self.view else None
+
+    @property
+    def container(self) -> str | None:
+        return self.spec.name if self.spec else None
+
+    @property
+    def init(self) -> bool:
+        return self.spec is not None and self.spec.kind == "init"
+
+    @property
+    def chain(self) -> tuple[ContainerSpec, ...]:
+        """This container and the pod's later ones, in the kubelet's order."""
+        if self.view is None or self.spec is None:
+            return ()
+        return self.view.containers[self.view.containers.index(self.spec) :]
+
+    def owns(self, allocation: Allocation) -> bool:
+        """This allocation is the caller's own (its other resource's call came earlier)."""
+        if self.pod is None or self.spec is None:
+            return False
+        probe = Allocation(id="", pod=self.pod, uid=self.uid)
+        return allocation.container == self.spec.name and allocation.same_pod(probe)
+
+
+NOBODY = Caller()
+
+
+def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
+    """First container, in the kubelet's order, that still lacks a resource it wants.
+
+    Those before the last one that holds something are behind us, also an init container whose ids stand under no name because the
+    pod was not known when it got them.
+    """
+    mine = ledger.of(view.key, view.uid)
+    holders = {a.container for a in mine}
+    reached = max((n for n, spec in enumerate(view.containers) if spec.name in holders), default=0)
+    for spec in view.containers[reached:]:
+        own = [a for a in mine if a.container == spec.name]
+        if any(spec.wants(kind) and not any(a.held(kind) for a in own) for kind in RESOURCE_OF):
+            return spec
+    return None
+
+
+def waits_for(ledger: Ledger, view: PodView, kind: Kind, size: int) -> ContainerSpec | None:
+    """The container of this pod that would call now for `size` ids of `kind`, if any would."""
+    if view.phase != "Pending":
+        return None
+    spec = next_container(ledger, view)
+    if spec is None or spec.wants(kind) != size:
+        return None
+    has_it = any(a.container == spec.name and a.held(kind) for a in ledger.of(view.key, view.uid))
+    return None if has_it else spec
+
+
+def find_caller(
+    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Kind, size: int, seen: Mapping[PodKey, int]
+) -> Caller | None:
+    """The pod under admission: a listed one that waits for this; the newest if several. None if no listed pod fits.
+
+    `seen` numbers the pods in the order in which earlier looks first showed them.
+    """
+    candidates: list[tuple[int, float, PodKey, Caller]] = []
+    for pod in listing.pods:
+        view = find_pod(pod)
+        spec = waits_for(ledger, view, kind, size) if view else None
+        if view is None or spec is None:
+            continue
+        if spec.kind != "init" and listing.containers(pod).get(spec.name, {}).get(RESOURCE_OF[kind]):
+            continue
+        candidates.append((seen.get(pod, len(seen)), view.created_at, pod, Caller(pod=pod, view=view, spec=spec)))
+    return max(candidates, key=lambda c: c[:3])[3] if candidates else None
+
+
+def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Kind, size: int) -> Caller | None:
+    """Without `List`: of the pods that wait for this, the one created first (the kubelet admits a batch in that order)."""
+    waiting = [(view.created_at, view.key, view, spec) for view in views if (spec := waits_for(ledger, view, kind, size))]
+    if not waiting:
+        return None
+    _, pod, view, spec = min(waiting, key=lambda w: w[:2])
+    return Caller(pod=pod, view=view, spec=spec)
+
+
+def reuser(ledger: Ledger, kind: Kind, masks: Masks) -> Allocation | None:
+    """An init container's allocation of the pod whose ids are taken over here; None when the ids are new ones."""
+    holders = [a for a in ledger.holders(kind, masks) if a.init]
+    for holder in holders:
+        if common(masks, ledger.reusable(kind, holder.pod, holder.uid)):
+            return holder
+    return None
+
+
+def handed_on(ledger: Ledger, kind: Kind, masks: Masks, pod: PodKey | None) -> Ledger:
+    """Ledger in which nameless allocations of this pod, or of none, are init containers' of it if any of these ids are theirs.
+
+    The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
+    """
+    for a in ledger.holders(kind, masks):
+        if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
+            ledger = ledger.occupy(replace(a, pod=pod, init=True))
+    return ledger

@@ -1,0 +1,239 @@
+"""GetPreferredAllocation: which GPUs for the whole container, and which ids on them for the resource that is asked now.
+
+The placement is for the container's both resources and for the pod's later containers that must continue on the same ids; the other
+resource's call finds the same GPUs because what was granted first pins them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.pods import chain_needs
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.select import check_request, place
+from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One GetPreferredAllocation call: `size` ids of `kind` out of `available`, among them all of `must`."""
+
+    kind: Kind
+    available: Masks
+    must: Masks
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The ids to prefer, the GPUs chosen for the container, and why these (for the log)."""
+
+    masks: Masks
+    gpus: tuple[GpuName, ...]
+    evaluator: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """Free ids by kind in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
+
+    free: Mapping[Kind, Masks]
+    blocked: Masks
+    pinned: frozenset[GpuName]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """What must fit on the chosen GPUs. `whole_gpus` counts entirely free GPUs that the pod's chain of containers takes in the end."""
+
+    cores: int
+    memory_blocks: int
+    whole_gpus: int = 0
+
+
+def choose(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask) -> Choice:
+    """Best ids for this call. Raises Refusal if the container's request is wrong or fits nowhere."""
+    other: Kind = "memory" if ask.kind == "core" else "core"
+    if caller.spec is not None:
+        check_request(caller.spec.cores, caller.spec.memory_blocks)
+    own = open_allocation(ledger, caller, other)
+    room = _room(node, ledger, caller, ask, own)
+    needs = _needs(caller, ask, own)
+    if needs.cores == 0:
+        return _memory_first(node, ledger, ask, room)
+    gpus, evaluator, why = _place(node, ledger, room, needs)
+    if ask.kind == "memory":
+        own_cores = caller.spec.cores if caller.spec else needs.cores
+        picked = _pick_blocks(ask, room, gpus, share=own_cores < CORES_PER_GPU)
+    else:
+        picked = _pick_cores(ask, room, gpus)
+    _require_full(node, picked, ask)
+    return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
+
+
+def open_allocation(ledger: Ledger, caller: Caller, other: Kind) -> Allocation | None:
+    """What the caller's container was granted of its other resource and nothing else yet.
+
+    Without a spec the caller knows no more than the one that it `continues`.
+    """
+    kind: Kind = "core" if other == "memory" else "memory"
+    found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
+    return next((a for a in reversed(found) if a.held(other) and not a.held(kind)), None)
+
+
+def _room(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask, own: Allocation | None) -> _Room:
+    other: Kind = "memory" if ask.kind == "core" else "core"
+    granted = own.held(other) if own else NO_IDS
+    spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
+    sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.cards.cards}
+    strangers = minus(ledger.held(ask.kind), ask.must)
+    others = minus(minus(ledger.held(other), granted), spare)
+    return _Room(
+        free={
+            ask.kind: minus(union(ask.available, ask.must), strangers),
+            other: union(minus(sight, ledger.held(other)), spare, granted),
+        },
+        blocked=dict.fromkeys((*strangers, *others), 1),
+        pinned=frozenset(ask.must) | frozenset(own.gpus if own else ()) | _heirs_place(caller, other, spare, own),
+    )
+
+
+def _heirs_place(caller: Caller, other: Kind, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
+    """GPUs where the container's other resource will be, because it takes over ids of an init container."""
+    if own is not None or caller.spec is None or not caller.spec.wants(other):
+        return frozenset()
+    most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
+    return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
+
+
+def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
+    if caller.spec is None:
+        if ask.kind == "core":
+            return _Needs(cores=ask.size, memory_blocks=0 if own or ask.size >= CORES_PER_GPU else 1)
+        return _Needs(cores=own.core_count if own else 0, memory_blocks=ask.size)
+    needs = chain_needs(caller.chain)
+    if needs.most_cores >= CORES_PER_GPU:
+        return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
+    if needs.cores >= CORES_PER_GPU:
+        raise Refusal(
+            "invalid_request",
+            f"container {caller.container} and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes "
+            f"an init container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+        )
+    return _Needs(cores=needs.cores, memory_blocks=needs.memory_blocks)
+
+
+def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
+    names = {row: gpu for gpu, row in node.rows.items()}
+    result = []
+    for row in sorted(names):
+        gpu = names[row]
+        core_mask = room.free["core"].get(gpu, 0)
+        result.append(
+            GpuCapacity(
+                index=row,
+                cores_free=core_mask.bit_count(),
+                memory_blocks_free=room.free["memory"].get(gpu, 0).bit_count(),
+                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES,
+                healthy=gpu not in node.unfit and gpu in ledger.cards.by_name,
+                label=node.label(gpu),
+                note=node.unfit.get(gpu),
+            )
+        )
+    return result
+
+
+def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[tuple[GpuName, ...], str, str]:
+    capacities = _capacities(node, ledger, room)
+    entirely_free = sum(c.entirely_free and c.healthy for c in capacities)
+    if needs.whole_gpus > max(entirely_free, needs.cores // CORES_PER_GPU):
+        raise Refusal(
+            "no_fit",
+            f"the pod's containers need {needs.whole_gpus} entirely free GPUs one after another and this node has {entirely_free}",
+        )
+    missing = [gpu for gpu in room.pinned if gpu not in node.rows]
+    if missing:
+        raise Refusal("gpu_unhealthy", f"{node.label(missing[0])} is gone, and the container holds ids of it")
+    placement = place(
+        node.topology,
+        capacities,
+        cores=needs.cores,
+        memory_blocks=needs.memory_blocks,
+        policy=node.policy,
+        required=[node.rows[gpu] for gpu in room.pinned],
+    )
+    names = {row: gpu for gpu, row in node.rows.items()}
+    return tuple(names[row] for row in placement.gpus), placement.evaluator, placement.why
+
+
+def _pick_blocks(ask: Ask, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
+    """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
+    first = [gpu for gpu in gpus if gpu in room.pinned] or list(gpus)
+    order = [*first, *(gpu for gpu in gpus if gpu not in first)]
+    if share:
+        order = order[:1]
+    picked: dict[GpuName, int] = {gpu: ask.must[gpu] for gpu in order if gpu in ask.must}
+    left = ask.size - count(picked)
+    for position, gpu in enumerate(order):
+        even = -(-left // (len(order) - position))
+        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), even)
+        picked[gpu] = picked.get(gpu, 0) | take
+        left -= take.bit_count()
+    for gpu in order:
+        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), left)
+        picked[gpu] |= take
+        left -= take.bit_count()
+    return {gpu: mask for gpu, mask in picked.items() if mask}
+
+
+def _pick_cores(ask: Ask, room: _Room, gpus: Sequence[GpuName]) -> Masks:
+    """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
+    first = [gpu for gpu in gpus if gpu in room.pinned] + [gpu for gpu in gpus if gpu not in room.pinned]
+    picked: dict[GpuName, int] = {}
+    left = ask.size
+    for gpu in first:
+        must = ask.must.get(gpu, 0)
+        take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
+        picked[gpu] = take
+        left -= take.bit_count()
+    return {gpu: mask for gpu, mask in picked.items() if mask}
+
+
+def _memory_first(node: NodeView, ledger: Ledger, ask: Ask, room: _Room) -> Choice:
+    """Memory of a container whose cores are not known (no spec): where the most cores are left, so that they will fit too."""
+    capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
+    names = {row: gpu for gpu, row in node.rows.items()}
+    one = [
+        c
+        for c in capacities
+        if c.cores_free and c.memory_blocks_free >= ask.size and (not room.pinned or room.pinned == {names[c.index]})
+    ]
+    if one:
+        best = max(one, key=lambda c: (c.cores_free, c.memory_blocks_free, -c.index))
+        gpus: tuple[GpuName, ...] = (names[best.index],)
+    else:
+        gpus = tuple(names[c.index] for c in capacities if c.entirely_free)
+    picked = _pick_blocks(ask, room, gpus, share=bool(one)) if gpus else NO_IDS
+    _require_full(node, picked, ask)
+    return Choice(
+        masks=picked,
+        gpus=tuple(g for g in gpus if g in picked),
+        evaluator="share",
+        why="memory came first and the pod's spec is not known",
+    )
+
+
+def _require_full(node: NodeView, picked: Masks, ask: Ask) -> None:
+    if count(picked) == ask.size and not minus(ask.must, picked):
+        return
+    where = (
+        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, ask.available).items()))
+        or "none"
+    )
+    unit = "cores" if ask.kind == "core" else "memory blocks"
+    raise Refusal("no_fit", f"{ask.size} {unit} are not free together on the GPUs that fit this container (free there: {where})")

@@ -1,0 +1,145 @@
+"""Allocate: the ledger takes exactly the ids that the kubelet names, or refuses them. It never answers with others.
+
+What may be granted:
+
+* A share (1 to 99 cores) lies on one GPU, its memory blocks on the same.
+* Whole GPUs are given with all their cores, and nobody else holds anything there.
+* Ids that the pod's own init containers left may be taken over in any mixture; the container is then granted one of the GPUs that
+  the pod holds, or as many as it asked for.
+* An id whose holder lives is refused, whatever the kubelet believes (it hands ids out twice: kubernetes devicemanager,
+  UpdateAllocatedDevices while an Allocate is in flight).
+"""
+
+from dataclasses import replace
+
+from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.choose import open_allocation
+from gpumgr.allocator.ids import ALL_CORES, Masks, common, count, minus, union
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.node import NodeView
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.select import check_request
+from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+
+
+def grant(
+    node: NodeView, ledger: Ledger, caller: Caller, kind: Kind, masks: Masks, *, new_id: AllocationId, now: float, why: str
+) -> Allocation:
+    """The caller's allocation with these ids in it; `ledger.occupy` it to commit. Raises Refusal, and then nothing has changed."""
+    size = count(masks)
+    if kind == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
+        raise Refusal(
+            "invalid_request", f"{size} cores are not a multiple of {CORES_PER_GPU}: ask for 1 to 99 cores or for whole GPUs"
+        )
+    if caller.spec is not None:
+        check_request(caller.spec.cores, caller.spec.memory_blocks)
+    other: Kind = "memory" if kind == "core" else "core"
+    own = open_allocation(ledger, caller, other)
+    uid = caller.uid or (own.uid if own else None)
+    reused = common(masks, ledger.reusable(kind, caller.pod, uid)) if caller.pod or uid else {}
+    fresh = minus(masks, reused)
+    _refuse_held(ledger, kind, fresh)
+    _refuse_unfit(node, fresh)
+    _refuse_shape(node, ledger, caller, kind, masks, fresh, own)
+    base = own or Allocation(id=new_id, granted_at=now)
+    allocation = replace(
+        base.with_held(kind, masks),
+        pod=caller.pod or base.pod,
+        uid=caller.uid or base.uid,
+        container=caller.container or base.container,
+        init=caller.init,
+        why=base.why or why,
+    )
+    return replace(allocation, gpus=_granted_gpus(ledger, allocation))
+
+
+def _refuse_held(ledger: Ledger, kind: Kind, fresh: Masks) -> None:
+    for holder in ledger.holders(kind, fresh):
+        ids = ledger.cards.format(kind, common(fresh, holder.held(kind)))
+        raise Refusal(
+            "conflict",
+            f"the kubelet handed out {len(ids)} {kind} ids ({ids[0]} ...) that {holder.describe()} still holds; "
+            f"nothing was given twice, the pod may simply be created again",
+        )
+
+
+def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
+    for gpu in fresh:
+        if gpu in node.unfit:
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unfit[gpu]}")
+        if gpu not in node.rows:
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
+
+
+def _refuse_shape(
+    node: NodeView, ledger: Ledger, caller: Caller, kind: Kind, masks: Masks, fresh: Masks, own: Allocation | None
+) -> None:
+    """Fresh ids must be a feasible placement; ids taken over from the pod's init containers are free of form."""
+    if not fresh:
+        return
+    whole = count(masks) >= CORES_PER_GPU if kind == "core" else (own.whole if own else _whole_wanted(caller))
+    if kind == "core" and whole:
+        _refuse_broken_gpus(node, ledger, caller, masks, fresh, own)
+        return
+    for gpu in fresh:
+        owner = ledger.exclusive.get(gpu)
+        if owner is not None and owner is not own and not _of_caller(owner, caller):
+            raise Refusal("conflict", f"{node.label(gpu)} belongs whole to {owner.describe()}")
+    if whole is None or whole:
+        _refuse_foreign_memory(node, masks, own)
+        return
+    gpus = set(masks) | set(own.gpus if own else ())
+    if len(gpus) > 1:
+        places = ", ".join(sorted(node.label(gpu) for gpu in gpus))
+        raise Refusal("conflict", f"a share must lie on one GPU with its memory; the kubelet's ids lie on {places}")
+
+
+def _refuse_broken_gpus(
+    node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, fresh: Masks, own: Allocation | None
+) -> None:
+    for gpu in fresh:
+        pods_own = union({gpu: masks[gpu]}, common(ledger.reusable("core", caller.pod, caller.uid), {gpu: ALL_CORES}))
+        if pods_own[gpu] != ALL_CORES:
+            raise Refusal(
+                "conflict",
+                f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
+            )
+        strangers = [a for a in ledger.on(gpu) if a is not own and not _of_caller(a, caller)]
+        if strangers:
+            raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {strangers[0].describe()} has a part of it")
+    outside = set(own.blocks) - set(masks) if own else set()
+    if outside:
+        raise Refusal("conflict", f"the container's memory lies on {node.label(min(outside))}, its cores elsewhere")
+
+
+def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None) -> None:
+    outside = set(masks) - set(own.gpus) if own and own.cores else set()
+    if outside:
+        raise Refusal(
+            "conflict",
+            f"the container's GPUs are {', '.join(map(node.label, own.gpus if own else ()))}, its memory lies on "
+            f"{node.label(min(outside))}",
+        )
+
+
+def _whole_wanted(caller: Caller) -> bool | None:
+    return caller.spec.cores >= CORES_PER_GPU if caller.spec else None
+
+
+def _of_caller(allocation: Allocation, caller: Caller) -> bool:
+    return allocation.same_pod(Allocation(id="", pod=caller.pod, uid=caller.uid))
+
+
+def _granted_gpus(ledger: Ledger, allocation: Allocation) -> tuple[GpuName, ...]:
+    """GPUs that the container gets, in the order of the cards: all that its ids lie on, or of taken-over ids as many as it asked for."""
+    order = [card.name for card in ledger.cards.cards]
+    cores = allocation.cores or allocation.blocks
+    if not allocation.cores:
+        return tuple(sorted(cores, key=order.index))
+    wanted = max(1, allocation.core_count // CORES_PER_GPU)
+    if len(cores) <= wanted:
+        return tuple(sorted(cores, key=order.index))
+    running = [a for a in ledger.of(allocation.pod, allocation.uid) if not a.init and a.id != allocation.id]
+    taken = {gpu for a in running for gpu in a.gpus}
+    best = sorted(cores, key=lambda gpu: (gpu not in allocation.blocks, gpu in taken, -cores[gpu].bit_count(), order.index(gpu)))
+    return tuple(sorted(best[:wanted], key=order.index))

@@ -1,0 +1,175 @@
+"""Device ids that name their GPU, and sets of them as bit masks.
+
+A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
+their GPU). A set of ids of one kind is `Masks`: for each GPU an integer whose bit n stands for core or block n.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpumgr.errors import Refusal
+from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+
+Masks = Mapping[GpuName, int]
+
+NO_IDS: Masks = {}
+ALL_CORES = (1 << CORES_PER_GPU) - 1
+
+
+def count(masks: Masks) -> int:
+    return sum(mask.bit_count() for mask in masks.values())
+
+
+def union(*sets: Masks) -> Masks:
+    result: dict[GpuName, int] = {}
+    for masks in sets:
+        for gpu, mask in masks.items():
+            result[gpu] = result.get(gpu, 0) | mask
+    return result
+
+
+def minus(left: Masks, right: Masks) -> Masks:
+    return {gpu: rest for gpu, mask in left.items() if (rest := mask & ~right.get(gpu, 0))}
+
+
+def common(left: Masks, right: Masks) -> Masks:
+    return {gpu: both for gpu, mask in left.items() if (both := mask & right.get(gpu, 0))}
+
+
+def within(left: Masks, right: Masks) -> bool:
+    """Every id of `left` is in `right`."""
+    return not minus(left, right)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def lowest(mask: int, wanted: int) -> int:
+    """The `wanted` lowest set bits of `mask` (all of them if it has fewer)."""
+    if mask.bit_count() <= wanted:
+        return mask
+    result = 0
+    for _, bit in zip(range(wanted), bits(mask), strict=False):
+        result |= 1 << bit
+    return result
+
+
+def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
+    """Name for a newcomer: the first 8 hex digits of its UUID, more while another GPU has that name."""
+    digits = uuid.removeprefix("GPU-").replace("-", "").lower()
+    names = set(taken)
+    for length in range(8, len(digits) + 1):
+        if digits[:length] not in names:
+            return digits[:length]
+    return next(name for n in range(len(names) + 1) if (name := f"{digits}x{n}") not in names)
+
+
+def format_id(gpu: GpuName, kind: Kind, number: int) -> str:
+    return f"{gpu}-c{number:02d}" if kind == "core" else f"{gpu}-m{number}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU that was offered once: its name, UUID and capacity in blocks never shrink (ids may turn Unhealthy, never vanish)."""
+
+    name: GpuName
+    uuid: str
+    memory_blocks: int
+
+    def all_ids(self, kind: Kind) -> int:
+        return ALL_CORES if kind == "core" else (1 << self.memory_blocks) - 1
+
+
+@dataclass(frozen=True)
+class _Table:
+    """All ids of one kind in a row: id -> its position, and where each GPU's positions begin and end.
+
+    The largest requests name thousands of ids, so they are marked in a row of digits and made a number once for each GPU.
+    """
+
+    positions: Mapping[str, int]
+    spans: tuple[tuple[GpuName, int, int], ...]
+    size: int
+
+    @classmethod
+    def of(cls, by_gpu: Mapping[GpuName, Sequence[str]]) -> "_Table":
+        positions: dict[str, int] = {}
+        spans = []
+        for gpu, texts in by_gpu.items():
+            begin = len(positions)
+            positions.update((text, begin + n) for n, text in enumerate(texts))
+            spans.append((gpu, begin, len(positions)))
+        return cls(positions, tuple(spans), len(positions))
+
+    def masks(self, positions: Iterable[int]) -> Masks:
+        digits = bytearray(b"0") * self.size
+        for position in positions:
+            digits[position] = 49  # "1"
+        pieces = ((gpu, digits[begin:end]) for gpu, begin, end in self.spans)
+        return {gpu: int(piece[::-1], 2) for gpu, piece in pieces if b"1" in piece}
+
+
+@dataclass(frozen=True)
+class Cards:
+    """All GPUs that this node ever offered, in a fixed order, with the two directions of the id code."""
+
+    cards: tuple[Card, ...] = ()
+
+    @cached_property
+    def by_name(self) -> Mapping[GpuName, Card]:
+        return {card.name: card for card in self.cards}
+
+    @cached_property
+    def by_uuid(self) -> Mapping[str, Card]:
+        return {card.uuid: card for card in self.cards}
+
+    @cached_property
+    def ids(self) -> Mapping[Kind, Mapping[GpuName, tuple[str, ...]]]:
+        """kind -> GPU -> all its ids, position = core or block number."""
+        return {
+            "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.cards},
+            "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.cards},
+        }
+
+    @cached_property
+    def _tables(self) -> Mapping[Kind, "_Table"]:
+        return {kind: _Table.of(by_gpu) for kind, by_gpu in self.ids.items()}
+
+    def parse(self, kind: Kind, device_ids: Collection[str]) -> Masks:
+        """Ids -> masks. Raises Refusal("unknown_device") for an id that this node never offered or that stands twice."""
+        table = self._tables[kind]
+        try:
+            found = [table.positions[text] for text in device_ids]
+        except KeyError as error:
+            raise Refusal("unknown_device", f"device id {error.args[0]!r} is none of this node's {kind} ids") from None
+        if len(set(found)) < len(found):
+            twice = Counter(device_ids).most_common(1)[0][0]
+            raise Refusal("invalid_request", f"device id {twice!r} stands twice in one request")
+        return table.masks(found)
+
+    def known(self, kind: Kind, device_ids: Iterable[str]) -> Masks:
+        """As `parse`, but leaves out what it does not know (other people's lists: PodResources, checkpoints)."""
+        table = self._tables[kind]
+        return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
+
+    def format(self, kind: Kind, masks: Masks) -> list[str]:
+        """Masks -> ids, in the order of the cards, lowest numbers first."""
+        texts = self.ids[kind]
+        return [texts[card.name][n] for card in self.cards if card.name in masks for n in bits(masks[card.name])]
+
+    def meet(self, uuid: str, memory_blocks: int) -> "Cards":
+        """Cards with this GPU: a newcomer gets a name and stands last, a known one keeps name and place and never shrinks."""
+        known = self.by_uuid.get(uuid)
+        if known is None:
+            return Cards((*self.cards, Card(gpu_name(uuid, self.by_name), uuid, memory_blocks)))
+        if memory_blocks <= known.memory_blocks:
+            return self
+        grown = Card(known.name, uuid, memory_blocks)
+        return Cards(tuple(grown if card is known else card for card in self.cards))

@@ -1,0 +1,54 @@
+"""Who holds which device ids, as the kubelet's PodResources `List` tells it: the ledger's mirror on the other side.
+
+The answer names every id of the node (easily 100 kB), while a decision needs the pods' names and the ids of one or two pods.
+So the station that asks the kubelet reads the names at once and hands over a reader for the rest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+#: (namespace, name). PodResources knows no UID, and names recur.
+PodKey = tuple[str, str]
+#: Device ids by container name and resource name.
+Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+class Listing:
+    """The pods that the kubelet counts as active, in the order of its answer, and what their containers hold.
+
+    Ordinary init containers are not in it (kubelet 1.34 and later); sidecars are.
+    """
+
+    __slots__ = ("_known", "_read", "pods")
+
+    def __init__(self, pods: Sequence[PodKey], read: Callable[[PodKey], Containers]) -> None:
+        """`read` is called at most once for each pod, and only for pods that `pods` names."""
+        self.pods: tuple[PodKey, ...] = tuple(pods)
+        self._read = read
+        self._known: dict[PodKey, Containers] = {}
+
+    @classmethod
+    def of(cls, held: Mapping[PodKey, Mapping[str, Mapping[str, Sequence[str]]]]) -> Self:
+        """A listing from plain dicts: pod -> container -> resource -> device ids."""
+
+        def read(pod: PodKey) -> Containers:
+            return {
+                container: {resource: tuple(ids) for resource, ids in resources.items()}
+                for container, resources in held[pod].items()
+            }
+
+        return cls(tuple(held), read)
+
+    def __contains__(self, pod: PodKey) -> bool:
+        return pod in self.pods
+
+    def containers(self, pod: PodKey) -> Containers:
+        """The containers of `pod`, every one that the kubelet lists, also those without devices.
+
+        Raises KeyError if the pod is not listed.
+        """
+        if pod not in self._known:
+            if pod not in self.pods:
+                raise KeyError(pod)
+            self._known[pod] = self._read(pod)
+        return self._known[pod]

@@ -1,0 +1,213 @@
+"""A ledger out of what others remember: the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
+
+Ids name their GPU, so the kubelet's lists alone are enough. The kubelet's checkpoint comes first: it knows pod UIDs, ordinary init
+containers, and the answers given (with the allocation's id in a mount path).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from gpumgr.allocator.ids import ALL_CORES, Cards, Masks, lowest
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.sweep import shown
+from gpumgr.units import CORES_PER_GPU, KINDS, GpuName, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeletEntry:
+    """One container's ids of one resource as the kubelet remembers them. `allocation_id` is read from its stored answer."""
+
+    uid: str
+    container: str
+    kind: Kind
+    device_ids: tuple[str, ...]
+    allocation_id: AllocationId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnonymousRecord:
+    """One container in gpu-manager's checkpoint: its ids name no GPU, only this record does. `minors` are device minor numbers."""
+
+    uid: str
+    container: str
+    minors: tuple[int, ...]
+    cores: int
+    memory_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    ledger: Ledger
+    added: tuple[Allocation, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def adopt(
+    ledger: Ledger,
+    entries: Iterable[KubeletEntry],
+    listing: Listing | None,
+    find_uid: Callable[[str], PodView | None],
+    *,
+    new_id: Callable[[], AllocationId],
+    now: float,
+) -> Rebuilt:
+    """`ledger` plus everything the kubelet remembers and the ledger does not. What contradicts the ledger is left out and told."""
+    claims = _claims(ledger.cards, entries, listing, find_uid)
+    added, problems = list[Allocation](), list[str]()
+    for claim in claims.values():
+        masks = {kind: claim.held(kind) for kind in KINDS}
+        if all(_known(ledger, kind, masks[kind], claim) for kind in KINDS):
+            continue
+        order = [card.name for card in ledger.cards.cards]
+        gpus = tuple(sorted(claim.cores or claim.blocks, key=order.index))
+        whole = max(1, claim.core_count // CORES_PER_GPU)
+        partial = _partial(ledger, claim)
+        base = replace(partial, cores=claim.cores, blocks=claim.blocks) if partial else claim
+        candidate = replace(
+            base, id=base.id or new_id(), gpus=gpus[:whole], granted_at=base.granted_at or now, why="as the kubelet remembers"
+        )
+        broken = ledger.occupy(candidate).broken_laws()
+        if broken:
+            problems.append(f"{candidate.describe()}: {broken[0]}")
+            continue
+        ledger = ledger.occupy(candidate)
+        added.append(candidate)
+    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+
+
+def _claims(
+    cards: Cards, entries: Iterable[KubeletEntry], listing: Listing | None, find_uid: Callable[[str], PodView | None]
+) -> Mapping[tuple[str, str], Allocation]:
+    """(UID or namespace/name, container) -> allocation, ids as the kubelet has them; pods that ended are left out."""
+    claims: dict[tuple[str, str], Allocation] = {}
+    names: dict[PodKey, str] = {}
+    for entry in entries:
+        masks, view = cards.known(entry.kind, entry.device_ids), find_uid(entry.uid)
+        if not masks or (view is not None and view.ended):
+            continue
+        key = (entry.uid, entry.container)
+        spec = view.container(entry.container) if view else None
+        old = claims.get(key) or Allocation(
+            id="",
+            pod=view.key if view else None,
+            uid=entry.uid,
+            container=entry.container,
+            init=spec is not None and spec.kind == "init",
+        )
+        if view is not None:
+            names[view.key] = entry.uid
+        claims[key] = replace(old.with_held(entry.kind, masks), id=old.id or entry.allocation_id or "")
+    visible = shown(cards, listing) if listing else {}
+    for (pod, container), held in visible.items():
+        by_uid = (names.get(pod, ""), container)
+        if by_uid in claims:
+            continue
+        twin = next(
+            (
+                k
+                for k, c in claims.items()
+                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in KINDS)
+            ),
+            None,
+        )
+        if twin is not None:
+            claims[twin] = replace(claims[twin], pod=pod)
+            continue
+        claims["/".join(pod), container] = Allocation(
+            id="",
+            pod=pod,
+            container=container,
+            cores=held.get("core", {}),
+            blocks=held.get("memory", {}),
+        )
+    siblings = {c.uid: c.pod for c in claims.values() if c.uid is not None and c.pod is not None}
+    for key, claim in claims.items() if listing else ():
+        if claim.pod is None:
+            # `List` shows every container but ordinary init containers (and those of pods that just ended).
+            claims[key] = replace(claim, pod=siblings.get(claim.uid or ""), init=True)
+    return claims
+
+
+def _known(ledger: Ledger, kind: Kind, masks: Masks, claim: Allocation) -> bool:
+    return not masks or any(a.held(kind) == masks and _may_be(a, claim) for a in ledger.allocations.values())
+
+
+def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
+    """The ledger's allocation of this container that lacks one of the two resources."""
+    for a in ledger.allocations.values():
+        if _may_be(a, claim) and any(a.held(kind) and a.held(kind) == claim.held(kind) for kind in KINDS):
+            return a
+    return None
+
+
+def _may_be(a: Allocation, claim: Allocation) -> bool:
+    if a.container is not None and claim.container is not None and a.container != claim.container:
+        return False
+    return a.same_pod(claim) or a.pod is None or claim.pod is None
+
+
+def migrate(
+    ledger: Ledger,
+    records: Iterable[AnonymousRecord],
+    gpu_of_minor: Mapping[int, GpuName],
+    *,
+    new_id: Callable[[], AllocationId],
+    now: float,
+) -> Rebuilt:
+    """`ledger` plus gpu-manager's records. Their pods hold anonymous ids; here they take ids of ours on the recorded GPUs, so that
+    nothing of theirs is given to others before they end."""
+    added, problems = list[Allocation](), list[str]()
+    for record in records:
+        gpus = tuple(gpu_of_minor[m] for m in record.minors if m in gpu_of_minor)
+        missing = [m for m in record.minors if m not in gpu_of_minor]
+        if missing or not gpus:
+            problems.append(
+                f"pod uid {record.uid} ({record.container}): /dev/nvidia{missing[0] if missing else '?'} is none of this node's GPUs"
+            )
+        if not gpus:
+            continue
+        cores, blocks = _room_for(ledger, gpus, record)
+        allocation = Allocation(
+            id=new_id(),
+            uid=record.uid,
+            container=record.container,
+            gpus=gpus,
+            granted_at=now,
+            anonymous=True,
+            why="taken over from gpu-manager",
+            cores=cores,
+            blocks=blocks,
+        )
+        broken = ledger.occupy(allocation).broken_laws()
+        if broken or allocation.core_count < min(record.cores, CORES_PER_GPU * len(gpus)):
+            problems.append(
+                f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
+            )
+            continue
+        ledger = ledger.occupy(allocation)
+        added.append(allocation)
+    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+
+
+def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
+    """Pod UID -> pod, where a (UID, container, ids) of the kubelet's checkpoint stands under that name in PodResources."""
+    listed = {
+        (container, frozenset(ids)): pod
+        for pod in listing.pods
+        for container, devices in listing.containers(pod).items()
+        for ids in devices.values()
+        if ids
+    }
+    return {uid: listed[container, ids] for uid, container, ids in entries if (container, ids) in listed}
+
+
+def _room_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> tuple[Masks, Masks]:
+    """Free core and block ids of ours for this record."""
+    if record.cores >= CORES_PER_GPU:
+        return dict.fromkeys(gpus, ALL_CORES), {}
+    gpu = gpus[0]
+    cores = lowest(ALL_CORES & ~ledger.held("core").get(gpu, 0), record.cores)
+    blocks = lowest(ledger.cards.by_name[gpu].all_ids("memory") & ~ledger.held("memory").get(gpu, 0), record.memory_blocks)
+    return {gpu: cores} if cores else {}, {gpu: blocks} if blocks else {}

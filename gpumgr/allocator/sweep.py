@@ -1,0 +1,198 @@
+"""Freeing: the kubelet's own rule, per pod, and protection from the kubelet's gaps.
+
+The kubelet frees an ended pod's ids at the next admission and offers them at once, so two proofs are accepted:
+
+* `freed_by_offer`: an id that GetPreferredAllocation offers and that the `List` of the same call does not show with its holder.
+* `sweep`: a pod that has ended, or that `List` does not show, seen as often as `patience` asks (after a kubelet restart `List` is
+  incomplete until the kubelet's sources are ready, so one look proves nothing).
+
+Ordinary init containers are missing in `List` on kubelet 1.34+: their ids are held as long as the pod is listed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpumgr.allocator.callers import FindPod
+from gpumgr.allocator.ids import Cards, Masks, common, within
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.units import KIND_OF, KINDS, Kind
+
+#: (pod, container) -> the ids of ours that `List` shows there.
+Shown = Mapping[tuple[PodKey, str], Mapping[Kind, Masks]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What one sweep found. `absent` counts for each allocation how often in a row it was missing."""
+
+    ledger: Ledger
+    freed: tuple[Allocation, ...] = ()
+    renamed: tuple[Allocation, ...] = ()
+    absent: Mapping[AllocationId, int] = field(default_factory=dict)
+
+
+def shown(cards: Cards, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
+    """`List`'s device ids as masks, of all pods or of these listed ones; containers without ids of ours are left out."""
+    result: dict[tuple[PodKey, str], Mapping[Kind, Masks]] = {}
+    for pod in listing.pods if pods is None else pods:
+        for container, devices in listing.containers(pod).items():
+            masks = {
+                kind: held
+                for resource, ids in devices.items()
+                if (kind := KIND_OF.get(resource)) and (held := cards.known(kind, ids))
+            }
+            if masks:
+                result[pod, container] = masks
+    return result
+
+
+def freed_by_offer(
+    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Kind, offered: Masks, also: Iterable[Allocation] = ()
+) -> Ledger:
+    """Ledger without those holders of `offered` ids, and of those in `also`, that `List` no longer shows, and without the rest of
+    their pods' ids."""
+    suspects = [*ledger.holders(kind, offered), *also]
+    if not suspects:
+        return ledger
+    visible = shown(ledger.cards, listing)
+    gone = [a for a in suspects if not _is_shown(a, visible, listing, find_pod)]
+    order = list(ledger.allocations)
+
+    def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
+        """Names recur: without a UID, what was granted after `g` under its name is a later life's, what `List` never shows and was
+        granted before is of the same life."""
+        if a.uid is not None or g.uid is not None:
+            return not _is_shown(a, visible, listing, find_pod)
+        earlier = order.index(a.id) < order.index(g.id)
+        return earlier and (unlisted(a) or not _is_shown(a, visible, listing, find_pod))
+
+    family = [a for a in ledger.allocations.values() if any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)]
+    return ledger.free(a.id for a in (*gone, *family))
+
+
+def sweep(
+    ledger: Ledger,
+    listing: Listing,
+    find_pod: FindPod,
+    find_uid: Callable[[str], PodView | None],
+    *,
+    absent: Mapping[AllocationId, int],
+    patience: int,
+    gone: Callable[[str], bool] = lambda _: False,
+) -> Swept:
+    """One look at everything. `gone` says of a pod UID that the API server knows no such pod any more (False if it is not asked)."""
+    visible = shown(ledger.cards, listing)
+    freed, renamed, still_absent = list[Allocation](), list[Allocation](), dict[AllocationId, int]()
+    for a in list(ledger.allocations.values()):
+        named = _named(a, visible, find_pod, find_uid)
+        if named != a:
+            renamed.append(named)
+            ledger = _with_name(ledger, named)
+            a = named
+        if _ended(a, find_pod) or (a.anonymous and a.pod is None and a.uid is not None and gone(a.uid)):
+            freed.append(a)
+        elif not _is_shown(a, visible, listing, find_pod):
+            times = absent.get(a.id, 0) + 1
+            sure = a.uid is not None and gone(a.uid)
+            # Of a pod that the API server knows as living, absence in `List` alone proves nothing, however often.
+            lives = a.uid is not None and (view := find_uid(a.uid)) is not None and not view.ended
+            if not lives and times >= (min(patience, 2) if sure else patience):
+                freed.append(a)
+            else:
+                still_absent[a.id] = times
+    return Swept(ledger=ledger.free(a.id for a in freed), freed=tuple(freed), renamed=tuple(renamed), absent=still_absent)
+
+
+def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
+    """Ledger with the names that `List` gives to allocations without one, and to the `latest`, whose name may have been a guess."""
+    unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
+    if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
+        # The common case: its own pod's entry is enough, the rest of the long list stays unread.
+        alone = shown(ledger.cards, listing, (there,))
+        if _owner(unsure[0], alone) is not None:
+            return _renamed(ledger, unsure, alone, find_pod)
+    return _renamed(ledger, unsure, shown(ledger.cards, listing), find_pod) if unsure else ledger
+
+
+def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
+    for a in unsure:
+        named = _named(a, visible, find_pod, lambda _: None)
+        ledger = ledger if named == a else _with_name(ledger, named)
+    return ledger
+
+
+def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
+    """Ledger with this name. The kubelet shares ids within one pod only, so who has some of its ids is an init container of that pod,
+    or else refuted by the same `List`."""
+    for b in {b.id: b for kind in KINDS for b in ledger.holders(kind, named.held(kind))}.values():
+        if b.id != named.id and not b.same_pod(named):
+            heir = replace(b, pod=named.pod, uid=named.uid, init=True)
+            ledger = ledger.occupy(heir) if b.uid is None and unlisted(b) else ledger.free((b.id,))
+    return ledger.occupy(named)
+
+
+def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
+    """With the pod and container that `List` names (the kubelet is right), and a name for a UID that is all we have."""
+    owner = _owner(a, visible)
+    if owner is not None:
+        view = find_pod(owner[0])
+        uid = view.uid if view is not None and not view.ended else a.uid if owner[0] == a.pod else None
+        return replace(a, pod=owner[0], container=owner[1], uid=uid)
+    if a.init and (place := _place(a, visible)) is not None and place[0] != a.pod:
+        if a.pod is None:
+            # Taken for an init container's while `List` was incomplete, or really one whose ids an app container has taken over.
+            return replace(a, pod=place[0], init=a.container != place[1])
+        view = find_pod(place[0])
+        return replace(a, pod=place[0], container=place[1], uid=view.uid if view else None, init=False)
+    if a.pod is None and a.uid is not None and (known := find_uid(a.uid)) is not None:
+        return replace(a, pod=known.key)
+    return a
+
+
+def _ended(a: Allocation, find_pod: FindPod) -> bool:
+    """The API server says Succeeded or Failed: such a pod holds nothing, even where an older kubelet still lists it.
+
+    Without a UID the name alone proves nothing: the ended pod may be an earlier life of it.
+    """
+    view = find_pod(a.pod) if a.pod else None
+    return view is not None and view.ended and a.uid == view.uid
+
+
+def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
+    if a.anonymous and a.pod is None:
+        return True
+    if unlisted(a) and _owner(a, visible) is None:
+        if a.container is None and not a.init and not a.whole and not (a.cores and a.blocks):
+            return False  # a share that never got its other half: its admission failed
+        if a.pod is None or a.pod not in listing.pods:
+            return False
+        view = find_pod(a.pod)
+        return view is None or a.uid is None or view.uid == a.uid
+    return _owner(a, visible) is not None
+
+
+def unlisted(a: Allocation) -> bool:
+    """`List` never shows it: an ordinary init container's, one whose ids are not ours, or one without a name, which is an init
+    container's as far as `List` did not name it."""
+    return a.init or a.anonymous or a.container is None
+
+
+def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
+    """Pod and container where `List` shows this allocation's ids: where the ledger has it, or else where all of them stand."""
+    if a.init or a.anonymous:
+        return None
+    if a.pod is not None and a.container is not None:
+        there = visible.get((a.pod, a.container))
+        if there is not None and any(common(a.held(kind), there.get(kind, {})) for kind in KINDS):
+            return a.pod, a.container
+    return _place(a, visible)
+
+
+def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
+    """Pod and container where `List` shows all of this allocation's ids."""
+    for owner, masks in visible.items():
+        if any(a.held(kind) for kind in KINDS) and all(within(a.held(kind), masks.get(kind, {})) for kind in KINDS):
+            return owner
+    return None

@@ -1,0 +1,1 @@
+"""The composition root: builds the stations around the agent, starts them in order, stops them in reverse."""

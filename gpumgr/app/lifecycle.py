@@ -1,0 +1,171 @@
+"""Start in order, run, stop in reverse. Bugs end the process with a reason; weather is retried where it is met.
+
+Start: lock, checkpoint, pod cache and driver side by side, reconcile with the kubelet, web, sockets and Register, READY last.
+Stop: STOPPING, calls under way end, sockets vanish, the disk is written, NVML is let go; all within `process.stop_grace_seconds`.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+import structlog
+
+from gpumgr import __version__
+from gpumgr.aio import every, finish_shielded, forever
+from gpumgr.app.podside import PodSide
+from gpumgr.app.recovery import read_entries, reconcile, take_over
+from gpumgr.app.station import Hardware, Station
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.metrics.lag import watch_loop
+from gpumgr.sdnotify import Notifier
+from gpumgr.settings import Settings
+from gpumgr.web.server import WebServer
+
+log = structlog.get_logger(__name__)
+
+#: How long the start waits for this node's pods, and for the driver's first word, before it goes on without.
+FIRST_PODS_SECONDS = 0.2
+FIRST_NEWS_SECONDS = 10.0
+REPORT_SECONDS = 1.0
+FIRST_REPORT_SECONDS = 0.1
+TAKEN_OVER = "gpu_manager_taken_over"
+
+OnUp = Callable[[Station, str], None]
+
+
+async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on_up: OnUp = lambda *_: None) -> None:
+    """The agent from start to stop. `on_up` hears of the running station and its web address.
+
+    Raises AlreadyRunning, CheckpointError or ListenError at start, and an ExceptionGroup if a daemon ended.
+    """
+    notifier = Notifier(os.environ)
+    log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
+    async with contextlib.AsyncExitStack() as stack:
+        _lock_node(settings, stack)
+        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir)
+        stack.push_async_callback(checkpoint.close)
+        loaded = checkpoint.load()
+        if loaded.set_aside is not None:
+            log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
+        podside = await stack.enter_async_context(PodSide.open(settings))
+        station = Station(settings, hardware, ledger=loaded.ledger, checkpoint=checkpoint, pods=podside.pods)
+        stack.callback(station.close)
+        if TAKEN_OVER not in loaded.notes:
+            _take_over_first(station, checkpoint)
+        web = WebServer(station, host=settings.http.address, port=settings.http.port)
+        stack.push_async_callback(web.stop)
+        async with asyncio.TaskGroup() as group:
+            daemons = [
+                group.create_task(forever("monitor", station.monitor.run), name="monitor"),
+                group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
+                group.create_task(_refresh(station), name="metrics"),
+                *podside.start(group, station),
+            ]
+            try:
+                await _meet(station, podside, loaded)
+                await web.start()
+                station.books.tell()
+                station.offers.start()
+                station.housekeeping.soon()
+                daemons.append(group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"))
+                daemons.append(group.create_task(station.link.run(), name="kubelet_link"))
+                daemons.append(group.create_task(_report(station, notifier), name="report"))
+                on_up(station, web.url)
+                await stop.wait()
+            finally:
+                notifier.stopping()
+                log.info("stopping")
+                await _stop(station, settings.process.stop_grace_seconds)
+                for daemon in daemons:
+                    daemon.cancel()
+    log.info("stopped")
+
+
+def _take_over_first(station: Station, checkpoint: SqliteCheckpoint) -> None:
+    """gpu-manager's records come in with the first GPUs that the driver shows, be it late, and before those are offered."""
+
+    async def first() -> None:
+        settings = station.settings
+        try:
+            done = await take_over(
+                settings.checkpoint.gpu_manager_checkpoint,
+                settings.kubelet.device_plugin_dir,
+                station.housekeeping,
+                station.admission,
+                now=time.time(),
+            )
+            if done:
+                await checkpoint.save_note(TAKEN_OVER, "yes")
+        except CheckpointError as error:
+            log.error("not_taken_over", error=str(error))
+            station.books.before_first_offer = first
+
+    station.books.before_first_offer = first
+
+
+async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
+    """First contact with the driver and with what the kubelet remembers, before anything is offered."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_NEWS_SECONDS):
+            await asyncio.gather(station.news.known.wait(), podside.wait_synced(FIRST_PODS_SECONDS))
+    station.books.restore_quarantine(loaded.notes)
+    settings = station.settings
+    entries = await read_entries(settings.kubelet.device_plugin_dir)
+    await reconcile(station.housekeeping, podside, entries, lost=loaded.lost)
+    station.remove_orphans()
+
+
+def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> None:
+    """Raises AlreadyRunning, or InputError if the lock file can't be made."""
+    path = settings.process.lock_path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(NodeLock(path))
+        stack.enter_context(lock_folder(settings.kubelet.device_plugin_dir))
+    except AlreadyRunning:
+        raise
+    except (OSError, GpumgrError) as error:
+        raise InputError(
+            f"process.lock_path {path} can't be used: {error}; name a file in a folder that the agent may write to"
+        ) from error
+
+
+async def _refresh(station: Station) -> None:
+    await every(station.settings.nvml.sample_period_seconds, station.exposition.refresh, name="metrics")
+
+
+async def _report(station: Station, notifier: Notifier) -> None:
+    """Tells the service manager how things stand; the watchdog is fed by this loop, never by NVML or the API server."""
+    started, ready, told = time.monotonic(), False, ""
+    grace_seconds = station.settings.nvml.ready_grace_seconds
+    next_watchdog = 0.0
+    while True:
+        status = station.status()
+        patient = time.monotonic() - started < grace_seconds
+        if not ready and station.link.registered and (station.nvml_up or not patient):
+            ready = True
+            notifier.ready(status)
+            log.info("ready", status=status, seconds=round(time.monotonic() - started, 3))
+        elif status != told:
+            notifier.status(status)
+        told = status
+        period = notifier.watchdog_period_seconds
+        if period is not None and time.monotonic() >= next_watchdog:
+            notifier.watchdog()
+            next_watchdog = time.monotonic() + period
+        await asyncio.sleep(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS))
+
+
+async def _stop(station: Station, grace_seconds: float) -> None:
+    """Lets the kubelet's calls end, then everything else may be cancelled."""
+    try:
+        async with asyncio.timeout(grace_seconds):
+            await station.link.stop(grace_seconds / 2)
+            await finish_shielded(grace_seconds / 2)
+    except TimeoutError:
+        log.warning("stop_cut_short", seconds=grace_seconds)

@@ -1,0 +1,93 @@
+"""Carries the nvml station's news to the agent and to the metrics."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from gpumgr.agent.books import Books
+from gpumgr.nvml.health import GpuHealth
+from gpumgr.proc import HostProcesses
+from gpumgr.topology.devices import NodeSample, NodeSnapshot
+
+log = structlog.get_logger(__name__)
+
+#: Reasons for which a GPU takes nothing new but goes on working for those who are on it.
+CLOSING_REASONS = frozenset({"mig", "operator"})
+
+
+class News:
+    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not looked at (a simulated node has none)."""
+
+    def __init__(
+        self,
+        books: Books,
+        processes: HostProcesses,
+        *,
+        device_root: str | None,
+        on_sample: Callable[[NodeSample | None], None],
+    ) -> None:
+        self._books, self._processes, self._device_root = books, processes, device_root
+        self._on_sample = on_sample
+        #: Set once the driver was heard of for the first time, be it only that it is not there.
+        self.known = asyncio.Event()
+        self._health: Mapping[str, GpuHealth] = {}
+        self._nodeless: Mapping[str, str] = {}
+        self.down_because: str | None = None
+
+    async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
+        self.down_because = None
+        await self._books.set_snapshot(snapshot)
+        self._look_at_nodes()
+        await self._tell()
+        self._on_sample(NodeSample())
+        self.known.set()
+
+    async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
+        self._health = health
+        await self._tell()
+
+    async def sample_taken(self, sample: NodeSample) -> None:
+        before = self._nodeless
+        self._look_at_nodes()
+        if self._nodeless != before:
+            await self._tell()
+        pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
+        started = {pid: time for pid in pids if (time := self._processes.start_time(pid)) is not None}
+        await self._books.set_sample(sample, started)
+        self._on_sample(sample)
+
+    async def driver_down(self, message: str) -> None:
+        self.down_because = message
+        self._on_sample(None)
+        self.known.set()
+
+    async def _tell(self) -> None:
+        bad = {uuid: health for uuid, health in self._health.items() if not health.offered}
+        failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
+        closed = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
+        await self._books.set_fitness(failed={**self._nodeless, **failed}, closed=closed)
+
+    def _look_at_nodes(self) -> None:
+        """A GPU without its device node can't be given to a container, whatever NVML says of it."""
+        if self._device_root is None:
+            return
+        missing = {}
+        for gpu in self._books.inventory.snapshot.gpus:
+            path = f"{self._device_root}/nvidia{gpu.minor}"
+            if gpu.minor is not None and not os.path.exists(path):
+                missing[gpu.uuid] = (
+                    f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
+                )
+        for uuid in missing.keys() - self._nodeless.keys():
+            log.warning("device_node_missing", gpu=uuid, reason=missing[uuid])
+        for uuid in self._nodeless.keys() - missing.keys():
+            log.info("device_node_back", gpu=uuid)
+        self._nodeless = missing
+
+
+def _why(health: GpuHealth) -> str:
+    """What people are told; a GPU that answers again is watched for a while before it is offered."""
+    why = health.message or str(health.reason)
+    return f"recovering, was: {why}" if health.state == "probation" else why

@@ -1,0 +1,78 @@
+"""The API server's side: this node's pods if there is one to ask, and what is done about pods that failed because of a refusal."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+import structlog
+
+from gpumgr.allocator.pods import PodView
+from gpumgr.app.station import Station
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.cache import NoPods, PodCache
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+#: Why the kubelet fails a pod that a device plugin refused.
+REFUSED = "UnexpectedAdmissionError"
+
+
+@dataclass
+class PodSide:
+    """`pods` is the agent's port; without an API server it knows no pod."""
+
+    pods: PodCache | NoPods
+    delete_failed: bool
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, settings: Settings) -> AsyncIterator["PodSide"]:
+        """Raises SettingsError if the kubeconfig can't be used."""
+        if not settings.kubernetes.enabled:
+            yield cls(pods=NoPods(), delete_failed=False)
+            return
+        server = await ApiServer.connect(settings.kubernetes.kubeconfig)
+        try:
+            yield cls(pods=PodCache(server, settings.node.name), delete_failed=settings.kubernetes.delete_failed_pods)
+        finally:
+            await server.close()
+
+    def start(self, group: asyncio.TaskGroup, station: Station) -> list[asyncio.Task[None]]:
+        """The daemons of this side."""
+        if not isinstance(self.pods, PodCache):
+            return []
+        failed: asyncio.Queue[PodView] = asyncio.Queue()
+
+        def changed(before: PodView | None, after: PodView | None) -> None:
+            if before is not None and before.wants_gpu and (after is None or (after.ended and not before.ended)):
+                station.housekeeping.soon()
+            if self.delete_failed and after is not None and after.reason == REFUSED and after.wants_gpu and after.controlled:
+                failed.put_nowait(after)
+
+        self.pods.subscribe(changed)
+        tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
+        if self.delete_failed:
+            tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
+        return tasks
+
+    async def wait_synced(self, seconds: float) -> None:
+        """Until the pods of this node are known, or for so long."""
+        if isinstance(self.pods, PodCache):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.pods.wait_synced()
+
+
+async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:
+    """Setting `kubernetes.delete_failed_pods`: the owner makes a new pod at once instead of after its back-off."""
+    while True:
+        view = await failed.get()
+        try:
+            if await pods.delete_pod(view):
+                log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)
+        except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))

@@ -1,0 +1,203 @@
+"""Builds the stations of one node around one agent. Nothing runs yet; `lifecycle` starts and stops what is built here."""
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumgr import __version__
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.books import Books
+from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.offers import Offers
+from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.agent.writer import Agent, AgentView
+from gpumgr.aio import Latest
+from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.offer import Offer
+from gpumgr.app.encode import encode_offer
+from gpumgr.app.listener import News
+from gpumgr.deviceplugin.podresources import PodResourcesClient
+from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.metrics.exposition import Exposition
+from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.picture import Picture
+from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import HealthRules
+from gpumgr.nvml.monitor import Monitor
+from gpumgr.proc import HostProcesses
+from gpumgr.settings import Settings
+from gpumgr.topology.devices import NodeSample
+from gpumgr.units import KINDS, RESOURCE_OF, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where NVML and sysfs are; a simulated node has its own, and no device nodes to look at."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    simulated: bool = False
+
+
+class Station:
+    """The agent with everything around it that lives inside this process. Make it inside the event loop."""
+
+    def __init__(self, settings: Settings, hardware: Hardware, *, ledger: Ledger, checkpoint: Checkpoint, pods: Pods) -> None:
+        self.settings = settings
+        self.metrics = Metrics(node=settings.node.name, version=__version__)
+        self.devices: Mapping[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
+        self.offers = Offers(self._publish, clock=time.monotonic)
+        processes = HostProcesses()
+        self.books = Books(
+            ledger,
+            checkpoint=checkpoint,
+            offers=self.offers,
+            meter=self.metrics,
+            runs=processes.runs,
+            policy=settings.placement.policy,
+            clock=time.monotonic,
+            on_freed=self._remove_folder,
+        )
+        self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
+        self.admission = Admission(
+            pods, self.pod_resources, pod_wait_seconds=settings.kubernetes.pod_wait_milliseconds / 1000, clock=time.monotonic
+        )
+        self.housekeeping = Housekeeping(books=self.books, admission=self.admission, pods=pods, new_id=_new_id)
+        self.agent = Agent(
+            books=self.books,
+            admission=self.admission,
+            housekeeping=self.housekeeping,
+            pods=pods,
+            host=_host_paths(settings),
+            make_dir=_make_dir,
+            new_id=_new_id,
+            share_mode=settings.placement.share_mode,
+        )
+        self.link = KubeletLink(
+            settings.kubelet.device_plugin_dir, self.agent, self.devices, on_state=self._linked, observe=self.metrics.called
+        )
+        device_root = None if hardware.simulated else str(settings.container.device_root)
+        self.news = News(self.books, processes, device_root=device_root, on_sample=self._sampled)
+        self._nvml = Nvml(
+            library_path=hardware.library_path,
+            timeout_seconds=settings.nvml.call_timeout_seconds,
+            sysfs_root=hardware.sysfs_root,
+        )
+        self.monitor = Monitor(
+            self._nvml,
+            self.news,
+            rules=HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids)),
+            sample_period_seconds=settings.nvml.sample_period_seconds,
+            load_kernel_modules=settings.nvml.load_kernel_modules,
+            on_xid=self.metrics.xid,
+            on_batch=self.metrics.batched,
+        )
+        self.exposition = Exposition(self.metrics, self.picture)
+        self._sample: NodeSample | None = None
+        self._sampled_at: float | None = None
+        self.nvml_up = False
+        self._registrations: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+
+    # -- what readers see --------------------------------------------------------------------------------------------------
+
+    def view(self) -> AgentView:
+        return self.agent.view()
+
+    def picture(self) -> Picture:
+        reasons = {uuid: health.reason for uuid, health in self.monitor.health.items() if health.reason is not None}
+        return Picture(
+            nvml_errors=self._nvml.call_errors,
+            streams={RESOURCE_OF[kind]: watched.readers for kind, watched in self.devices.items()},
+            view=self.view(),
+            sample=self._sample,
+            sampled_at=self._sampled_at,
+            nvml_up=self.nvml_up,
+            reasons=dict(reasons),
+        )
+
+    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
+        return await self.exposition.scrape(accept, accept_encoding)
+
+    def not_alive(self) -> list[str]:
+        """The loop answers, so the process is alive; a daemon that ends takes the process with it."""
+        return []
+
+    def not_ready(self) -> list[str]:
+        reasons = [
+            f"{kind} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
+            for kind, state in self.link.states.items()
+            if not state.registered
+        ]
+        if not self.nvml_up:
+            reasons.append("the driver's library does not answer" if self._sampled_at else "no driver was found yet")
+        return reasons
+
+    def status(self) -> str:
+        """One line for `systemctl status`."""
+        states = self.link.states.values()
+        registered = f"registered {sum(state.registered for state in states)}/{len(states)}"
+        if not self.nvml_up:
+            return f"{registered}, no driver: {self.news.down_because or 'NVML has not answered yet'}"
+        cards = self.books.ledger.cards.cards
+        return f"{registered}, {len(cards) - len(self.view().node.unfit)} of {len(cards)} GPUs offered"
+
+    def close(self) -> None:
+        self.offers.close()
+        self.pod_resources.close()
+
+    # -- news --------------------------------------------------------------------------------------------------------------
+
+    def _publish(self, offer: Offer) -> None:
+        for kind, message in encode_offer(self.books.ledger.cards, offer).items():
+            self.devices[kind].set(message)
+            self.metrics.listed(kind)
+
+    def _remove_folder(self, allocation: AllocationId) -> None:
+        """What a freed allocation's container saw at /etc/vcuda; only if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.settings.container.allocation_dir / allocation)
+
+    def remove_orphans(self) -> None:
+        """Folders that an earlier life of the agent left behind."""
+        known = self.books.ledger.allocations
+        with contextlib.suppress(OSError):
+            for folder in os.listdir(self.settings.container.allocation_dir):
+                if re.fullmatch("[0-9a-f]{16}", folder) and folder not in known:
+                    self._remove_folder(folder)
+
+    def _sampled(self, sample: NodeSample | None) -> None:
+        self.nvml_up = sample is not None
+        if sample is not None:
+            self._sample, self._sampled_at = sample, time.monotonic()
+
+    def _linked(self, kind: Kind, state: LinkState) -> None:
+        self.metrics.linked(kind, state)
+        if state.registrations > max(self._registrations[kind], 1):
+            self.housekeeping.kubelet_restarted()
+        self._registrations[kind] = state.registrations
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _make_dir(path: str) -> None:
+    os.makedirs(path, mode=0o755, exist_ok=True)
+
+
+def _host_paths(settings: Settings) -> HostPaths:
+    container = settings.container
+    return HostPaths(
+        exists=os.path.exists,
+        device_root=str(container.device_root),
+        share_driver_dir=str(container.driver_share_dir),
+        whole_driver_dir=str(container.driver_whole_dir),
+        allocation_dir=str(container.allocation_dir),
+        extra_devices=tuple(map(str, container.extra_devices)),
+    )

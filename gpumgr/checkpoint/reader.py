@@ -1,0 +1,52 @@
+"""A look at the checkpoint beside a running agent, or without one. It changes nothing and makes no file.
+
+sqlite's read-only mode alone makes a missing -shm file, and may need the log (-wal) that a killed agent left behind. So:
+no log: the main file is complete, and is read as immutable; log and -shm: read-only mode; a log alone: a private copy is read.
+"""
+
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from gpumgr.checkpoint import files, tables
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.errors import CheckpointError
+
+
+def read_checkpoint(folder: Path) -> Loaded:
+    """What the checkpoint in `folder` holds now; `lost` if there is no file, or one without tables.
+
+    Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not ours to read.
+    """
+    path = folder / files.NAME
+    log, shared = path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+    try:
+        path.stat()
+        if not log.exists() or log.stat().st_size == 0:
+            return _read(path, "immutable=1")
+        if shared.exists():
+            return _read(path, "mode=ro")
+        with tempfile.TemporaryDirectory(prefix="gpumgr-checkpoint-") as copy:
+            for file in (path, log):
+                shutil.copyfile(file, Path(copy) / file.name)
+            return _read(Path(copy) / path.name, "mode=rw")
+    except FileNotFoundError:
+        return Loaded(lost=True, why=f"there is no checkpoint at {path}")
+    except OSError as error:
+        raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror or error}") from error
+
+
+def _read(path: Path, mode: str) -> Loaded:
+    try:
+        with closing(
+            sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=2.0)
+        ) as connection:
+            if tables.is_empty(connection):
+                return Loaded(lost=True, why=f"the checkpoint {path} holds no tables")
+            tables.check(connection, path)
+            return tables.read(connection)
+    except sqlite3.Error as error:
+        raise files.translate(error, path, "read") from error

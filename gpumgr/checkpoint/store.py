@@ -1,0 +1,137 @@
+"""The ledger on disk: sqlite in WAL mode, synchronous=FULL, one connection, written by one thread.
+
+Law 1. `save` returns after fsync, and only then may anybody act on what it saved. If it raises, nothing was changed.
+Law 2. A change is one transaction: whatever kills the process, the next start finds all of it or nothing.
+Law 3. What can't be trusted is renamed aside and reported; it is never read as an empty ledger, and never deleted.
+"""
+
+import asyncio
+import contextlib
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+from gpumgr.allocator.ledger import Change
+from gpumgr.checkpoint import files, tables
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.errors import CheckpointError
+
+#: Work for the writer thread and where its outcome goes; None ends the thread.
+_Job = tuple[Callable[[], None], Future[None]] | None
+
+
+class SqliteCheckpoint:
+    """The agent's durable memory. Made by `open`; `save` and `save_note` from one event loop; `close` at the end."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, loaded: Loaded) -> None:
+        self._connection, self._path, self._loaded = connection, path, loaded
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, folder: Path, *, wall_clock: Callable[[], float] = time.time) -> Self:
+        """Opens or makes the checkpoint in `folder` and reads it. Blocks for some milliseconds; meant for the start.
+
+        A corrupt file is set aside: then `load()` says `lost` and where the old file is. Raises CheckpointError if the folder can't
+        be used, or if a newer gpumgr wrote the file.
+        """
+        path = files.prepare(folder)
+        existed = path.stat().st_size > 0
+        try:
+            connection, loaded = _open(path, fresh=not existed)
+        except files.CorruptError as error:
+            aside = files.set_aside(path, wall_clock())
+            files.prepare(folder)
+            connection, loaded = _open(path, fresh=True)
+            loaded = Loaded(lost=True, set_aside=aside, why=str(error))
+        return cls(connection, path, loaded)
+
+    def load(self) -> Loaded:
+        """What was there at `open`."""
+        return self._loaded
+
+    async def save(self, change: Change) -> None:
+        """Makes the change durable. Raises CheckpointError; then the file is as before."""
+        if change:
+            await self._run(lambda: tables.write_change(self._connection, change))
+
+    async def save_note(self, key: str, value: str) -> None:
+        """Remembers one text under a key, as durably as a change. Raises CheckpointError."""
+        await self._run(lambda: tables.write_note(self._connection, key, value))
+
+    async def close(self, timeout_seconds: float = 2.0) -> bool:
+        """Finishes what was asked for and closes the file. False: the disk did not answer in time, the file is left as it is."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_seconds)
+        return not self._thread.is_alive()
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        if self._closed:
+            raise CheckpointError(f"the checkpoint {self._path} is closed")
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # a caller who is cancelled stops waiting; the write itself goes on
+        self._jobs.put((work, done))
+        try:
+            await asyncio.wrap_future(done)
+        except sqlite3.Error as error:
+            raise files.translate(error, self._path, "write") from error
+
+    def _write(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, done = job
+            try:
+                _transact(self._connection, work)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+
+
+def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
+    """All of `work` or nothing, and durable on return."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        work()
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _open(path: Path, *, fresh: bool) -> tuple[sqlite3.Connection, Loaded]:
+    """Raises files.CorruptError or CheckpointError, with the connection closed."""
+    files.check_header(path)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
+    try:
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise CheckpointError(f"the file system of {path} can't hold a write-ahead log; set checkpoint.dir to a local disk")
+        connection.execute("PRAGMA synchronous=FULL")
+        if tables.is_empty(connection):
+            _transact(connection, lambda: tables.create(connection))
+            files.sync_folder(path.parent)
+            why = "there was no checkpoint yet" if fresh else "the file held no tables"
+            return connection, Loaded(lost=True, why=why)
+        tables.check(connection, path)
+        loaded = tables.read(connection)
+        if broken := loaded.ledger.broken_laws():
+            raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
+        return connection, loaded
+    except sqlite3.Error as error:
+        connection.close()
+        raise files.translate(error, path, "open") from error
+    except CheckpointError:
+        connection.close()
+        raise

@@ -1,0 +1,121 @@
+"""The checkpoint's tables, and the way in and out of them. Knows connections, but neither files nor threads."""
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from gpumgr.allocator.ids import Card, Cards
+from gpumgr.allocator.ledger import Change, Ledger
+from gpumgr.checkpoint.codec import checksum, decode_allocation, encode_allocation
+from gpumgr.checkpoint.files import CorruptError
+from gpumgr.errors import CheckpointError
+
+#: Raised with every change that an older gpumgr would misread.
+SCHEMA_VERSION: Final = 1
+
+_CREATE: Final = (
+    "CREATE TABLE schema (version INTEGER NOT NULL)",
+    "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_blocks INTEGER NOT NULL, "
+    "sum INTEGER NOT NULL)",
+    "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
+    "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a checkpoint held.
+
+    `lost`: it held nothing that can be relied on, so what the kubelet knows must be asked: a first start, a deleted file or, with
+    `set_aside`, a corrupt file that now stands under that name. `why` says which.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    lost: bool = False
+    set_aside: Path | None = None
+    why: str | None = None
+
+
+def is_empty(connection: sqlite3.Connection) -> bool:
+    """No table at all: a new file, or one whose making was cut short."""
+    return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+
+
+def create(connection: sqlite3.Connection) -> None:
+    for statement in _CREATE:
+        connection.execute(statement)
+    connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
+
+
+def check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises CorruptError for a damaged or foreign file, CheckpointError for one of a newer gpumgr."""
+    said = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+    if said != ["ok"]:
+        raise CorruptError(f"sqlite's integrity check says: {'; '.join(map(str, said))}")
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'schema'").fetchone():
+        raise CorruptError("the file has tables, but they are not gpumgr's")
+    versions = [row[0] for row in connection.execute("SELECT version FROM schema")]
+    if len(versions) != 1 or not isinstance(versions[0], int) or versions[0] < 1:
+        raise CorruptError(f"the schema's version reads {versions}")
+    if versions[0] > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one knows {SCHEMA_VERSION}): "
+            "start that version again, or move the file away; what the kubelet knows is then rebuilt from its PodResources"
+        )
+
+
+def read(connection: sqlite3.Connection) -> Loaded:
+    """Everything, as of one instant. Raises CorruptError that names the row which can't be read."""
+    connection.execute("BEGIN")
+    try:
+        cards = tuple(_card(row) for row in connection.execute("SELECT name, uuid, memory_blocks, sum FROM cards ORDER BY place"))
+        rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
+        allocations = {row[0]: decode_allocation(*row) for row in rows}
+        notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CorruptError(f"a row holds values of a wrong type: {error}") from error
+    finally:
+        connection.execute("ROLLBACK")
+    return Loaded(ledger=Ledger(Cards(cards), allocations), notes=notes)
+
+
+def write_change(connection: sqlite3.Connection, change: Change) -> None:
+    """To be called inside a transaction."""
+    if change.cards is not None:
+        connection.execute("DELETE FROM cards")
+        connection.executemany(
+            "INSERT INTO cards VALUES (?, ?, ?, ?, ?)",
+            [(n, c.name, c.uuid, c.memory_blocks, _card_sum(c)) for n, c in enumerate(change.cards.cards)],
+        )
+    connection.executemany("DELETE FROM allocations WHERE id = ?", [(allocation_id,) for allocation_id in change.drop])
+    connection.executemany(
+        "INSERT INTO allocations VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record, sum = excluded.sum",
+        [encode_allocation(allocation) for allocation in change.put],
+    )
+
+
+def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
+    """To be called inside a transaction."""
+    connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, value, checksum(key, value)))
+
+
+def _card(row: tuple[str, str, int, int]) -> Card:
+    name, uuid, memory_blocks, sum_ = row
+    card = Card(name, uuid, memory_blocks)
+    if sum_ != _card_sum(card):
+        raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
+    return card
+
+
+def _card_sum(card: Card) -> int:
+    return checksum(card.name, card.uuid, str(card.memory_blocks))
+
+
+def _note(row: tuple[str, str, int]) -> tuple[str, str]:
+    key, value, sum_ = row
+    if sum_ != checksum(key, value):
+        raise CorruptError(f"the row of note {key!r} can't be read: its checksum is wrong")
+    return key, value

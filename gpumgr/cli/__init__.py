@@ -1,0 +1,65 @@
+"""The `gpumgr` command. Each subcommand lives in a module of its own and is imported only when it is called.
+
+Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node;
+4 the checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
+"""
+
+import importlib
+import sys
+from typing import Final
+
+import click
+
+from gpumgr import __version__
+from gpumgr.errors import GpumgrError, InputError
+
+_COMMANDS: Final = {
+    "run": "run",
+    "place": "place",
+    "topology": "topology",
+    "checkpoint": "checkpoint",
+    "config": "config",
+    "demo": "demo",
+}
+
+
+class _Lazy(click.Group):
+    """Knows its subcommands by name; the agent must not pay for the demo's imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 (click's signature)
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"gpumgr.cli.{_COMMANDS[cmd_name]}").command
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gpumgr")
+def group() -> None:
+    """Shares NVIDIA GPUs between Kubernetes pods: the node agent and its tools.
+
+    \b
+    Examples:
+      gpumgr demo
+      gpumgr run --config /etc/gpumgr/gpumgr.yaml
+      gpumgr topology --sim dgx1-v100-8
+      gpumgr place --sim hgx-h100-8 --cores 200
+    """
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["run"]:
+        # structlog takes rich in where it finds it (60 ms, 7 MiB), for tracebacks that the agent prints plainly.
+        sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
+    try:
+        group()
+    except InputError as error:
+        click.echo(f"gpumgr: {error}", err=True)
+        sys.exit(2)
+    except GpumgrError as error:
+        click.echo(f"gpumgr: {error}", err=True)
+        sys.exit(1)

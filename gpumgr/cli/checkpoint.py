@@ -1,0 +1,101 @@
+"""`gpumgr checkpoint`: what the agent remembers."""
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.settings import load_settings
+
+#: Terminal columns from which on the reason has room.
+WIDE = 140
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """Look at the agent's checkpoint.
+
+    \b
+    Examples:
+      gpumgr checkpoint show
+      gpumgr checkpoint show --config gpumgr.yaml --output json
+    """
+
+
+@command.command()
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file that names the checkpoint's folder.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="The checkpoint's folder itself.")
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+def show(file: Path | None, folder: Path | None, output: str) -> None:
+    """Print who holds what. Works beside a running agent and without one.
+
+    \b
+    Examples:
+      gpumgr checkpoint show
+      gpumgr checkpoint show --dir /var/lib/gpumgr --output json
+    """
+    loaded = read_checkpoint(folder or load_settings(file, environ=os.environ, overrides={}).checkpoint.dir)
+    if output == "json":
+        click.echo(json.dumps({"lost": loaded.lost, **document(loaded.ledger)}))
+    elif loaded.lost:
+        click.echo(loaded.why)
+    else:
+        console = Console()
+        console.print(_table(loaded.ledger, wide=console.width >= WIDE))
+
+
+def document(ledger: Ledger) -> dict[str, Any]:
+    """The ledger as JSON: cards in their order, allocations oldest first."""
+    return {
+        "gpus": [{"name": c.name, "uuid": c.uuid, "memory_blocks": c.memory_blocks} for c in ledger.cards.cards],
+        "allocations": [_allocation(ledger, a) for a in _oldest_first(ledger)],
+    }
+
+
+def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
+    namespace, pod = a.pod or (None, None)
+    return {
+        "allocation": a.id,
+        "namespace": namespace,
+        "pod": pod,
+        "pod_uid": a.uid,
+        "container": a.container,
+        "init": a.init,
+        "cores": a.core_count,
+        "memory_blocks": a.block_count,
+        "gpus": list(a.gpus),
+        "core_ids": ledger.cards.format("core", a.cores),
+        "memory_ids": ledger.cards.format("memory", a.blocks),
+        "anonymous": a.anonymous,
+        "granted_at": a.granted_at,
+        "why": a.why,
+    }
+
+
+def _table(ledger: Ledger, *, wide: bool) -> Table:
+    """`wide`: with room for the sentence that says why."""
+    table = Table(title=f"{len(ledger.allocations)} allocations on {len(ledger.cards.cards)} GPUs")
+    for heading in ("Allocation", "Pod", "Container", "GPUs"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("Cores", "Blocks"):
+        table.add_column(heading, justify="right")
+    table.add_column("Since (UTC)", no_wrap=True)
+    if wide:
+        table.add_column("Why")
+    for a in _oldest_first(ledger):
+        since = datetime.fromtimestamp(a.granted_at, UTC).strftime("%m-%d %H:%M:%S")
+        pod = "/".join(a.pod) if a.pod else a.uid or "?"
+        cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.core_count), str(a.block_count), since]
+        table.add_row(*cells, *([a.why] if wide else []))
+    return table
+
+
+def _oldest_first(ledger: Ledger) -> list[Allocation]:
+    return sorted(ledger.allocations.values(), key=lambda a: (a.granted_at, a.id))

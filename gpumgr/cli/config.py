@@ -1,0 +1,77 @@
+"""`gpumgr config`: is a settings file right, and which settings are in force."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import click
+import yaml
+
+from gpumgr.settings import InvalidSettingsError, check_settings, load_settings
+from gpumgr.settings.schema import plain
+
+_EXIT_WRONG = 2
+
+
+@click.group("config")
+def command() -> None:
+    """Check and show settings.
+
+    \b
+    Examples:
+      gpumgr config check /etc/gpumgr/gpumgr.yaml
+      gpumgr config show --config /etc/gpumgr/gpumgr.yaml
+    """
+
+
+@command.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+def check(file: Path, output: Literal["text", "json"]) -> None:
+    """Check a settings FILE: exit 0 and "ok", or exit 2 and every mistake as FILE:LINE: key: message.
+
+    \b
+    Examples:
+      gpumgr config check gpumgr.yaml
+      gpumgr config check gpumgr.yaml --output json
+    """
+    problems = check_settings(file)
+    if output == "json":
+        click.echo(json.dumps({"ok": not problems, "problems": [_document(asdict(problem)) for problem in problems]}))
+    elif problems:
+        for problem in problems:
+            click.echo(str(problem), err=True)
+    else:
+        click.echo("ok")
+    sys.exit(_EXIT_WRONG if problems else 0)
+
+
+@command.command()
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="Settings file. Without one: defaults and the environment."
+)
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+def show(file: Path | None, output: Literal["text", "json"]) -> None:
+    """Print the settings in force, defaults, file and environment together, as a settings file.
+
+    \b
+    Examples:
+      gpumgr config show
+      GPUMGR_HTTP_PORT=9000 gpumgr config show --config gpumgr.yaml --output json
+    """
+    try:
+        document = plain(load_settings(file, environ=os.environ, overrides={}))
+    except InvalidSettingsError as error:
+        click.echo(str(error), err=True)
+        sys.exit(_EXIT_WRONG)
+    if output == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        click.echo(yaml.safe_dump(json.loads(json.dumps(document)), sort_keys=False), nl=False)
+
+
+def _document(problem: dict[str, object]) -> dict[str, object]:
+    return {"file": problem.pop("source"), **problem}

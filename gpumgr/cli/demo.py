@@ -1,0 +1,45 @@
+"""`gpumgr demo`: the agent on a simulated node, before your eyes. Exit 0 if every step came out as scripted, else 1."""
+
+import asyncio
+import json
+import sys
+
+import click
+from rich.console import Console
+
+from gpumgr.demo.play import Audience, Result, play
+from gpumgr.demo.screen import Nobody, Picture, Plain, summary
+from gpumgr.log import configure_log
+
+_EPILOG = """
+\b
+Examples:
+  gpumgr demo                          (on a terminal: watch, and end it with Ctrl-C)
+  gpumgr demo --once
+  gpumgr demo --output json | jq '.steps[] | select(.ok | not)'
+"""
+
+
+@click.command("demo", epilog=_EPILOG)
+@click.option("--once", is_flag=True, help="End after the script, on a terminal too.")
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: only the results.")
+def command(once: bool, output: str) -> None:
+    """Play a script on a simulated node with eight H100 and the real agent, and check how each step comes out.
+
+    Needs neither GPU nor cluster nor root: GPUs, kubelet and API server are simulated. Pods are packed, refused and joined; the agent
+    is killed, the kubelet restarted, a GPU fails and comes back.
+    """
+    configure_log("error", "auto")
+    console = Console()
+    live = output == "text" and console.is_terminal
+    audience: Audience = Picture(console, stays=not once) if live else Plain() if output == "text" else Nobody()
+    results = asyncio.run(play(audience))
+    if output == "json":
+        click.echo(json.dumps({"ok": all(result.ok for result in results), "steps": [_plain(result) for result in results]}))
+    elif live:
+        click.echo("\n".join(map(summary, results)))
+    sys.exit(0 if all(result.ok for result in results) else 1)
+
+
+def _plain(result: Result) -> dict[str, object]:
+    return {"name": result.name, "ok": result.ok, "detail": result.detail, "seconds": result.seconds}

@@ -1,0 +1,137 @@
+"""`gpumgr place`: ask the evaluators where a request would go. Exit 0 placed, 1 refused, 2 malformed input."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+import msgspec
+
+from gpumgr.cli.question import (
+    DEFAULT_BLOCKS_PER_GPU,
+    FILE,
+    MalformedInput,
+    Node,
+    answer,
+    node_from_snapshot,
+    node_from_topology,
+    node_of,
+    parse_question,
+    read_state,
+    read_topology,
+)
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.evaluators.select import Policy
+
+_EXAMPLES = """
+\b
+Examples:
+  gpumgr place --sim hgx-h100-8 --cores 400
+  nvidia-smi topo -m | gpumgr place --topology - --cores 50 --memory 20
+  gpumgr place --topology topo.txt --state state.json --cores 200 --output text
+  gpumgr place --batch questions.jsonl
+"""
+
+
+@click.command("place", epilog=_EXAMPLES)
+@click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
+@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs left out are free.")
+@click.option("--cores", type=int, help="vcuda-core: 1 to 99 for a share, 100 or a multiple for whole GPUs.")
+@click.option("--memory", type=int, help="vcuda-memory in blocks of 256 MiB.  [default: 0]")
+@click.option("--policy", type=click.Choice(["binpack", "spread"]), default="binpack", show_default=True, help="For shares.")
+@click.option(
+    "--memory-blocks-per-gpu",
+    type=click.IntRange(min=1),
+    default=DEFAULT_BLOCKS_PER_GPU,
+    show_default=True,
+    help="Blocks of each GPU of a --topology; a --sim node has its own.",
+)
+@click.option("--batch", type=FILE, help="One JSON question a line, one answer a line; - reads stdin.")
+@click.option("--output", type=click.Choice(["json", "text"]), default="json", show_default=True)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    topology_file: str | None,
+    sim: str | None,
+    state_file: str | None,
+    cores: int | None,
+    memory: int | None,
+    policy: Policy,
+    memory_blocks_per_gpu: int,
+    batch: str | None,
+    output: str,
+) -> None:
+    """Ask the evaluators where a request would go.
+
+    Prints {"evaluator", "gpus", "score", "reason"}. Exit code 0: placed; 1: refused, with the reason; 2: malformed input.
+    """
+    _check_usage(topology_file, sim, state_file, cores, memory, batch, output)
+    try:
+        node = _node(topology_file, sim, memory_blocks_per_gpu)
+        if batch is not None:
+            with click.open_file(batch, "rb") as lines:
+                _answer_batch(lines, node, memory_blocks_per_gpu, policy)
+            return
+        assert node is not None, "checked above"
+        assert cores is not None, "checked above"
+        state = None if state_file is None else read_state(state_file)
+        result = answer(node, state, cores, memory or 0, policy)
+    except GpumgrError as error:
+        raise MalformedInput(str(error)) from error
+    click.echo(msgspec.json.encode(result) if output == "json" else _as_text(result))
+    ctx.exit(0 if result["gpus"] is not None else 1)
+
+
+def _check_usage(
+    topology_file: str | None,
+    sim: str | None,
+    state_file: str | None,
+    cores: int | None,
+    memory: int | None,
+    batch: str | None,
+    output: str,
+) -> None:
+    if topology_file is not None and sim is not None:
+        raise click.UsageError("--topology and --sim exclude each other")
+    if batch is None:
+        if topology_file is None and sim is None:
+            raise click.UsageError("one of --topology, --sim and --batch is needed")
+        if cores is None:
+            raise click.UsageError("--cores is needed")
+    elif (state_file, cores, memory) != (None, None, None) or output != "json":
+        raise click.UsageError("with --batch, each line has its own state, cores and memory, and the output is JSON")
+
+
+def _node(topology_file: str | None, sim: str | None, blocks_per_gpu: int) -> Node | None:
+    if topology_file is not None:
+        return node_from_topology(read_topology(topology_file).topology, blocks_per_gpu)
+    if sim is not None:
+        from gpumgr.cli.snapshot import read_sim_snapshot  # the driver's library is loaded only where a node is read
+
+        return node_from_snapshot(read_sim_snapshot(sim))
+    return None
+
+
+def _answer_batch(lines: Iterable[bytes], node: Node | None, blocks_per_gpu: int, policy: Policy) -> None:
+    out = sys.stdout.buffer
+    for number, line in enumerate(lines, start=1):
+        try:
+            result: dict[str, Any] = _answer_line(line, node, blocks_per_gpu, policy)
+        except InputError as error:
+            result = {"error": f"line {number}: {error}"}
+        out.write(msgspec.json.encode(result) + b"\n")
+        out.flush()
+
+
+def _answer_line(line: bytes, node: Node | None, blocks_per_gpu: int, policy: Policy) -> dict[str, Any]:
+    question = parse_question(line)
+    asked_about = node_of(question, node, blocks_per_gpu)
+    return answer(asked_about, question.state, question.cores, question.memory, question.policy or policy)
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    if result["gpus"] is None:
+        return f"refused: {result['reason']}"
+    score = "" if result["score"] is None else f" (score {result['score']})"
+    return f"{result['evaluator']}: {', '.join(f'GPU{gpu}' for gpu in result['gpus'])}{score}"

@@ -1,0 +1,108 @@
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver, a simulated node, or the text of nvidia-smi."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+
+from gpumgr.cli.question import FILE, MalformedInput, read_topology
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.topology.devices import Gpu, NodeSnapshot, Topology
+from gpumgr.topology.matrix import Nic, ParsedTopology
+from gpumgr.topology.render import matrix_cells, render_matrix, render_tree, tree_data
+
+_EXAMPLES = """
+\b
+Examples:
+  gpumgr topology
+  gpumgr topology --sim dgx1-v100-8
+  nvidia-smi topo -m | gpumgr topology --topology - --output json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    topology: Topology
+    labels: tuple[str, ...]
+    numa_nodes: tuple[int | None, ...]
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+@click.command("topology", epilog=_EXAMPLES)
+@click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
+@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(topology_file: str | None, sim: str | None, output: str) -> None:
+    """Show how the GPUs are joined.
+
+    The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
+    Without --topology or --sim, this machine's driver is asked. Exit code 1: no driver answers; 2: malformed input.
+    """
+    if topology_file is not None and sim is not None:
+        raise click.UsageError("--topology and --sim exclude each other")
+    try:
+        shown = _read(topology_file, sim)
+    except InputError as error:
+        raise MalformedInput(str(error)) from error
+    except GpumgrError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(msgspec.json.encode(_as_data(shown)) if output == "json" else _as_text(shown))
+
+
+def _read(topology_file: str | None, sim: str | None) -> _Shown:
+    if topology_file is not None:
+        return _from_text(read_topology(topology_file))
+    from gpumgr.cli.snapshot import read_node_snapshot, read_sim_snapshot  # the driver's library is loaded only where it is asked
+
+    return _from_snapshot(read_node_snapshot() if sim is None else read_sim_snapshot(sim))
+
+
+def _from_text(parsed: ParsedTopology) -> _Shown:
+    return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
+
+
+def _from_snapshot(snapshot: NodeSnapshot) -> _Shown:
+    return _Shown(
+        topology=snapshot.topology,
+        labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
+        numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
+        gpus=snapshot.gpus,
+        failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+    )
+
+
+def _as_text(shown: _Shown) -> str:
+    if not shown.labels:
+        return "\n".join(["no GPUs", *shown.failures])
+    parts = [
+        render_tree(shown.topology, labels=shown.labels),
+        render_matrix(shown.topology, shown.labels, shown.numa_nodes),
+        "\n".join(f"{nic.name} is nearest to {_named(shown, nic)}" for nic in shown.nics),
+        "\n".join(shown.failures),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _named(shown: _Shown, nic: Nic) -> str:
+    return ", ".join(shown.labels[row] for row in nic.nearest) or "no GPU that is known"
+
+
+def _as_data(shown: _Shown) -> dict[str, Any]:
+    return {
+        "gpus": [_gpu_data(shown, row) for row in range(len(shown.labels))],
+        "tree": tree_data(shown.topology, labels=shown.labels),
+        "matrix": matrix_cells(shown.topology),
+        "nics": [{"name": nic.name, "nearest": list(nic.nearest)} for nic in shown.nics],
+        "failures": list(shown.failures),
+    }
+
+
+def _gpu_data(shown: _Shown, row: int) -> dict[str, Any]:
+    data: dict[str, Any] = {"row": row, "label": shown.labels[row], "numa_node": shown.numa_nodes[row]}
+    if shown.gpus:
+        gpu = shown.gpus[row]
+        data |= {"uuid": gpu.uuid, "model": gpu.model, "bus_id": gpu.bus_id, "memory_blocks": gpu.memory_blocks}
+    return data

@@ -1,0 +1,162 @@
+"""Those who watch the demo: a live picture on a terminal, plain lines elsewhere, nobody."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final
+
+import aiohttp
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gpumgr.demo.journal import Line
+from gpumgr.demo.node import Facts, Node
+from gpumgr.demo.play import Result
+from gpumgr.demo.telling import Teller
+from gpumgr.units import CORES_PER_GPU
+
+_LOOK_SECONDS: Final = 0.3
+_BAR_CELLS: Final = 10
+_NAME_CELLS: Final = 23
+_STEPS_SHOWN: Final = 5
+#: Rows around the log: the table and its frame, the steps and theirs, the last line.
+_OTHER_ROWS: Final = 24
+
+
+class Nobody:
+    """Only the results count."""
+
+    pause_seconds = 0.0
+    stays = False
+
+    def heard(self, line: Line) -> None: ...
+
+    def step_begins(self, name: str) -> None: ...
+
+    def step_ended(self, result: Result) -> None: ...
+
+    @contextlib.asynccontextmanager
+    async def watching(self, node: Node) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
+        yield
+
+
+class Plain(Nobody):
+    """A line for each decision as it falls, and one for each step when it ends."""
+
+    def __init__(self) -> None:
+        self._teller = Teller({})
+
+    def heard(self, line: Line) -> None:
+        if (sentence := self._teller.sentence(line)) is not None:
+            click.echo(f"       . {sentence}")
+
+    def step_ended(self, result: Result) -> None:
+        click.echo(summary(result))
+
+    @contextlib.asynccontextmanager
+    async def watching(self, node: Node) -> AsyncIterator[None]:
+        self._teller = Teller(node.labels)
+        yield
+
+
+class Picture(Nobody):
+    """Who sits where, drawn several times a second, over the decisions and the steps."""
+
+    pause_seconds = 0.5
+
+    def __init__(self, console: Console, *, stays: bool) -> None:
+        self.stays = stays
+        self._console, self._teller = console, Teller({})
+        self._gpus: list[Facts] | None = None
+        self._decisions: deque[str] = deque(maxlen=max(4, console.height - _OTHER_ROWS))
+        self._results: deque[Result] = deque(maxlen=_STEPS_SHOWN)
+        self._now = ""
+        self._metrics = ""
+
+    def heard(self, line: Line) -> None:
+        if line["event"] == "web_listening":
+            self._metrics = f"{line['url']}/metrics"
+        if (sentence := self._teller.sentence(line)) is not None:
+            self._decisions.append(sentence)
+
+    def step_begins(self, name: str) -> None:
+        self._now = name
+
+    def step_ended(self, result: Result) -> None:
+        self._results.append(result)
+        self._now = ""
+
+    @contextlib.asynccontextmanager
+    async def watching(self, node: Node) -> AsyncIterator[None]:
+        self._teller = Teller(node.labels)
+        looks = asyncio.create_task(self._look(node), name="looks")
+        try:
+            with Live(console=self._console, get_renderable=self._render, refresh_per_second=8):
+                yield
+        finally:
+            looks.cancel()
+            await asyncio.wait([looks])
+
+    async def _look(self, node: Node) -> None:
+        """Asks /graph again and again; while the agent is down there is nothing to see."""
+        while True:
+            try:
+                self._gpus = await node.graph() if self._metrics else None
+            except (aiohttp.ClientError, TimeoutError):
+                self._gpus = None
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _render(self) -> RenderableType:
+        steps = [
+            Text(summary(result), style="" if result.ok else "red", no_wrap=True, overflow="ellipsis") for result in self._results
+        ]
+        if self._now:
+            steps.append(Text(f"...  {self._now}", style="bold"))
+        decisions = [Text(sentence, no_wrap=True, overflow="ellipsis") for sentence in self._decisions]
+        end = "   Ctrl-C ends the demo" if self.stays else ""
+        return Group(
+            gpu_table(self._gpus) if self._gpus is not None else Panel("the agent is not there"),
+            Panel(Group(*decisions), title="decisions", title_align="left"),
+            Panel(Group(*steps), title="steps", title_align="left"),
+            Text(f"metrics: {self._metrics}{end}"),
+        )
+
+
+def summary(result: Result) -> str:
+    """The step's one line (more only where an error brings more)."""
+    return f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}"
+
+
+def gpu_table(gpus: list[Facts]) -> Table:
+    """A row for each GPU: what is in use, and by whom."""
+    table = Table(expand=True)
+    for heading in ("GPU", "health", "cores", "memory blocks", "who sits there"):
+        table.add_column(heading, no_wrap=True, ratio=1 if heading == "who sits there" else None)
+    for gpu in gpus:
+        sick = gpu["takes_nothing_new"]
+        exclusive = any(holder["cores"] == CORES_PER_GPU for holder in gpu["holders"])
+        used_blocks = gpu["memory_blocks"] - gpu["memory_blocks_free"]
+        label = "?" if gpu["index"] is None else gpu["index"]
+        table.add_row(
+            f"{label} {gpu['name']}",
+            Text(sick or "healthy", style="red" if sick else "green"),
+            _bar(CORES_PER_GPU - gpu["cores_free"], CORES_PER_GPU),
+            "whole" if exclusive else _bar(used_blocks, gpu["memory_blocks"]),
+            ", ".join(_holder(holder) for holder in gpu["holders"]),
+        )
+    return table
+
+
+def _holder(holder: Facts) -> str:
+    role = f"/{holder['container']}" if holder["init"] else ""
+    return f"{holder['pod'] or '?'}{role} {holder['cores']}"
+
+
+def _bar(used: int, capacity: int) -> Text:
+    cells = round(used / capacity * _BAR_CELLS)
+    return Text("█" * cells + "·" * (_BAR_CELLS - cells) + f" {used:>3}")

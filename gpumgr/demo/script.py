@@ -1,0 +1,271 @@
+"""What happens on the stage, and what must come of it. Each step is checked on the kubelet's side, in the checkpoint and on the pages."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.demo.journal import Line
+from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Facts, Node
+from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
+from gpumgr.units import CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_OF, GpuName
+
+_XID: Final = 79
+#: How a kubelet fails a pod that a device plugin refuses.
+_REFUSED: Final = "UnexpectedAdmissionError"
+_IDLE_SECONDS: Final = 1.5
+#: Cores and memory blocks of those who come after the script.
+_GUESTS: Final = ((20, 40), (50, 100), (30, 25))
+
+
+class NotAsScriptedError(Exception):
+    """A step came out otherwise than it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """`play` returns what there is to tell, or raises NotAsScriptedError."""
+
+    name: str
+    play: Callable[[], Awaitable[str]]
+
+
+class Script:
+    """The steps, in order; later ones build on earlier ones."""
+
+    def __init__(self, node: Node, now: Callable[[], float]) -> None:
+        self._node, self._now = node, now
+        self._pods: dict[str, SimPod] = {}
+        self._granted = 0
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return (
+            Step(name="the agent starts", play=self.start),
+            Step(name="shares are packed", play=self.shares),
+            Step(
+                name="a share without memory", play=lambda: self.refused("no-memory", _app(20), "20 cores asked without memory")
+            ),
+            Step(name="150 cores", play=lambda: self.refused("odd-size", _app(150, 4), "must be a multiple of 100")),
+            Step(
+                name="a share too big", play=lambda: self.refused("too-big", _app(60, 400), "no GPU has 60 cores and 400 memory")
+            ),
+            Step(name="a whole GPU", play=lambda: self.whole_gpus("whole", 1, "fragment")),
+            Step(name="four GPUs", play=lambda: self.whole_gpus("quad", 4, "link")),
+            Step(name="two GPUs", play=lambda: self.whole_gpus("pair", 2, "link")),
+            Step(name="an init container", play=self.init_container),
+            Step(name="kill -9 of the agent", play=self.kill),
+            Step(name="a kubelet restart", play=self.kubelet_restart),
+            Step(name="room is reused", play=self.reuse),
+            Step(name="a GPU fails", play=self.failure),
+            Step(name="the GPU recovers", play=self.recovery),
+            Step(name="the metrics tell", play=self.metrics),
+        )
+
+    @property
+    def last_step(self) -> Step:
+        """After it nothing runs any more."""
+        return Step(name="the agent stops", play=self.stop)
+
+    # -- the steps ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> str:
+        node, began = self._node, self._now()
+        await node.start_agent()
+        seconds = self._now() - began
+        status, gpus = node.kubelet.node_status(), await node.graph()
+        cores, blocks = status[CORE_RESOURCE].allocatable, status[MEMORY_RESOURCE].allocatable
+        _expect(cores == CORES_PER_GPU * len(gpus), f"{cores} cores are offered for {len(gpus)} GPUs")
+        total = sum(gpu["memory_blocks"] for gpu in gpus)
+        _expect(blocks == total, f"{blocks} memory blocks are offered of {total}")
+        return f"{len(gpus)} GPUs: {cores} cores and {blocks} memory blocks offered after {seconds:.1f} s; metrics: {node.url}/metrics"
+
+    async def shares(self) -> str:
+        places = [await self._granted_to(name, _app(cores, cores * 2)) for name, cores in {"a": 40, "b": 30, "c": 10}.items()]
+        _expect(len(frozenset[GpuName]().union(*places)) == 1, f"three shares of 80 cores in all lie on {places}")
+        (gpu,) = [gpu for gpu in await self._node.graph() if gpu["holders"]]
+        _expect((gpu["cores_free"], len(gpu["holders"])) == (20, 3), f"/graph shows {gpu}")
+        return f"40, 30 and 10 cores together on GPU{gpu['index']}, {gpu['cores_free']} left there; {(await self._decision('a'))['why']}"
+
+    async def refused(self, name: str, container: SimContainer, sentence: str) -> str:
+        before = self._node.ledger().allocations
+        status = await self._run(name, container)
+        _expect((status.phase, status.reason) == ("Failed", _REFUSED), f"the pod is {status.phase} ({status.reason})")
+        _expect(sentence in (status.message or ""), f"the pod's event does not say {sentence!r}: {status.message}")
+        _expect(self._node.ledger().allocations == before, "the refusal left something in the ledger")
+        line = await self._node.journal.until("refused", pod=f"{self._pods[name].namespace}/{name}")
+        self._delete(name)
+        return f"refused: {line['reason'].partition(';')[0]}"
+
+    async def whole_gpus(self, name: str, count: int, evaluator: str) -> str:
+        names = await self._granted_to(name, _app(CORES_PER_GPU * count))
+        _expect(len(names) == count, f"it holds ids of {len(names)} GPUs")
+        used = [gpu for gpu in await self._node.graph() if gpu["name"] in names]
+        _expect(all(len(gpu["holders"]) == 1 for gpu in used), "somebody else holds something there")
+        _expect(len({gpu["numa_node"] for gpu in used}) == 1, "the GPUs lie on two sockets")
+        line = await self._decision(name)
+        _expect(line["evaluator"] == evaluator, f"placed by {line['evaluator']} instead of {evaluator}")
+        return f"{_labels(used)}, by {evaluator}: {line['why']}"
+
+    async def init_container(self) -> str:
+        fetch = SimContainer(name="fetch", kind="init", cores=10, memory_blocks=8)
+        await self._granted_to("init", fetch, _app(20, 20))
+        pod, kubelet = self._pods["init"], self._node.kubelet
+        for resource in RESOURCE_OF.values():
+            first, second = kubelet.held(pod.uid, "fetch", resource), kubelet.held(pod.uid, "main", resource)
+            _expect(bool(first) and first < second, f"{resource}: main did not take over the ids of fetch")
+        _expect(len(self._node.gpus_of(pod)) == 1, "the pod lies on two GPUs")
+        return "main took over the 10 cores and 8 blocks of fetch, and 10 and 12 more on the same GPU"
+
+    async def kill(self) -> str:
+        node, before = self._node, self._node.ledger()
+        await node.agent.kill()
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 0)
+        began = self._now()
+        await node.start_agent()
+        seconds = self._now() - began
+        _expect(node.ledger() == before, "the ledger is another one than before")
+        shown = {holder["allocation"] for gpu in await node.graph() for holder in gpu["holders"]}
+        _expect(shown == set(before.allocations), "/graph shows other allocations than before")
+        return f"nothing lost: the same {len(before.allocations)} allocations, offered again {seconds:.1f} s after the start"
+
+    async def kubelet_restart(self) -> str:
+        node, before, began = self._node, self._node.ledger(), self._now()
+        pid = node.agent.pid
+        await node.kubelet.restart()
+        await node.until_offered()
+        seconds = self._now() - began
+        _expect(node.agent.pid == pid, "the agent did not live through it")
+        _expect(node.ledger() == before, "the ledger is another one than before")
+        return f"registered again within {seconds:.1f} s, the agent went on, every pod kept its ids"
+
+    async def reuse(self) -> str:
+        before = self._node.gpus_of(self._pods["quad"])
+        self._delete("quad")
+        told = await self.whole_gpus("next", 4, "link")
+        after = self._node.gpus_of(self._pods["next"])
+        _expect(after == before, f"the next four GPUs are {sorted(after)}, not {sorted(before)}")
+        return f"quad was deleted, its GPUs were given out again at once: {told}"
+
+    async def failure(self) -> str:
+        node = self._node
+        gone = node.gpus_of(self._pods["pair"])
+        self._delete("pair")
+        await node.journal.until("allocation_freed", holder="demo/pair (main)")
+        free = [gpu for gpu in await node.graph() if gpu["name"] in gone]
+        sick, other = free[0], free[1]
+        node.control.xid(sick["index"], _XID)
+        node.control.lose_gpu(sick["index"])
+        await node.kubelet.until(lambda: not any(node.healthy(sick["name"]).values()))
+        _expect(node.healthy(other["name"])["core"] == CORES_PER_GPU, f"{_label(other)} is not offered either")
+        names = await self._granted_to("careful", _app(CORES_PER_GPU))
+        _expect(names == {other["name"]}, f"the pod went to {names} instead of {_label(other)}")
+        reason = (await self._gpu(sick["name"]))["takes_nothing_new"]
+        return f"XID {_XID} on {_label(sick)}, all its ids Unhealthy ({reason}); the next pod went to {_label(other)}"
+
+    async def recovery(self) -> str:
+        node = self._node
+        (sick,) = [gpu for gpu in await node.graph() if gpu["takes_nothing_new"]]
+        node.control.restore_gpu(sick["index"])
+        whole = {"core": CORES_PER_GPU, "memory": sick["memory_blocks"]}
+        await node.kubelet.until(lambda: node.healthy(sick["name"]) == whole)
+        names = await self._granted_to("trusting", _app(CORES_PER_GPU))
+        _expect(names == {sick["name"]}, f"the pod went to {names} instead of {_label(sick)}")
+        return f"{_label(sick)} answers well again and is offered; the next pod runs there"
+
+    async def metrics(self) -> str:
+        """The counters are those of the agent's second life."""
+        node = self._node
+        await asyncio.sleep(2 * SAMPLE_PERIOD_SECONDS)  # the page is rendered once a period
+        metrics, gpus = await node.metrics(), await node.graph()
+        for gpu in gpus:
+            labels = frozenset({("gpu", gpu["uuid"])})
+            _expect(metrics["gpumgr_gpu_healthy", labels] == 1, f"{_label(gpu)} is not healthy there")
+            ratio, used = metrics["gpumgr_gpu_core_allocated_ratio", labels], 1 - gpu["cores_free"] / CORES_PER_GPU
+            _expect(abs(ratio - used) < 1e-6, f"{_label(gpu)} is allocated to {ratio} there, to {used:g} in /graph")
+        answered = sum(
+            value
+            for (name, labels), value in metrics.items()
+            if name == "gpumgr_allocate_requests_total" and ("outcome", "ok") in labels
+        )
+        told = self._calls_since_restart()
+        _expect(answered == told, f"{answered:g} Allocate calls are counted, {told} were answered")
+        registered = frozenset({("resource", CORE_RESOURCE)})
+        _expect(metrics["gpumgr_kubelet_registered", registered] == 1, "the kubelet has no core resource from us")
+        return (
+            f"{len(metrics)} series; {told} Allocate calls since the restart, {len(gpus)} healthy GPUs, allocation as in /graph"
+        )
+
+    async def stop(self) -> str:
+        node, began = self._node, self._now()
+        status = await node.agent.stop()
+        seconds = self._now() - began
+        _expect(status == 0, f"it ended with status {status}")
+        left = [path.name for path in node.kubelet.plugin_folder.glob("gpumgr-*.sock")]
+        _expect(not left, f"it left its sockets behind: {', '.join(left)}")
+        return f"SIGTERM: ended with status 0 after {seconds:.1f} s, sockets removed"
+
+    async def idle(self) -> NoReturn:
+        """After the script: shares come and go on one GPU, so that there is something to see."""
+        self._delete("careful")
+        await self._node.journal.until("allocation_freed", holder="demo/careful (main)")
+        for number in itertools.count(1):
+            await asyncio.sleep(_IDLE_SECONDS)
+            await self._run(f"guest-{number}", _app(*_GUESTS[number % len(_GUESTS)]))
+            if number >= len(_GUESTS):
+                self._delete(f"guest-{number - len(_GUESTS) + 1}")
+        raise AssertionError("numbers don't end")
+
+    # -- hands -------------------------------------------------------------------------------------------------------------
+
+    async def _run(self, name: str, *containers: SimContainer) -> PodStatus:
+        self._pods[name] = self._node.pod(name, *containers)
+        return await self._node.run(self._pods[name])
+
+    async def _granted_to(self, name: str, *containers: SimContainer) -> frozenset[GpuName]:
+        """GPUs of a new pod, which must run, and whose ids must be the ledger's."""
+        status = await self._run(name, *containers)
+        _expect(status.phase == "Running", f"pod {name} is {status.phase}: {status.message}")
+        names = self._node.gpus_of(self._pods[name])
+        granted = {gpu for a in self._allocations(name) for gpu in a.gpus}
+        _expect(granted == names, f"the kubelet gave pod {name} ids of {sorted(names)}, the ledger granted {sorted(granted)}")
+        return names
+
+    def _allocations(self, name: str) -> list[Allocation]:
+        pod = self._pods[name]
+        return self._node.ledger().of((pod.namespace, pod.name), pod.uid)
+
+    def _delete(self, name: str) -> None:
+        self._node.delete(self._pods.pop(name))
+
+    async def _decision(self, name: str) -> Line:
+        """The log's line about where the pod's first container goes."""
+        return await self._node.journal.until("allocation_granted", pod_uid=self._pods[name].uid)
+
+    async def _gpu(self, name: GpuName) -> Facts:
+        (found,) = [gpu for gpu in await self._node.graph() if gpu["name"] == name]
+        return found
+
+    def _calls_since_restart(self) -> int:
+        lines = self._node.journal.lines
+        start = max(number for number, line in enumerate(lines) if line["event"] == "starting")
+        return len(self._node.journal.find("allocation_granted", since=start))
+
+
+def _app(cores: int, memory_blocks: int = 0) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+
+
+def _label(gpu: Mapping[str, object]) -> str:
+    return f"GPU{gpu['index']}"
+
+
+def _labels(gpus: list[Facts]) -> str:
+    return ", ".join(map(_label, gpus))
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise NotAsScriptedError(otherwise)

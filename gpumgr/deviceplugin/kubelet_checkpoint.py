@@ -1,0 +1,102 @@
+"""The kubelet's own record of devices, `kubelet_internal_checkpoint`: the first source when the ledger must be rebuilt.
+
+It knows what PodResources does not tell: pod UIDs, ordinary init containers, and the answers that Allocate gave (with a path
+that holds the allocation's id). It is internal to the kubelet, so everything is read leniently: `DeviceIDs` is a list before
+1.20 and a map from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash over Go's own print
+form and can't be verified elsewhere. The file is written after Allocate has answered, so it is of no use inside Allocate.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.deviceplugin.codec import decode_container_response
+from gpumgr.errors import KubeletError
+from gpumgr.rpc.wire import WireError
+
+FILE_NAME = "kubelet_internal_checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEntry:
+    """What one container holds of one resource. `response` is None if the recorded answer can't be read."""
+
+    pod_uid: str
+    container: str
+    resource: str
+    device_ids: tuple[str, ...]
+    response: ContainerResponse | None
+
+
+class _Entry(msgspec.Struct):
+    PodUID: str
+    ContainerName: str
+    ResourceName: str
+    DeviceIDs: dict[str, list[str] | None] | list[str] | None = None
+    AllocResp: bytes | None = None
+
+
+class _Data(msgspec.Struct):
+    PodDeviceEntries: list[_Entry] | None = None
+
+
+class _File(msgspec.Struct):
+    Data: _Data | None = None
+    PodDeviceEntries: list[_Entry] | None = None
+
+
+_decoder = msgspec.json.Decoder(_File)
+
+
+def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
+    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or only half of one."""
+    try:
+        file = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
+    data = file.Data if file.Data is not None else file
+    return tuple(_entry(entry) for entry in data.PodDeviceEntries or ())
+
+
+async def read_kubelet_checkpoint(
+    path: Path, *, attempts: int = 5, retry_seconds: float = 0.02
+) -> tuple[CheckpointEntry, ...] | None:
+    """The entries of the file at `path`; None if there is none (the kubelet writes it with the first device).
+
+    The kubelet may be writing at the same moment, so bad content is read again. Raises KubeletError if it stays bad.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return parse_kubelet_checkpoint(await asyncio.to_thread(path.read_bytes))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise KubeletError(f"can't read {path}: {error.strerror or error}") from error
+        except KubeletError as error:
+            if attempt == attempts:
+                raise KubeletError(f"{path}: {error}") from error
+        await asyncio.sleep(retry_seconds)
+    return None
+
+
+def _entry(entry: _Entry) -> CheckpointEntry:
+    match entry.DeviceIDs:
+        case dict() as by_node:
+            # An id on two NUMA nodes stands under both.
+            ids = tuple(dict.fromkeys(device_id for ids in by_node.values() for device_id in ids or ()))
+        case listed:
+            ids = tuple(listed or ())
+    try:
+        response = decode_container_response(entry.AllocResp) if entry.AllocResp is not None else None
+    except WireError:
+        response = None
+    return CheckpointEntry(
+        pod_uid=entry.PodUID,
+        container=entry.ContainerName,
+        resource=entry.ResourceName,
+        device_ids=ids,
+        response=response,
+    )

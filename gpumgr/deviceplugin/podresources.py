@@ -1,0 +1,111 @@
+"""The kubelet's PodResources API: who holds which ids, asked from inside an admission.
+
+`List` is limited to 100 calls a second, bursts of 10, for all clients of the node together; a refused call is repeated shortly.
+The answer names every id of the node, so only the pods' names are read at once; ids are read for the pods that are asked for.
+"""
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gpumgr.allocator.listing import Containers, Listing, PodKey
+from gpumgr.errors import KubeletError
+from gpumgr.rpc import wire
+from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
+
+_LIST: Final = "/v1.PodResourcesLister/List"
+_RATE_LIMITED: Final = "rejected by rate limit"
+
+
+def parse_listing(data: bytes) -> Listing:
+    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; unread ids are checked when asked for.
+
+    Kubelets before 1.34 may list a terminated pod beside its namesake: both count as one pod that holds the ids of both.
+    """
+    places: dict[PodKey, list[tuple[int, int]]] = {}
+    for number, start, end in wire.spans(data, 0, len(data)):
+        if number == 1:
+            places.setdefault(_pod_key(data, start, end), []).append((start, end))
+
+    def read(pod: PodKey) -> Containers:
+        held: dict[str, dict[str, tuple[str, ...]]] = {}
+        for start, end in places[pod]:
+            for number, container_start, container_end in wire.spans(data, start, end):
+                if number == 3:
+                    _read_container(data, container_start, container_end, held)
+        return held
+
+    return Listing(tuple(places), read)
+
+
+def _pod_key(data: bytes, start: int, end: int) -> PodKey:
+    name = namespace = ""
+    for number, text_start, text_end in wire.spans(data, start, end):
+        if number == 1:
+            name = wire.text(data, text_start, text_end)
+        elif number == 2:
+            namespace = wire.text(data, text_start, text_end)
+    return namespace, name
+
+
+def _read_container(data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]]) -> None:
+    """Adds one ContainerResources to `held`. Each id has an entry of its own, and one for each NUMA node it is on."""
+    name = ""
+    devices: dict[str, list[str]] = {}
+    for number, entry_start, entry_end in wire.spans(data, start, end):
+        if number == 1:
+            name = wire.text(data, entry_start, entry_end)
+        elif number == 2:
+            resource = ""
+            ids: list[str] = []
+            for entry, text_start, text_end in wire.spans(data, entry_start, entry_end):
+                if entry == 1:
+                    resource = wire.text(data, text_start, text_end)
+                elif entry == 2:
+                    ids.append(wire.text(data, text_start, text_end))
+            devices.setdefault(resource, []).extend(ids)
+    container = held.setdefault(name, {})
+    for resource, ids in devices.items():
+        container[resource] = tuple(dict.fromkeys((*container.get(resource, ()), *ids)))
+
+
+class PodResourcesClient:
+    """A client that stays connected, and reconnects after a kubelet restart. Create it inside the event loop; `close` it."""
+
+    def __init__(
+        self, socket: Path, *, timeout_seconds: float = 1.0, rate_limit_budget_seconds: float = 0.3, random: Random | None = None
+    ) -> None:
+        self._socket = socket
+        self._timeout_seconds = timeout_seconds
+        self._rate_limit_budget_seconds = rate_limit_budget_seconds
+        self._random = random or Random()
+        self._channel = UnixChannel(socket)
+
+    async def list(self) -> Listing:
+        """What the kubelet says now. Mind that asking has a side effect on the kubelet (it frees the ids of ended pods).
+
+        Raises KubeletError if the kubelet is away, slow, or limits the rate for longer than the budget.
+        """
+        deadline = asyncio.get_running_loop().time() + self._rate_limit_budget_seconds
+        while True:
+            try:
+                answer = await self._channel.unary(_LIST, b"", bytes, timeout_seconds=self._timeout_seconds)
+                return parse_listing(answer)
+            except wire.WireError as error:
+                raise KubeletError(f"can't read the pod resources from {self._socket}: {error}") from error
+            except CALL_FAILURES as error:
+                if not _rate_limited(error) or asyncio.get_running_loop().time() >= deadline:
+                    raise kubelet_error("list the pod resources", self._socket, error) from error
+            await asyncio.sleep(self._random.uniform(0.010, 0.020))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _rate_limited(error: Exception) -> bool:
+    """The kubelet's limiter, not a client's own message limit, which has the same status."""
+    return isinstance(error, GRPCError) and error.status is Status.RESOURCE_EXHAUSTED and _RATE_LIMITED in (error.message or "")

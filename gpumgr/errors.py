@@ -1,0 +1,66 @@
+"""Every error that gpumgr raises on purpose.
+
+GpumgrError
+├── Refusal           a request that must not be granted; its text reaches `kubectl describe pod`
+├── InputError        text, file or argument that can't be read; says what, where and what to do
+│   ├── TopologyError
+│   ├── SettingsError
+│   └── StateError
+├── NvmlError         the driver's library can't answer
+│   └── NvmlAbsent    there is no driver (yet)
+├── CheckpointError   the checkpoint can't be read or written
+├── KubeletError      the kubelet can't be reached or said no
+└── AlreadyRunning    another agent holds this node's lock
+"""
+
+from typing import Literal
+
+RefusalCode = Literal["invalid_request", "no_fit", "gpu_unhealthy", "conflict", "unknown_device", "internal"]
+
+
+class GpumgrError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class Refusal(GpumgrError):
+    """A request that is not granted. `code` is a bounded label for metrics, `str()` a sentence for the operator."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
+
+
+class InputError(GpumgrError):
+    """Something that a person wrote can't be used."""
+
+
+class TopologyError(InputError):
+    """Topology text or a matrix is malformed."""
+
+
+class SettingsError(InputError):
+    """A settings file, an environment variable or a flag is wrong."""
+
+
+class StateError(InputError):
+    """A state file of `gpumgr place` is malformed."""
+
+
+class NvmlError(GpumgrError):
+    """The driver's library gave an error or no answer in time."""
+
+
+class NvmlAbsent(NvmlError):
+    """The driver or its library is not there (it may be installed later)."""
+
+
+class CheckpointError(GpumgrError):
+    """The checkpoint can't be read or written."""
+
+
+class KubeletError(GpumgrError):
+    """The kubelet can't be reached, timed out, or answered with an error."""
+
+
+class AlreadyRunning(GpumgrError):
+    """Another gpumgr agent runs on this node."""

@@ -1,0 +1,105 @@
+"""link: several whole GPUs. Source of the rule: README, "Placement rules".
+
+Of the sets T of k entirely free GPUs, the one with the highest score(T) plus the best score of a partition of the remaining free
+GPUs into sets of k (one short set allowed), so that what is left stays good for the next pod. Then, in order: the higher score(T),
+the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
+
+Exact as long as the search is small enough, which every node of up to 16 GPUs is. Beyond that, with hardly any symmetry, the
+candidates are the sets grown from each GPU by the best gain, and the rest is split in the same manner: good, not proven best.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+
+from gpumgr.evaluators.partition import PartitionSearch, TooManySets
+from gpumgr.topology.devices import Topology
+from gpumgr.topology.scores import Scores, score_matrix, set_score
+from gpumgr.topology.tree import Group, build_tree, enclosing_group, groups_smallest_first, mask_of
+
+
+@lru_cache(maxsize=4096)
+def choose_set(
+    topology: Topology, free: tuple[int, ...], k: int, required: tuple[int, ...], blocks: tuple[int, ...], blocks_needed: int
+) -> tuple[int, ...] | None:
+    """The set that the link rule takes, ascending; None where no set of k holds `required` and `blocks_needed`.
+
+    `free` are the entirely free GPUs, ascending; `blocks` their free memory blocks; `required` is ascending and lies within `free`.
+    """
+    if k > len(free) or len(required) > k:
+        return None
+    room = dict(zip(free, blocks, strict=True))
+    scores, tree = score_matrix(topology), build_tree(topology)
+    free_mask = mask_of(free)
+
+    def preference(scored: tuple[int, tuple[int, ...]]) -> tuple[int, int, int, tuple[int, ...]]:
+        score, gpus = scored
+        group = enclosing_group(tree, mask_of(gpus))
+        return -score, -(group.level or 0), (group.mask & free_mask).bit_count(), gpus
+
+    def feasible(gpus: Sequence[int]) -> bool:
+        return sum(room[gpu] for gpu in gpus) >= blocks_needed
+
+    scarce = sum(sorted(blocks)[:k]) < blocks_needed
+    try:
+        search = PartitionSearch(scores, free, k, required, _kinds(tree, free, room if scarce else None))
+        best = search.best_sets(feasible if scarce else None)
+    except TooManySets:
+        best = _grown_sets(scores, free, k, required, room if scarce else {}, blocks_needed if scarce else 0)
+    return min(best, key=preference)[1] if best else None
+
+
+def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
+    """What must not be exchanged though it scores alike: GPUs of different groups, and of unlike memory where that decides."""
+    home = {
+        child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
+    }
+    return {gpu: (home[gpu], room and room[gpu]) for gpu in free}
+
+
+def _grown_sets(
+    scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The best of the sets that are grown from each GPU, as (score, GPUs): those with the highest sum over themselves and the rest."""
+    found: dict[tuple[int, ...], int] = {}
+    for seed in free:
+        chosen = _grow(scores, free, k, list(required) if seed in required or len(required) == k else [*required, seed])
+        if room:
+            chosen = _with_room(scores, free, chosen, required, room, blocks_needed)
+        if chosen:
+            rest = [gpu for gpu in free if gpu not in chosen]
+            found[tuple(sorted(chosen))] = set_score(scores, chosen) + _grown_partition(scores, rest, k)
+    best = max(found.values(), default=0)
+    return [(set_score(scores, gpus), gpus) for gpus, total in found.items() if total == best]
+
+
+def _grow(scores: Scores, free: Sequence[int], k: int, chosen: list[int]) -> list[int]:
+    """`chosen`, filled up to k with the GPU that adds most each time; ties go to the lowest index."""
+    while len(chosen) < k:
+        chosen.append(
+            max((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (sum(scores[gpu][a] for a in chosen), -gpu))
+        )
+    return chosen
+
+
+def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
+    """The score of one reasonable partition of `rest`: each set is grown from its lowest GPU."""
+    score = 0
+    while rest:
+        taken = _grow(scores, rest, min(k, len(rest)), [rest[0]])
+        score += set_score(scores, taken)
+        rest = [gpu for gpu in rest if gpu not in taken]
+    return score
+
+
+def _with_room(
+    scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
+) -> list[int]:
+    """`chosen` with its smallest GPUs exchanged for the largest outside until it has `blocks_needed`; empty if it can't have them."""
+    outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
+    for larger in outside:
+        movable = [gpu for gpu in chosen if gpu not in required]
+        if sum(room[gpu] for gpu in chosen) >= blocks_needed or not movable:
+            break
+        chosen.remove(min(movable, key=lambda gpu: (room[gpu], -gpu)))
+        chosen.append(larger)
+    return chosen if sum(room[gpu] for gpu in chosen) >= blocks_needed else []

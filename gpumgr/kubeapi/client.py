@@ -1,0 +1,112 @@
+"""The API server as a connection: credentials, requests, and sockets that notice a dead peer."""
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import aiohttp
+import yaml
+
+from gpumgr.errors import SettingsError
+from gpumgr.kubeapi.library import load_library
+
+Method = Literal["GET", "DELETE"]
+
+REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
+
+#: A peer that vanished without a word (power, network) is found dead after about half a minute, not after the watch's own end.
+_TCP_OPTIONS: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
+
+
+class ApiServer:
+    """Requests to the API server. Made by `connect` inside a running loop; `close` at the end."""
+
+    def __init__(self, kubeconfig: Path | None, client: Any) -> None:
+        self._kubeconfig = kubeconfig
+        self._client = client
+
+    @classmethod
+    async def connect(cls, kubeconfig: Path | None) -> Self:
+        """With a kubeconfig file, or (None) the service account of the pod around us. Sends nothing yet.
+
+        Raises SettingsError if the credentials are missing or can't be read.
+        """
+        return cls(kubeconfig, await _make_client(kubeconfig))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def renew(self) -> None:
+        """Reads the credentials again: kubeconfig files and their certificates are replaced in place. Raises SettingsError."""
+        old, self._client = self._client, await _make_client(self._kubeconfig)
+        await old.close()
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self,
+        method: Method,
+        path: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
+        body: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """One request; the answer's body is not read yet, and its status may be anything.
+
+        Raises aiohttp.ClientError, TimeoutError or OSError when there is no answer, SettingsError if the credentials (a token file is
+        read again every minute) have become unusable.
+        """
+        try:
+            response: aiohttp.ClientResponse = await self._client.call_api(
+                path,
+                method,
+                query_params=list(query.items()),
+                header_params={"Accept": "application/json"},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=timeout,
+            )
+        except (load_library().ConfigException, ValueError) as error:
+            raise SettingsError(f"the credentials for the API server can't be used: {error}") from error
+        async with response:
+            _notice_dead_peer(response)
+            yield response
+
+
+async def _make_client(kubeconfig: Path | None) -> Any:
+    library = load_library()
+    configuration = library.Configuration()
+    try:
+        if kubeconfig is None:
+            library.load_incluster_config(client_configuration=configuration)
+        else:
+            await library.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration, persist_config=False)
+        client = library.ApiClient(configuration)
+    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # The loader trips over malformed files with whatever comes first, and ssl over their certificates.
+        place = f"kubeconfig {kubeconfig}" if kubeconfig else "pod's service account (kubernetes.kubeconfig is not set)"
+        said = " ".join(str(error).split())
+        raise SettingsError(
+            f"the {place} can't be used: {said}; set kubernetes.kubeconfig, or run without an API server (--standalone)"
+        ) from error
+    client.user_agent = "gpumgr"
+    return client
+
+
+def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
+    """Needs the connection, which is gone already when the whole answer came in one piece."""
+    transport = response.connection.transport if response.connection else None
+    sock = transport.get_extra_info("socket") if transport else None
+    if sock is None:
+        return
+    with contextlib.suppress(OSError):
+        for level, option, value in _TCP_OPTIONS:
+            sock.setsockopt(level, option, value)

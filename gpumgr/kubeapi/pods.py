@@ -1,0 +1,75 @@
+"""A pod's JSON, cut down to what the allocator needs."""
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, Final
+
+from gpumgr.allocator.pods import ContainerKind, ContainerSpec, PodView
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+
+#: Source: Kubernetes' resource.Quantity.
+_FACTORS: Final = {
+    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", start=1)},
+    **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
+}
+_MAX_QUANTITY: Final = 1 << 63
+
+
+def parse_pod(pod: Mapping[str, Any]) -> PodView:
+    """The pod's view. A pod that asks for no GPU has no containers in it: nobody looks for them, and most pods of a node are such.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for an object that is no pod.
+    """
+    metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    containers = tuple(_containers(spec))
+    return PodView(
+        namespace=str(metadata["namespace"]),
+        name=str(metadata["name"]),
+        uid=str(metadata["uid"]),
+        phase=str(status.get("phase") or "Pending"),
+        reason=str(status["reason"]) if status.get("reason") else None,
+        controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
+        created_at=_unix_seconds(metadata.get("creationTimestamp")),
+        containers=containers if any(c.cores or c.memory_blocks for c in containers) else (),
+    )
+
+
+def parse_quantity(text: str) -> int:
+    """A whole quantity: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
+    suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
+    try:
+        value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
+        if not 0 <= value < _MAX_QUANTITY or value != int(value):
+            raise ValueError(f"quantity {text!r} is no whole number from 0")
+    except ArithmeticError as error:
+        raise ValueError(f"quantity {text!r} can't be read") from error
+    return int(value)
+
+
+def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:
+    """In the order in which the kubelet allocates."""
+    for container in spec.get("initContainers") or ():
+        yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init")
+    for container in spec.get("containers") or ():
+        yield _container(container, "app")
+
+
+def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSpec:
+    resources = container.get("resources") or {}
+    # For extended resources both are equal where both are given; the API server fills in neither from the other's absence.
+    wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    return ContainerSpec(
+        name=str(container["name"]),
+        kind=kind,
+        cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
+        memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
+    )
+
+
+def _unix_seconds(timestamp: str | None) -> float:
+    if not timestamp:
+        return 0.0
+    moment = datetime.fromisoformat(timestamp)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

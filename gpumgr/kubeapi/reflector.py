@@ -1,0 +1,247 @@
+"""A local copy of a list of API objects, kept up by watching: the client-go reflector's contract on plain JSON.
+
+Law 1. The copy is what the newest resource version seen says. After an expired version everything is listed again, and what is
+       missing there counts as deleted.
+Law 2. Nothing the server does ends or blocks this for good: silence has a bound, and every failure is retried with growing,
+       jittered pauses, or after what Retry-After says. Only a watch that lived for a while is resumed at once.
+Law 3. Only what `parse` makes of an object is kept. An object that it can't read is reported; it never counts as deleted.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import aiohttp
+import structlog
+
+from gpumgr.errors import GpumgrError, SettingsError
+from gpumgr.kubeapi.client import REQUEST_TIMEOUT, ApiServer
+
+_log = structlog.get_logger(__name__)
+
+#: Small, since a page is in memory as a whole, and many times larger there than what is kept of it.
+_PAGE = "100"
+#: What `parse` and a look into a malformed answer may raise.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+
+
+class Keyed(Protocol):
+    @property
+    def uid(self) -> str: ...
+
+
+T = TypeVar("T", bound=Keyed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """`watch_seconds`: bounds of how long a watch is asked to last. `silence_seconds`: what a watch may then be late.
+
+    `lived_seconds`: a watch that lived so long is resumed at once. Pauses after failures grow from the first to the longest of
+    `pause_seconds`; Retry-After counts up to `max_retry_after_seconds`.
+    """
+
+    watch_seconds: tuple[int, int] = (240, 300)
+    silence_seconds: float = 15.0
+    lived_seconds: float = 10.0
+    pause_seconds: tuple[float, float] = (0.5, 30.0)
+    max_retry_after_seconds: float = 120.0
+
+
+class ExpiredError(GpumgrError):
+    """Our resource version is too old (410), or the stream can't be trusted: list again."""
+
+
+class AnswerError(GpumgrError):
+    """The server answered with an error. `retry_after_seconds` is what it asks for, 0.0 if nothing."""
+
+    def __init__(self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Reflector(Generic[T]):
+    """`run` it forever; `on_change(before, after)` hears every difference, None standing for absence."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        parse: Callable[[Mapping[str, Any]], T],
+        on_change: Callable[[T | None, T | None], None],
+        pace: Pace | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._server, self._path, self._query = server, path, dict(query)
+        self._parse, self._on_change = parse, on_change
+        self._pace, self._sleep, self._jitter = pace or Pace(), sleep, jitter
+        self._objects: dict[str, T] = {}
+        #: None: list first.
+        self._version: str | None = None
+        self._watching_since: float | None = None
+        self._said: str | None = None
+        self.synced = asyncio.Event()
+
+    async def run(self) -> NoReturn:
+        """Lists and watches until cancelled."""
+        loop = asyncio.get_running_loop()
+        pause = self._pace.pause_seconds[0]
+        while True:
+            self._watching_since, wanted = None, 0.0
+            try:
+                if self._version is None:
+                    await self._list()
+                await self._watch(self._version or "")
+            except ExpiredError as error:
+                self._version = None
+                self._tell(str(error))
+            except AnswerError as error:
+                wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
+                self._tell(str(error))
+                if error.status == 401:
+                    await self._renew()
+            except (aiohttp.ClientError, TimeoutError, OSError, SettingsError) as error:
+                self._tell(f"{type(error).__name__}: {error}")
+            since = self._watching_since
+            if since is not None and loop.time() - since >= self._pace.lived_seconds:
+                pause = self._pace.pause_seconds[0]
+                continue
+            await self._sleep(max(wanted, pause * (0.8 + 0.4 * self._jitter())))
+            pause = min(pause * 2, self._pace.pause_seconds[1])
+
+    async def _renew(self) -> None:
+        try:
+            await self._server.renew()
+        except SettingsError as error:
+            self._tell(str(error))
+
+    def _tell(self, text: str) -> None:
+        """Weather, once for each text until something works again."""
+        if text != self._said:
+            self._said = text
+            _log.warning("api_server_retries", path=self._path, error=text)
+
+    # -- list --------------------------------------------------------------------------------------------------------------
+
+    async def _list(self) -> None:
+        found: dict[str, T] = {}
+        query = {**self._query, "limit": _PAGE}
+        while True:
+            page = await self._page(query)
+            try:
+                metadata = page["metadata"]
+                version, following = str(metadata["resourceVersion"]), metadata.get("continue")
+                for item in page.get("items") or ():
+                    if (parsed := self._parsed(item)) is not None:
+                        found[parsed.uid] = parsed
+            except _MALFORMED as error:
+                raise ExpiredError(f"the list can't be understood: {type(error).__name__}: {error}") from error
+            if not following:
+                break
+            query = {**self._query, "limit": _PAGE, "continue": str(following)}
+        before, self._objects = self._objects, found
+        self._version, self._said = version, None
+        for uid in before.keys() - found.keys():
+            self._on_change(before[uid], None)
+        for uid, after in found.items():
+            if before.get(uid) != after:
+                self._on_change(before.get(uid), after)
+        self.synced.set()
+
+    async def _page(self, query: Mapping[str, str]) -> dict[str, Any]:
+        async with self._server.request("GET", self._path, query, REQUEST_TIMEOUT) as response:
+            await _check_status(response)
+            body = await response.read()
+        return _object(body)
+
+    def _parsed(self, item: Mapping[str, Any]) -> T | None:
+        """What is kept of an object. One that can't be read gets a line in the log, and what was known of it stays."""
+        try:
+            return self._parse(item)
+        except _MALFORMED as error:
+            metadata = item["metadata"]
+            why = f"{type(error).__name__}: {error}"
+            _log.warning("api_object_unreadable", path=self._path, name=metadata.get("name"), error=why)
+            return self._objects.get(metadata.get("uid"))
+
+    # -- watch -------------------------------------------------------------------------------------------------------------
+
+    async def _watch(self, version: str) -> None:
+        """Until the server ends the stream. Raises what `run` catches."""
+        low, high = self._pace.watch_seconds
+        seconds = low + round((high - low) * self._jitter())
+        query = {
+            **self._query,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
+        async with self._server.request("GET", self._path, query, timeout) as response:
+            await _check_status(response)
+            self._said, self._watching_since = None, asyncio.get_running_loop().time()
+            async for line in _lines(response.content):
+                self._event(_object(line))
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        try:
+            kind, item = event["type"], event["object"]
+            if kind == "ERROR":
+                raise ExpiredError(f"the watch ended with {item.get('code')} {item.get('reason')}: {item.get('message')}")
+            version, uid = str(item["metadata"]["resourceVersion"]), item["metadata"].get("uid")
+            after = None if kind in ("BOOKMARK", "DELETED") else self._parsed(item)
+        except _MALFORMED as error:
+            raise ExpiredError(f"an event of the watch can't be understood: {type(error).__name__}: {error}") from error
+        self._version = version
+        if kind == "BOOKMARK":
+            return
+        before = self._objects.pop(uid, None)
+        if after is not None:
+            self._objects[after.uid] = after
+        if before != after:
+            self._on_change(before, after)
+
+
+async def _check_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    body = (await response.content.read(4096)).decode(errors="replace")
+    if response.status == 410:
+        raise ExpiredError(f"HTTP 410: {body[:200]}")
+    raise AnswerError(f"HTTP {response.status}: {body[:200]}", status=response.status, retry_after_seconds=_retry_after(response))
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    text = response.headers.get("Retry-After", "")
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        result = json.loads(text)
+    except ValueError as error:
+        raise ExpiredError(f"the server sent no JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise ExpiredError(f"the server sent {type(result).__name__} where an object was due")
+    return result
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; what follows the last line break is lost, since it is a cut-off event."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            line = b"".join([*parts, end])
+            parts.clear()
+            if line.strip():
+                yield line
+        parts.append(rest)

@@ -1,0 +1,47 @@
+"""What the gauges are drawn from: one frozen instant of the agent, taken on the event loop, read on the rendering thread."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpumgr.agent.writer import AgentView
+from gpumgr.topology.devices import NodeSample
+from gpumgr.units import GpuName
+
+#: The only values of the label `reason`: the driver's text never becomes a label.
+REASONS: Final = frozenset(
+    {"xid", "ecc", "lost", "reset", "error", "nvml_down", "mig", "operator", "missing", "quarantine", "other"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """`sample` is NVML's latest (None: there was none yet), `sampled_at` its moment in monotonic seconds.
+
+    `nvml_errors` counts calls that went wrong by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by
+    resource.
+
+    `reasons` says by UUID, in one of the words of REASONS, why a GPU takes nothing new. It matters only for GPUs of which the view
+    says so, and may be incomplete.
+    """
+
+    view: AgentView
+    sample: NodeSample | None = None
+    sampled_at: float | None = None
+    nvml_up: bool = False
+    nvml_errors: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def unfit(self) -> Mapping[GpuName, str]:
+        """GPU -> word of REASONS, of those that take nothing new."""
+        return {gpu: self._reason(gpu) for gpu in self.view.node.unfit}
+
+    def _reason(self, gpu: GpuName) -> str:
+        card = self.view.ledger.cards.by_name.get(gpu)
+        word = self.reasons.get(card.uuid) if card else None
+        if word is not None:
+            return word if word in REASONS else "other"
+        if gpu not in self.view.node.rows:
+            return "missing"
+        return "quarantine" if gpu in self.view.inventory.quarantine.held else "other"

@@ -1,0 +1,110 @@
+"""The station's face: NVML as coroutines that never block the loop and never wait longer than they should."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from gpumgr.nvml.binding import Binding
+from gpumgr.nvml.events import EventThread, OnEvent, register_events
+from gpumgr.nvml.health import Observation
+from gpumgr.nvml.sampling import read_health, read_sample
+from gpumgr.nvml.snapshot import read_snapshot
+from gpumgr.nvml.worker import NvmlWorker
+from gpumgr.topology.devices import NodeSample, NodeSnapshot
+
+T = TypeVar("T")
+
+#: What the end of a session may take, so that a stopping process keeps its own deadline whatever the driver does.
+_STOP_SECONDS: Final = 1.5
+_SHUTDOWN_SECONDS: Final = 2.0
+
+
+class Nvml:
+    """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after a driver's reload).
+
+    `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
+    Every coroutine raises NvmlError when the driver gives an error or no answer within `timeout_seconds`, NvmlAbsent when
+    there is no driver, DriverMismatchError when only a new process can go on.
+    """
+
+    def __init__(self, *, library_path: str | None = None, timeout_seconds: float = 5.0, sysfs_root: Path = Path("/sys")) -> None:
+        self._binding = Binding(library_path)
+        self._worker = NvmlWorker()
+        self._timeout_seconds = timeout_seconds
+        self._sysfs_root = sysfs_root
+        self._seen: dict[int, str] = {}
+        self._events: EventThread | None = None
+        self._opened = False
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the driver has left a call unanswered that was given up; 0.0 if there is none."""
+        return self._worker.stuck_seconds
+
+    @property
+    def call_errors(self) -> Mapping[tuple[str, int], int]:
+        """How often a call went wrong since the start, by function and NVML error number."""
+        return dict(self._binding.errors)
+
+    async def open(self) -> None:
+        """Loads the library and initialises NVML, anew if need be."""
+        await self._close_session()
+        await self._call(self._binding.open)
+        self._opened = True
+
+    async def snapshot(self) -> NodeSnapshot:
+        """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
+        snapshot = await self._call(lambda: read_snapshot(self._binding, sysfs_root=self._sysfs_root, seen=dict(self._seen)))
+        self._seen = {
+            **{failure.index: failure.uuid for failure in snapshot.failures if failure.uuid is not None},
+            **{gpu.index: gpu.uuid for gpu in snapshot.gpus},
+        }
+        return snapshot
+
+    async def sample(self) -> NodeSample:
+        """What the GPUs do now."""
+        return await self._call(lambda: read_sample(self._binding, seen=self._seen))
+
+    async def look(self) -> Mapping[str, Observation]:
+        """How each GPU is, by UUID, GPUs included that the last snapshot lacks. One that is gone altogether is not among them."""
+        return await self._call(lambda: read_health(self._binding, seen=self._seen))
+
+    async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
+        """From now on, until `close`, calls `on_event` on the loop for each XID and double-bit error of the last snapshot's GPUs.
+
+        Returns the UUIDs of GPUs whose errors the driver doesn't report.
+        """
+        uuids = dict(self._seen)
+        event_set = await self._call(lambda: register_events(self._binding, uuids))
+        before, self._events = self._events, None
+        if event_set is not None:
+            self._events = EventThread(self._binding, event_set, on_event)
+        if before is not None:  # ended only now, so that no event falls between the two
+            await before.stop(timeout_seconds=_STOP_SECONDS)
+        return frozenset(uuids.values()) if event_set is None else event_set.unmonitored
+
+    async def rest(self, seconds: float) -> None:
+        """Waits so long, or until a hanging driver answers at last."""
+        await self._worker.rest(seconds)
+
+    async def close(self) -> None:
+        """Ends the session and the threads. Never waits for a driver that hangs: its threads are left to the end of the process."""
+        try:
+            await self._close_session()
+        finally:
+            self._worker.close()
+
+    async def _close_session(self) -> None:
+        ended = await self._stop_events()
+        if self._opened and ended:
+            self._opened = False
+            await self._worker.call(self._binding.close, timeout_seconds=min(self._timeout_seconds, _SHUTDOWN_SECONDS))
+
+    async def _stop_events(self) -> bool:
+        # One that does not end is kept: NVML must not be shut down while it waits inside.
+        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
+            self._events = None
+        return self._events is None
+
+    async def _call(self, fn: Callable[[], T]) -> T:
+        return await self._worker.call(fn, timeout_seconds=self._timeout_seconds)

@@ -1,0 +1,119 @@
+"""Waiting for the driver's error events on a thread of its own: the wait blocks and has no file descriptor.
+
+The set is made on the worker's thread; this thread only waits, in slices, and frees the set when it ends.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.errors import NvmlError
+from gpumgr.nvml.binding import EVENT_DOUBLE_BIT_ECC, EVENT_XID, TIMEOUT, Binding, CallError, DriverDown, Handle
+from gpumgr.nvml.health import DoubleBitError, Xid
+
+_WAIT_MILLISECONDS: Final = 500
+_PAUSE_SECONDS: Final = 1.0
+_WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
+
+#: Called on the event loop with the GPU's UUID. None = the driver doesn't say which GPU.
+OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSet:
+    """A registered set. `unmonitored` GPUs' errors are not reported by this driver: only looks show how they are."""
+
+    handle: Handle
+    uuids: Mapping[int | None, str]
+    unmonitored: frozenset[str]
+
+
+def register_events(nvml: Binding, uuids: Mapping[int, str]) -> EventSet | None:
+    """An event set for the GPUs with these indices; None if the driver knows no events at all."""
+    refused: set[str] = set()
+    while True:
+        event_set = nvml.ask("nvmlEventSetCreate")
+        if event_set is None:
+            return None
+        monitored: dict[int | None, str] = {}
+        for index, uuid in uuids.items():
+            if uuid in refused:
+                continue
+            try:
+                handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+                if _register(nvml, handle, event_set):
+                    monitored[nvml.address(handle)] = uuid
+            except CallError:
+                # A set that met an error is spoilt (so NVML says): make a new one without this GPU.
+                nvml.ask("nvmlEventSetFree", event_set)
+                refused.add(uuid)
+                break
+        else:
+            unmonitored = frozenset(uuids.values()) - frozenset(monitored.values())
+            return EventSet(handle=event_set, uuids=monitored, unmonitored=unmonitored)
+
+
+def _register(nvml: Binding, handle: Handle, event_set: Handle) -> bool:
+    supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
+    types = _WANTED & (supported or 0)
+    if not types:
+        return False
+    try:
+        nvml.call("nvmlDeviceRegisterEvents", handle, types, event_set)
+    except CallError as exc:
+        if nvml.is_capability(exc):
+            return False
+        raise
+    return True
+
+
+class EventThread:
+    """Waits on one set from `start` until `stop`; a daemon, so a wait that hangs holds nothing up."""
+
+    def __init__(self, nvml: Binding, event_set: EventSet, on_event: OnEvent) -> None:
+        self._nvml = nvml
+        self._set = event_set
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._stop = threading.Event()
+        self._ended = asyncio.Event()
+        threading.Thread(target=self._run, name="nvml-events", daemon=True).start()
+
+    async def stop(self, *, timeout_seconds: float) -> bool:
+        """Ends the thread and frees the set. False if it didn't end in time: NVML must not be shut down under it then."""
+        self._stop.set()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                data = self._nvml.call("nvmlEventSetWait", self._set.handle, _WAIT_MILLISECONDS)
+            except DriverDown:
+                break  # the set is gone with the driver; the next look finds out what happened
+            except NvmlError as exc:
+                if not (isinstance(exc, CallError) and exc.code == TIMEOUT):
+                    self._stop.wait(_PAUSE_SECONDS)
+                continue
+            self._report(data)
+        with suppress(NvmlError):  # it may be gone with the driver
+            self._nvml.ask("nvmlEventSetFree", self._set.handle)
+        self._post(self._ended.set)
+
+    def _report(self, data: Handle) -> None:
+        uuid = self._set.uuids.get(self._nvml.address(data.device))
+        if data.eventType & EVENT_XID:
+            self._post(lambda: self._on_event(uuid, Xid(number=int(data.eventData))))
+        elif data.eventType & EVENT_DOUBLE_BIT_ECC:
+            self._post(lambda: self._on_event(uuid, DoubleBitError()))
+
+    def _post(self, fn: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            self._loop.call_soon_threadsafe(fn)

@@ -1,0 +1,180 @@
+"""Reading what a node's GPUs are. Synchronous functions for the worker's thread; what a driver doesn't tell is None.
+
+A GPU that can't be described becomes a GpuFailure and is left out of the matrix; errors of the driver as a whole are raised.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from gpumgr.nvml.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
+from gpumgr.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
+from gpumgr.topology.quirks import levels_for
+
+_MAX_NVLINKS: Final = 36
+_REMOTE_SWITCH: Final = 2
+_INTERNAL: Final = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """A GPU's active NVLinks: to other GPUs, by their bus id, and into an NVSwitch fabric."""
+
+    direct: Mapping[str, int] = field(default_factory=dict)
+    fabric: int = 0
+
+
+def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str]) -> NodeSnapshot:
+    """Everything at once. `seen` names the UUIDs of earlier looks by index, for GPUs that no longer tell theirs."""
+    driver_version = nvml.ask("nvmlSystemGetDriverVersion")
+    gpus: list[tuple[Gpu, Handle, _Links]] = []
+    failures: list[GpuFailure] = []
+    for index in range(nvml.call("nvmlDeviceGetCount")):
+        uuid = seen.get(index)
+        try:
+            handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+            uuid = nvml.call("nvmlDeviceGetUUID", handle)
+            gpus.append((_read_gpu(nvml, index, uuid, handle, sysfs_root), handle, _read_links(nvml, handle)))
+        except CallError as exc:
+            failures.append(GpuFailure(index=index, uuid=uuid, reason=str(exc)))
+    levels, late = _read_levels(nvml, [(gpu, handle) for gpu, handle, _ in gpus], driver_version)
+    kept = [i for i, (gpu, _, _) in enumerate(gpus) if gpu.index not in late]
+    failures += [GpuFailure(index=g.index, uuid=g.uuid, reason=late[g.index]) for g, _, _ in gpus if g.index in late]
+    return NodeSnapshot(
+        gpus=tuple(gpus[i][0] for i in kept),
+        topology=Topology(
+            levels=tuple(tuple(levels[i][j] for j in kept) for i in kept),
+            nvlinks=tuple(tuple(_shared_links(gpus[i], gpus[j]) if i != j else 0 for j in kept) for i in kept),
+        ),
+        driver_version=driver_version,
+        nvml_version=nvml.ask("nvmlSystemGetNVMLVersion"),
+        cuda_version=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
+        failures=tuple(sorted(failures, key=lambda failure: failure.index)),
+    )
+
+
+def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: Path) -> Gpu:
+    pci = nvml.ask("nvmlDeviceGetPciInfo_v3", handle)
+    bus_id = None if pci is None else _short_bus_id(pci)
+    numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
+    if numa_node is None:
+        # sysfs is the portable source; newer drivers tell too where it is hidden.
+        numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
+    return Gpu(
+        index=index,
+        uuid=uuid,
+        minor=nvml.ask("nvmlDeviceGetMinorNumber", handle),
+        bus_id=bus_id,
+        model=nvml.ask("nvmlDeviceGetName", handle),
+        memory_bytes=int(nvml.call("nvmlDeviceGetMemoryInfo", handle).total),
+        mig_enabled=read_mig_enabled(nvml, handle),
+        numa_node=numa_node,
+        pcie_chain=chain,
+    )
+
+
+def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
+    """None where the card or the driver knows no MIG."""
+    modes = nvml.ask("nvmlDeviceGetMigMode", handle)
+    return None if modes is None else bool(modes[0])
+
+
+def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
+    """A PCI device's NUMA node (None: the machine has or tells none) and its chain of parents, root complex first.
+
+    `bus_id` as sysfs spells it (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
+    """
+    link = sysfs_root / "bus" / "pci" / "devices" / bus_id
+    try:
+        device = link.resolve(strict=True)
+        parents = device.relative_to((sysfs_root / "devices").resolve()).parts[:-1]
+    except (OSError, ValueError):
+        return None, ()
+    try:
+        numa_node = int((device / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        numa_node = -1
+    return (numa_node if numa_node >= 0 else None), parents
+
+
+def _short_bus_id(pci: Handle) -> str:
+    """The bus id as sysfs spells it. NVML writes it with four or eight digits of domain, in either case, depending on its age."""
+    text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
+    domain, _, rest = text.partition(":")
+    return f"{int(domain or '0', 16):04x}:{rest.lower()}"
+
+
+def _read_links(nvml: Binding, handle: Handle) -> _Links:
+    direct: dict[str, int] = {}
+    fabric = 0
+    for number in range(_MAX_NVLINKS):
+        try:
+            active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
+            if active is None:
+                break  # no such link: there are no more
+            if not active:
+                continue
+            if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
+                fabric += 1
+            elif (pci := nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)) is not None:
+                # On a driver that can't tell the type, a bus id that is a GPU's says enough; others are matched by nobody.
+                bus_id = _short_bus_id(pci)
+                direct[bus_id] = direct.get(bus_id, 0) + 1
+        except CallError as exc:
+            if exc.code not in (INVALID_ARGUMENT, NOT_SUPPORTED):
+                raise
+            break
+    return _Links(direct=direct, fabric=fabric)
+
+
+def _shared_links(one: tuple[Gpu, Handle, _Links], other: tuple[Gpu, Handle, _Links]) -> int:
+    """NVLinks between two GPUs: those that both ends see, and as many fabric links as both have."""
+    a, b = one[2], other[2]
+    direct = min(a.direct.get(other[0].bus_id or "", 0), b.direct.get(one[0].bus_id or "", 0))
+    return direct + min(a.fabric, b.fabric)
+
+
+def _read_levels(
+    nvml: Binding, gpus: list[tuple[Gpu, Handle]], driver_version: str | None
+) -> tuple[list[list[Level]], dict[int, str]]:
+    """All pair levels, SYS where the driver can't tell, and by index the GPUs that failed meanwhile."""
+    levels = [[Level.PSB] * len(gpus) for _ in gpus]
+    failed: dict[int, str] = {}
+    for i, (one, first) in enumerate(gpus):
+        for j in range(i):
+            other, second = gpus[j]
+            if one.index in failed or other.index in failed:
+                continue
+            try:
+                level = _read_level(nvml, first, second, driver_version)
+            except CallError as exc:
+                level = Level.SYS
+                failed.update(_culprits(nvml, [gpus[i], gpus[j]], str(exc)))
+            levels[i][j] = levels[j][i] = level
+    return levels, failed
+
+
+def _read_level(nvml: Binding, first: Handle, second: Handle, driver_version: str | None) -> Level:
+    number = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", first, second)
+    if number is None:
+        return Level.SYS
+    on_same_board = nvml.ask("nvmlDeviceOnSameBoard", first, second) if number == _INTERNAL else None
+    return levels_for(driver_version, number, None if on_same_board is None else bool(on_same_board))
+
+
+def _culprits(nvml: Binding, pair: list[tuple[Gpu, Handle]], reason: str) -> dict[int, str]:
+    """Which of a pair fails when a question about both does: those that don't answer for themselves either. Perhaps none: then
+    only their level is unknown."""
+    failed = {}
+    for gpu, handle in pair:
+        try:
+            nvml.call("nvmlDeviceGetUUID", handle)
+        except CallError:
+            failed[gpu.index] = reason
+    return failed
+
+
+def _cuda_version(number: int | None) -> str | None:
+    """12040 is CUDA 12.4."""
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"

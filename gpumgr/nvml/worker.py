@@ -1,0 +1,120 @@
+"""One daemon thread on which every NVML call is made.
+
+1. Calls are made one after the other, never on the event loop.
+2. Nobody waits longer than he said. A call into a hung driver can't be cancelled: it keeps the thread, its caller goes on.
+3. While such a call holds the thread, later ones fail at once instead of queueing behind it; when it returns, all is well again.
+4. The thread is a daemon and no executor, so a hung call doesn't hold up the end of the process.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpumgr.errors import NvmlError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    fn: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    answer: "asyncio.Future[Any]"
+    timeout_seconds: float
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float | None = None
+    given_up: bool = False
+    timed_out: bool = False
+
+
+class NvmlWorker:
+    """The thread starts with the first call and ends with `close` (or with the process)."""
+
+    def __init__(self, *, name: str = "nvml") -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._running: _Job | None = None
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the driver has not answered a call that was given up; 0.0 if there is none."""
+        job = self._running
+        if job is None or job.started is None:
+            return 0.0
+        running_seconds = time.monotonic() - job.started
+        return running_seconds if job.timed_out or running_seconds > job.timeout_seconds else 0.0
+
+    async def call(self, fn: Callable[[], T], *, timeout_seconds: float) -> T:
+        """What `fn` returns or raises on the thread. Raises NvmlError if that takes longer than `timeout_seconds`, or would have to
+        wait for an earlier call that hangs."""
+        if stuck := self.stuck_seconds:
+            raise NvmlError(f"NVML has not answered for {stuck:.1f} s: the driver hangs")
+        loop = asyncio.get_running_loop()
+        job = _Job(fn=fn, loop=loop, answer=loop.create_future(), timeout_seconds=timeout_seconds)
+        self._start()
+        self._jobs.put(job)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                result: T = await job.answer
+                return result
+        except TimeoutError as exc:
+            job.timed_out = True
+            raise NvmlError(f"NVML gave no answer within {timeout_seconds:g} s: the driver hangs") from exc
+        finally:
+            job.given_up = True
+
+    async def rest(self, seconds: float) -> None:
+        """Waits so long, or until a hanging driver answers at last."""
+        job = self._running
+        if job is None or not self.stuck_seconds:
+            await asyncio.sleep(seconds)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await job.ended.wait()
+
+    def close(self) -> None:
+        """Lets the thread end once it has done what was asked before."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._jobs = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+
+    def _work(self, jobs: "queue.SimpleQueue[_Job | None]") -> None:
+        while (job := jobs.get()) is not None:
+            if not job.given_up:
+                job.started = time.monotonic()
+                self._running = job
+                self._do(job)
+
+    def _do(self, job: _Job) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = job.fn()
+        except BaseException as exc:  # whatever it is, it belongs to the caller, not to this thread
+            error = exc
+        self._running = None
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for this any more
+            job.loop.call_soon_threadsafe(_settle, job, result, error)
+
+
+def _settle(job: _Job, result: Any, error: BaseException | None) -> None:
+    job.ended.set()
+    if job.answer.done():
+        return
+    if error is None:
+        job.answer.set_result(result)
+    else:
+        job.answer.set_exception(error)

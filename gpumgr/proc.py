@@ -1,0 +1,25 @@
+"""Processes of the host, by pid and start time: what /proc tells of them. Needs the host's pid namespace."""
+
+from pathlib import Path
+
+from gpumgr.allocator.quarantine import Process
+
+
+class HostProcesses:
+    """Reads `root` (normally /proc); whatever can't be read is a process that is gone."""
+
+    def __init__(self, root: Path = Path("/proc")) -> None:
+        self._root = root
+
+    def start_time(self, pid: int) -> int | None:
+        """Clock ticks since boot when this process began (field 22 of /proc/PID/stat, proc(5)); None if there is no such process."""
+        try:
+            text = (self._root / str(pid) / "stat").read_text()
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()
+        return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None
+
+    def runs(self, process: Process) -> bool:
+        pid, started = process
+        return self.start_time(pid) == started

@@ -1,0 +1,73 @@
+"""The client's side: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send."""
+
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import grpclib.client
+from grpclib.const import Cardinality, Status
+from grpclib.encoding.base import CodecBase
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+
+from gpumgr.errors import KubeletError
+
+Reply = TypeVar("Reply")
+
+#: Everything that a call to a peer may raise when the peer is away, goes, hangs or says no (a timeout is an OSError).
+CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
+
+
+class WireCodec(CodecBase):
+    """Messages are bytes, or generated messages where speed does not matter: the declared message type tells which."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: Any, message_type: Any) -> bytes:  # noqa: ARG002 (grpclib's signature)
+        return bytes(message)
+
+    def decode(self, data: bytes, message_type: Any) -> Any:
+        return data if message_type is bytes else message_type().parse(data)
+
+
+class UnixChannel(grpclib.client.Channel):
+    """A lazily connected channel to `path`, which reconnects when the connection is lost. Use it as an async context manager.
+
+    Must be created inside a running event loop. grpclib would send "127.0.0.1:50051" as the authority of a unix socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path=str(path), codec=WireCodec())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
+        return "localhost"
+
+    async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
+        """One call, connecting included. `request` is bytes or a generated message. Raises what CALL_FAILURES lists."""
+        async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
+            await stream.send_message(request, end=True)
+            reply = await stream.recv_message()
+        if reply is None:
+            raise GRPCError(Status.INTERNAL, "the call ended without an answer")
+        return reply
+
+
+def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
+    """A sentence for one of CALL_FAILURES; `doing` is like "register tencent.com/vcuda-core"."""
+    match error:
+        case GRPCError():
+            reason = f"the answer was {error.status.name}: {error.message or 'no reason given'}"
+        case StreamTerminatedError() | ProtocolError():
+            reason = "the peer hung up in the middle of the call"
+        case TimeoutError():
+            reason = "there was no answer in time"
+        case FileNotFoundError():
+            reason = "the socket does not exist (is the kubelet running?)"
+        case ConnectionRefusedError():
+            reason = "nobody listens there (left behind by a kubelet that has gone?)"
+        case OSError():
+            reason = error.strerror or str(error)
+        case _:
+            reason = str(error)
+    return KubeletError(f"can't {doing} at {path}: {reason}")

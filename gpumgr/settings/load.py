@@ -1,0 +1,294 @@
+"""Settings out of three layers: file, environment, flags. Every layer is checked in full, so that one run names all mistakes.
+
+A key's environment variable is GPUMGR_<SECTION>_<KEY>. Its text needs no quotes; lists are separated by commas. `null`, in the file
+or in a variable, means the default.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from gpumgr.errors import SettingsError
+from gpumgr.settings.schema import Settings, allowed, build, sections
+
+_PREFIX: Final = "GPUMGR_"
+_MAX_FILE_BYTES: Final = 1 << 20
+_MAX_SHOWN: Final = 60
+#: sun_path of Linux's sockaddr_un, less the closing NUL.
+_MAX_SOCKET_PATH_BYTES: Final = 107
+#: Longest name of a socket that we make in the device plugins' folder, with its slash.
+_OUR_SOCKET_BYTES: Final = 24
+#: What Kubernetes sets in every container for a Service whose name begins with "gpumgr": not meant for us.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One mistake. `source` is the file, or words for where it stands; `key` is dotted, None if no key is to blame."""
+
+    source: str
+    line: int | None = None
+    key: str | None = None
+    message: str
+
+    def __str__(self) -> str:
+        place = self.source if self.line is None else f"{self.source}:{self.line}"
+        return ": ".join(part for part in (place, self.key, self.message) if part)
+
+
+class InvalidSettingsError(SettingsError):
+    """Some settings are wrong; `problems` has them all, in the order of the layers."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One value as somebody wrote it; `text` if the source knows only text."""
+
+    key: str
+    value: object
+    source: str
+    line: int | None = None
+    text: bool = False
+
+    def problem(self, message: str) -> Problem:
+        return Problem(source=self.source, line=self.line, key=self.key, message=message)
+
+
+def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: Mapping[str, object]) -> Settings:
+    """Settings from a file (None: none), over it the environment, over that flags (`overrides`, dotted keys, typed values or text).
+
+    Raises InvalidSettingsError that names every mistake in all three.
+    """
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    layers = (
+        _from_file(path, problems) if path is not None else (),
+        _from_environment(environ, problems),
+        _from_overrides(overrides, problems),
+    )
+    for given in chain.from_iterable(layers):
+        converted = _convert(given, problems)
+        if given.value is None or converted is None:
+            values.pop(given.key, None)
+        else:
+            values[given.key] = converted
+    settings = build(values)
+    if not problems:
+        problems += _check_socket_paths(settings, str(path or "settings"))
+    if problems:
+        raise InvalidSettingsError(problems)
+    return settings
+
+
+def check_settings(path: Path) -> tuple[Problem, ...]:
+    """All mistakes of one file, looked at by itself."""
+    try:
+        load_settings(path, environ={}, overrides={})
+    except InvalidSettingsError as error:
+        return error.problems
+    return ()
+
+
+def parse_text(key: str, text: str, source: str) -> object:
+    """The value that `text` stands for under `key`, as for an environment variable. Raises InvalidSettingsError."""
+    problems: list[Problem] = []
+    value = _convert(_Given(key, text, source, text=True), problems)
+    if problems:
+        raise InvalidSettingsError(problems)
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown word: the likeliest intention, or all that there is."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
+
+
+# -- values ----------------------------------------------------------------------------------------------------------------
+
+
+def _convert(given: _Given, problems: list[Problem]) -> object:
+    """The value in its key's type; None for null, and with a problem for what can't be converted."""
+    section, _, key = given.key.partition(".")
+    kind = sections()[section][key]
+    value = given.value
+    if given.text and isinstance(value, str):
+        value = _split(value.strip(), kind)
+    if value is None:
+        return None
+    try:
+        result: object = msgspec.convert(value, kind, strict=not given.text, dec_hook=_absolute_path)
+    except msgspec.ValidationError:
+        problems.append(given.problem(f"{_shown(given.value)} is not allowed; allowed: {allowed(kind)}"))
+        return None
+    if isinstance(result, float) and not math.isfinite(result):
+        problems.append(given.problem(f"{result} is not allowed; allowed: {allowed(kind)}"))
+        return None
+    return result
+
+
+def _split(text: str, kind: Any) -> object:
+    if text == "null":
+        return None
+    if isinstance(msgspec.inspect.type_info(kind), msgspec.inspect.VarTupleType):
+        return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    return text
+
+
+def _absolute_path(kind: type, value: object) -> object:
+    if isinstance(value, Path):
+        value = str(value)
+    if kind is not Path or not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise ValueError("no absolute path")
+    return Path(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _check_socket_paths(settings: Settings, source: str) -> Iterator[Problem]:
+    kubelet = settings.kubelet
+    for key, path, limit in (
+        ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, _MAX_SOCKET_PATH_BYTES - _OUR_SOCKET_BYTES),
+        ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, _MAX_SOCKET_PATH_BYTES),
+    ):
+        if (length := len(os.fsencode(path))) > limit:
+            message = f"the path has {length} bytes; allowed: {limit}, since unix sockets can't have longer names"
+            yield Problem(source=source, key=key, message=message)
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------------
+
+
+def _from_overrides(overrides: Mapping[str, object], problems: list[Problem]) -> Iterator[_Given]:
+    for name, value in overrides.items():
+        section, _, key = name.partition(".")
+        if key in sections().get(section, {}):
+            yield _Given(name, value, "flags", text=isinstance(value, str))
+        else:
+            problems.append(Problem(source="flags", key=name, message=f"unknown key; {nearest(name, _dotted())}"))
+
+
+def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> Iterator[_Given]:
+    if environ.get("NODE_NAME"):
+        yield _Given("node.name", environ["NODE_NAME"], "environment variable NODE_NAME", text=True)
+    variables = {_PREFIX + name.replace(".", "_").upper(): name for name in _dotted()}
+    for variable, text in environ.items():
+        name = variables.get(variable)
+        if name is not None:
+            yield _Given(name, text, f"environment variable {variable}", text=True)
+        elif _meant_for_us(variable):
+            problems.append(
+                Problem(source=f"environment variable {variable}", message=f"no such setting; {nearest(variable, variables)}")
+            )
+
+
+def _meant_for_us(variable: str) -> bool:
+    """A mistyped key, not just somebody's variable: it begins with one of our sections."""
+    known = tuple(f"{_PREFIX}{section.upper()}_" for section in sections())
+    return variable.startswith(known) and not _SERVICE_LINK.search(variable)
+
+
+def _dotted() -> list[str]:
+    return [f"{section}.{key}" for section, keys in sections().items() for key in keys]
+
+
+def _from_file(path: Path, problems: list[Problem]) -> Iterator[_Given]:
+    root = _compose(path, problems)
+    for section, line, node in _entries(root, path, None, problems):
+        if section not in sections():
+            problems.append(Problem(source=str(path), line=line, key=section, message=_unknown_section(section)))
+            continue
+        for key, key_line, value in _entries(node, path, section, problems):
+            name = f"{section}.{key}"
+            if key not in sections()[section]:
+                message = f"unknown key; {nearest(key, sections()[section])}"
+                problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
+                continue
+            try:
+                constructed = _construct(value)
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                message = f"can't be read ({str(error).splitlines()[0]}); allowed: {allowed(sections()[section][key])}"
+                problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
+            else:
+                yield _Given(name, constructed, str(path), key_line)
+
+
+def _unknown_section(section: str) -> str:
+    homes = [name for name, keys in sections().items() if section in keys]
+    if homes:
+        return f"unknown section; the key {section!r} stands under {homes[0]!r}"
+    return f"unknown section; {nearest(section, sections())}"
+
+
+def _compose(path: Path, problems: list[Problem]) -> yaml.Node | None:
+    """The file as a tree with line numbers; None if it is empty or, with a problem, unreadable."""
+
+    def wrong(message: str, line: int | None = None) -> None:
+        problems.append(Problem(source=str(path), line=line, message=message))
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            wrong(f"the file has more than {_MAX_FILE_BYTES} bytes; this is no settings file")
+            return None
+        return yaml.compose(content, Loader=yaml.SafeLoader)
+    except OSError as error:
+        wrong(f"can't be read: {error.strerror or error}")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        wrong(f"no valid YAML: {said}", mark.line + 1 if mark else None)
+    except yaml.reader.ReaderError as error:
+        # ReaderError counts in characters or bytes of the input, whichever it failed in; line breaks are one of either.
+        wrong(f"no valid YAML: {error.reason}", content[: error.position].count(b"\n") + 1)
+    except RecursionError:
+        wrong("no valid YAML: nested too deeply")
+    return None
+
+
+def _entries(
+    node: yaml.Node | None, path: Path, section: str | None, problems: list[Problem]
+) -> Iterator[tuple[str, int, yaml.Node]]:
+    """(key, line, value) of a mapping; null counts as an empty one, a second entry of one key as a mistake."""
+    if node is None or node.tag == "tag:yaml.org,2002:null":
+        return
+    if not isinstance(node, yaml.MappingNode):
+        expected = ", ".join(sections()[section] if section else sections())
+        message = f"must be a mapping; allowed: {expected}"
+        problems.append(Problem(source=str(path), line=node.start_mark.line + 1, key=section, message=message))
+        return
+    first_lines: dict[str, int] = {}
+    for key_node, value in node.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+        if key in first_lines:
+            name = f"{section}.{key}" if section else key
+            problems.append(
+                Problem(source=str(path), line=line, key=name, message=f"stands twice, first in line {first_lines[key]}")
+            )
+            continue
+        first_lines[key] = line
+        yield key, line, value
+
+
+def _construct(node: yaml.Node) -> object:
+    value: object = yaml.constructor.SafeConstructor().construct_document(node)
+    return value

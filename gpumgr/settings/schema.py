@@ -1,0 +1,182 @@
+"""Every setting: its name, type, bounds, default and meaning. `config/gpumgr.yaml` says the same to people; a test compares them."""
+
+import socket
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, inspect
+
+_NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Period = Annotated[float, Meta(ge=0.1, le=3600)]
+Xid = Annotated[int, Meta(ge=0, le=65535)]
+NodeName = Annotated[
+    str,
+    Meta(
+        pattern=_NODE_NAME,
+        max_length=253,
+        extra={"allowed": "a node's name: lower-case letters, digits, '-' and '.', 253 at most"},
+    ),
+]
+HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
+
+
+def _this_host() -> str:
+    """The name that the kubelet, too, uses unless told otherwise."""
+    return socket.gethostname().lower()
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Name of the Node object. $NODE_NAME (set by DaemonSets) counts as an environment variable of this key.
+    name: NodeName = msgspec.field(default_factory=_this_host)
+
+
+class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Folder of kubelet.sock; our own sockets are made there.
+    device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
+    #: Socket of the kubelet's PodResources API.
+    pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+
+
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Folder of our ledger; on a local disk, kept over restarts.
+    dir: Path = Path("/var/lib/gpumgr")
+    #: gpu-manager's own checkpoint, read once when there is no ledger yet; it may be missing.
+    gpu_manager_checkpoint: Path = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
+
+
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Off (`--standalone`): no API server; pods are known from the kubelet alone.
+    enabled: bool = True
+    #: Null: the service account of the pod that the agent runs in.
+    kubeconfig: Path | None = None
+    #: Delete pods that the kubelet failed because of one of our refusals.
+    delete_failed_pods: bool = False
+    #: How long a preference may wait for a pod that the kubelet already knows and our cache does not.
+    pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000)] = 50
+
+
+class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Null: the dynamic linker finds libnvidia-ml.so.1.
+    library_path: Path | None = None
+    #: A call that takes longer counts as hung.
+    call_timeout_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
+    #: How often health and utilisation are looked at.
+    sample_period_seconds: Period = 1.0
+    #: Run modprobe for the driver's modules when NVML is not there.
+    load_kernel_modules: bool = False
+    #: XID errors that an application causes and that leave the GPU healthy.
+    ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
+    #: Without a driver: how long until systemd is told READY with a status that says so.
+    ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+
+
+class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Of the GPUs that fit a share, take the fullest or the emptiest.
+    policy: Literal["binpack", "spread"] = "binpack"
+    #: Grant less than 100 cores at all.
+    share_mode: bool = True
+
+
+class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Where the host's device nodes are.
+    device_root: Path = Path("/dev")
+    #: Driver files for containers that share a GPU; mounted at /usr/local/nvidia if it exists.
+    driver_share_dir: Path = Path("/etc/gpu-manager/vdriver/nvidia")
+    #: Driver files for containers with whole GPUs; mounted at /usr/local/nvidia if it exists.
+    driver_whole_dir: Path = Path("/etc/gpu-manager/vdriver/origin")
+    #: One folder for each allocation is made here and mounted at /etc/vcuda.
+    allocation_dir: Path = Path("/etc/gpu-manager/vm")
+    #: Further device nodes for every container.
+    extra_devices: tuple[Path, ...] = ()
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Where /metrics, /healthz and the others listen.
+    address: HostName = "127.0.0.1"
+    #: 0: any free port.
+    port: Port = 5678
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    #: auto: console on a terminal, JSON lines otherwise.
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: After SIGTERM: how long running calls and writes may take to end.
+    stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    #: Whoever holds this file locked is the node's agent.
+    lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings, checked. Paths are absolute; names end in their unit."""
+
+    node: NodeSettings = msgspec.field(default_factory=NodeSettings)
+    kubelet: KubeletSettings = KubeletSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    nvml: NvmlSettings = NvmlSettings()
+    placement: PlacementSettings = PlacementSettings()
+    container: ContainerSettings = ContainerSettings()
+    http: HttpSettings = HttpSettings()
+    log: LogSettings = LogSettings()
+    process: ProcessSettings = ProcessSettings()
+
+
+@cache
+def sections() -> Mapping[str, Mapping[str, Any]]:
+    """section -> key -> type, in the order of the file."""
+    return {
+        section.encode_name: {key.encode_name: key.type for key in msgspec.structs.fields(section.type)}
+        for section in msgspec.structs.fields(Settings)
+    }
+
+
+def build(values: Mapping[str, object]) -> Settings:
+    """Settings from converted values under dotted names ("http.port"); what is missing has its default."""
+    made = {
+        section.encode_name: section.type(
+            **{key: values[name] for key in sections()[section.encode_name] if (name := f"{section.encode_name}.{key}") in values}
+        )
+        for section in msgspec.structs.fields(Settings)
+    }
+    return Settings(**made)
+
+
+def plain(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The settings in types that YAML and JSON know."""
+    result: dict[str, dict[str, Any]] = msgspec.to_builtins(settings, enc_hook=str)
+    return result
+
+
+def allowed(kind: Any) -> str:
+    """What a person may write for a key of this type."""
+    return _allowed(inspect.type_info(kind))
+
+
+def _allowed(info: inspect.Type) -> str:
+    match info:
+        case inspect.Metadata(type=inner, extra=extra):
+            return str(extra["allowed"]) if extra and "allowed" in extra else _allowed(inner)
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType(ge=low, le=high):
+            return f"a whole number from {low} to {high}"
+        case inspect.FloatType(ge=low, le=high):
+            return f"a number from {low} to {high}"
+        case inspect.LiteralType(values=values):
+            return "one of " + ", ".join(map(str, values))
+        case inspect.VarTupleType(item_type=item):
+            return f"a list, each item {_allowed(item)}"
+        case inspect.UnionType(types=types):
+            return " or ".join(_allowed(each) for each in types if not isinstance(each, inspect.NoneType)) + " or null"
+        case inspect.CustomType():
+            return "an absolute path"
+    return "a text"

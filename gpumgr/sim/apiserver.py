@@ -1,0 +1,253 @@
+"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched and deleted.
+
+Law 1. Resource versions count up with every change; a watch from a version gets every change after it, in order.
+Law 2. A version older than what is remembered is answered 410 Expired, as an ERROR event inside a watch (as the real one does).
+Law 3. An outage loses nothing: what changed meanwhile is there when the server is back at the same address.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Self
+
+import yaml
+from aiohttp import web
+
+from gpumgr.aio import Latest
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+
+Document = dict[str, Any]
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_PENDING: Final = PodStatus(phase="Pending")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    version: int
+    kind: str
+    pod: Document
+
+
+class SimApiServer:
+    """Holds pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
+
+    `delay_seconds` holds back every answer and every event. `on_delete` hears the UID of a pod that a client deleted. `requests`
+    tells what was asked, as "list", "watch" and "delete".
+    """
+
+    def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
+        self.node_name = node_name
+        self.delay_seconds = 0.0
+        self.requests: list[str] = []
+        self._on_delete = on_delete
+        self._pods: dict[str, Document] = {}
+        self._events: list[_Event] = []
+        self._forgotten = 0
+        self._version = Latest(1)
+        self._port = 0
+        self._runner: web.AppRunner | None = None
+        self._open: dict[asyncio.Task[Any], web.Request] = {}
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # -- life cycle --------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Known after the first `start`, and the same ever after."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        """Listens; after a `stop` at the same port."""
+        app = web.Application(middlewares=[self._counted])
+        app.router.add_get("/api/v1/pods", self._get)
+        app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Goes away: nobody listens, requests under way are cut. The pods stay."""
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+            for request in list(self._open.values()):
+                if request.transport is not None:
+                    request.transport.abort()
+            if self._open:
+                await asyncio.wait(list(self._open))
+            await self._runner.cleanup()
+            self._runner = None
+
+    def kubeconfig(self, path: Path) -> Path:
+        """Writes a kubeconfig for this server to `path`."""
+        name = "sim"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": name, "cluster": {"server": self.url}}],
+            "users": [{"name": name, "user": {}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+            "current-context": name,
+        }
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return path
+
+    # -- pods --------------------------------------------------------------------------------------------------------------
+
+    def put(self, pod: SimPod, status: PodStatus = _PENDING, *, controlled: bool = False) -> None:
+        """The pod is there, with this status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
+        before = self._pods.get(pod.uid)
+        created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        document = _document(pod, status, self.node_name, created, controlled=controlled)
+        self._pods[pod.uid] = document
+        self._record("MODIFIED" if before else "ADDED", document)
+
+    def remove(self, uid: str) -> None:
+        """The pod is gone. Raises KeyError if there is none."""
+        self._record("DELETED", self._pods.pop(uid))
+
+    def forget(self) -> None:
+        """Drops the history of changes: every version so far is too old to watch from."""
+        self._forgotten = self._version.value
+        self._events.clear()
+
+    def _record(self, kind: str, document: Document) -> None:
+        version = self._version.value + 1
+        document["metadata"]["resourceVersion"] = str(version)
+        self._events.append(_Event(version=version, kind=kind, pod=json.loads(json.dumps(document))))
+        self._version.set(version)
+
+    @web.middleware
+    async def _counted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        task = asyncio.current_task()
+        assert task is not None, "aiohttp handles requests in tasks"
+        self._open[task] = request
+        try:
+            return await handler(request)
+        finally:
+            del self._open[task]
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        watch = request.query.get("watch") in ("true", "1")
+        self.requests.append("watch" if watch else "list")
+        await self._delay()
+        return await self._watch(request) if watch else self._list(request)
+
+    def _list(self, request: web.Request) -> web.Response:
+        """Everything on one page: `limit` is a wish, and a server may answer with more."""
+        items = list(self._pods.values()) if self._wanted(request) else []
+        version = str(self._version.value)
+        return web.json_response(
+            {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": version}, "items": items}
+        )
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        sent = int(request.query.get("resourceVersion") or self._version.value)
+        seconds = float(request.query.get("timeoutSeconds", "300"))
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        bookmarks = request.query.get("allowWatchBookmarks") == "true"
+        try:
+            async with asyncio.timeout(seconds):
+                with self._version.subscribe() as versions:
+                    async for _ in versions:
+                        if sent < self._forgotten:
+                            await _send(response, "ERROR", _status(410, "Expired", f"too old resource version: {sent}"))
+                            return response
+                        sent = await self._send_since(request, response, sent)
+        except TimeoutError:
+            if bookmarks:
+                await _send(response, "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(sent)}})
+        return response
+
+    async def _send_since(self, request: web.Request, response: web.StreamResponse, sent: int) -> int:
+        """Sends what is newer than `sent`; the version of the last event."""
+        if self._events and self._events[-1].version > sent:
+            await self._delay()
+        for event in [event for event in self._events if event.version > sent]:
+            if self._wanted(request):
+                await _send(response, event.kind, event.pod)
+            sent = event.version
+        return sent
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        self.requests.append("delete")
+        await self._delay()
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        found = [
+            document
+            for document in self._pods.values()
+            if (document["metadata"]["namespace"], document["metadata"]["name"]) == (namespace, name)
+        ]
+        if not found:
+            return web.json_response(_status(404, "NotFound", f'pods "{name}" not found'), status=404)
+        uid = found[-1]["metadata"]["uid"]
+        body = await request.json() if request.can_read_body else {}
+        expected = (body.get("preconditions") or {}).get("uid", uid)
+        if expected != uid:
+            message = f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}"
+            return web.json_response(_status(409, "Conflict", message), status=409)
+        self.remove(uid)
+        self._on_delete(uid)
+        return web.json_response(found[-1])
+
+    def _wanted(self, request: web.Request) -> bool:
+        """Whether the request's field selector means this node."""
+        selector = request.query.get("fieldSelector", "")
+        return not selector or selector == f"spec.nodeName={self.node_name}"
+
+    async def _delay(self) -> None:
+        if self.delay_seconds:
+            await asyncio.sleep(self.delay_seconds)
+
+
+async def _send(response: web.StreamResponse, kind: str, item: Mapping[str, Any]) -> None:
+    await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
+
+
+def _status(code: int, reason: str, message: str) -> Document:
+    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
+
+
+def _document(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:
+    said = {"phase": status.phase, "reason": status.reason, "message": status.message}
+    owners = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": pod.name, "uid": f"rs-{pod.uid}", "controller": True}]
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "namespace": pod.namespace,
+            "name": pod.name,
+            "uid": pod.uid,
+            "creationTimestamp": created,
+            **({"ownerReferences": owners} if controlled else {}),
+        },
+        "spec": {
+            "nodeName": node,
+            "initContainers": [_container(each) for each in pod.containers if each.kind != "app"],
+            "containers": [_container(each) for each in pod.containers if each.kind == "app"],
+        },
+        "status": {key: value for key, value in said.items() if value is not None},
+    }
+
+
+def _container(container: SimContainer) -> Document:
+    amounts = {resource: str(count) for resource, count in container.limits.items()}
+    document: Document = {"name": container.name, "resources": {"limits": amounts, "requests": amounts}}
+    if container.kind == "sidecar":
+        document["restartPolicy"] = "Always"
+    return document

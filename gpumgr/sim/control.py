@@ -1,0 +1,196 @@
+"""The live side of a simulated node: faults and scripted work, written to its control file while others read it.
+
+The file is a set of facts, one a line: a verb, its subject, its value. A fact stands until it is taken back; the library reads
+the file again when it is replaced. Each change replaces it at once (rename), under a lock, so that several processes may write.
+
+    generation N           grows when the driver is unloaded: older NVML sessions are stale then
+    loaded 0|1             whether the driver is there          driver VERSION      its version, if not the node's own
+    hang FUNCTION UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until taken back); `*` = all functions
+    latency FUNCTION MS    calls take so long                   result FUNCTION GPU CODE   calls answer so (GPU -1: for all)
+    lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
+    memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
+    process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not tell)
+    event NUMBER GPU TYPE DATA          (delivered once to each event set that was there before it)
+"""
+
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_EVENT_DOUBLE_BIT_ECC: Final = 0x2
+_EVENT_XID: Final = 0x8
+_EVENTS_KEPT: Final = 32
+
+#: How many words after the verb belong to a fact's subject; the others' is one.
+_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2}
+
+Key = tuple[str, ...]
+Facts = dict[Key, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimProcess:
+    """A process on a simulated GPU. `memory_bytes` None = the driver does not tell."""
+
+    pid: int
+    memory_bytes: int | None = 0
+    sm_percent: int = 0
+
+
+class SimControl:
+    """Handle on one node's control file. `gpu` arguments are NVML indices."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # -- one GPU ---------------------------------------------------------------------------------------------------------
+
+    def lose_gpu(self, gpu: int) -> None:
+        """From now on every call about this GPU answers GPU_IS_LOST."""
+        self._set(("lost", str(gpu)), "1")
+
+    def restore_gpu(self, gpu: int) -> None:
+        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery is called for."""
+        self._drop(lambda key: key[0] in {"lost", "ecc", "recovery"} and key[1] == str(gpu))
+
+    def xid(self, gpu: int, number: int) -> None:
+        """One critical XID event."""
+        self._event(gpu, _EVENT_XID, number)
+
+    def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
+        """An uncorrectable memory error: the volatile counter stands at `count`, and an event tells."""
+        self._set(("ecc", str(gpu)), str(count))
+        self._event(gpu, _EVENT_DOUBLE_BIT_ECC, 0)
+
+    def set_recovery_action(self, gpu: int, action: int) -> None:
+        """What the driver says is needed: 0 nothing, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
+        self._set(("recovery", str(gpu)), str(action))
+
+    def set_mig(self, gpu: int, *, enabled: bool) -> None:
+        self._set(("mig", str(gpu)), str(int(enabled)))
+
+    def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
+        """These processes and no others run on the GPU. Its used memory is their sum unless `set_memory_used` says otherwise."""
+
+        def change(facts: Facts) -> None:
+            _remove(facts, lambda key: key[:2] == ("process", str(gpu)))
+            for process in processes:
+                memory = -1 if process.memory_bytes is None else process.memory_bytes
+                facts[("process", str(gpu), str(process.pid))] = f"{memory} {process.sm_percent}"
+
+        self._change(change)
+
+    def set_memory_used(self, gpu: int, memory_bytes: int) -> None:
+        self._set(("memory", str(gpu)), str(memory_bytes))
+
+    def set_utilization(self, gpu: int, *, gpu_percent: int, memory_percent: int = 0) -> None:
+        self._set(("utilization", str(gpu)), f"{gpu_percent} {memory_percent}")
+
+    def set_temperature(self, gpu: int, celsius: int) -> None:
+        self._set(("temperature", str(gpu)), str(celsius))
+
+    def set_power(self, gpu: int, watts: float) -> None:
+        self._set(("power", str(gpu)), str(round(watts * 1000)))
+
+    def grow_processes(self, gpu: int, extra: int) -> None:
+        """So many processes start between the first question for the size of the list and the call that fetches it."""
+        self._set(("grow", str(gpu)), str(extra))
+
+    # -- the driver ------------------------------------------------------------------------------------------------------
+
+    def hang(self, seconds: float = math.inf, *, function: str = "*") -> None:
+        """Calls (of one NVML function, or all) wait until `release`, or for so long from now."""
+        self._set(("hang", function), repr(time.monotonic() + seconds))
+
+    def release(self) -> None:
+        """Ends every hang."""
+        self._drop(lambda key: key[0] == "hang")
+
+    def set_latency(self, function: str, *, milliseconds: int) -> None:
+        """Each call of this NVML function (`*`: of any) takes so long; 0 takes it back."""
+        self._set(("latency", function), str(milliseconds))
+
+    def set_result(self, function: str, code: int, *, gpu: int | None = None) -> None:
+        """Calls of this NVML function (`*`: of any) answer with this code, for one GPU or all; 0 takes it back."""
+        key = ("result", function, "-1" if gpu is None else str(gpu))
+        if code:
+            self._set(key, str(code))
+        else:
+            self._drop(lambda other: other == key)
+
+    def unload_driver(self) -> None:
+        """All calls fail until `load_driver`; sessions from before stay stale even then."""
+
+        def change(facts: Facts) -> None:
+            facts[("loaded",)] = "0"
+            facts[("generation",)] = str(int(facts.get(("generation",), "0")) + 1)
+
+        self._change(change)
+
+    def load_driver(self, version: str | None = None) -> None:
+        """The driver is there (again). A `version` other than before is a mismatch to processes that loaded the library earlier."""
+
+        def change(facts: Facts) -> None:
+            facts[("loaded",)] = "1"
+            if version is not None:
+                facts[("driver",)] = version
+
+        self._change(change)
+
+    def clear(self) -> None:
+        """Takes every fault and script back. Events are spent and sessions stale all the same."""
+        self._drop(lambda key: key[0] not in {"generation", "event"})
+
+    # -- the file --------------------------------------------------------------------------------------------------------
+
+    def _event(self, gpu: int, kind: int, data: int) -> None:
+        def change(facts: Facts) -> None:
+            numbers = sorted(int(key[1]) for key in facts if key[0] == "event")
+            number = (numbers[-1] if numbers else 0) + 1
+            facts[("event", str(number))] = f"{gpu} {kind} {data}"
+            spent = {str(old) for old in numbers[: -_EVENTS_KEPT + 1]}
+            _remove(facts, lambda key: key[0] == "event" and key[1] in spent)
+
+        self._change(change)
+
+    def _set(self, key: Key, value: str) -> None:
+        self._change(lambda facts: facts.update({key: value}))
+
+    def _drop(self, matches: Callable[[Key], bool]) -> None:
+        self._change(lambda facts: _remove(facts, matches))
+
+    def _change(self, change: Callable[[Facts], None]) -> None:
+        with _locked(self.path.with_suffix(".lock")):
+            facts = _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+            change(facts)
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text("".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), encoding="utf-8")
+            os.replace(fresh, self.path)
+
+
+def _parse(text: str) -> Facts:
+    facts: Facts = {}
+    for line in text.splitlines():
+        words = line.split()
+        if words:
+            cut = 1 + _SUBJECT_WORDS.get(words[0], 1)
+            facts[tuple(words[:cut])] = " ".join(words[cut:])
+    return facts
+
+
+def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
+    for key in [key for key in facts if matches(key)]:
+        del facts[key]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

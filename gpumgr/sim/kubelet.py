@@ -1,0 +1,295 @@
+"""An embedded stand-in for the kubelet: enough of kubelet 1.35 to prove a device plugin against, without root or a cluster.
+
+It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint,
+and admits pods one at a time with the real order of calls and choices. The demo and the tests drive it; the agent can't tell.
+"""
+
+import asyncio
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Literal, Self
+
+from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse, RegisterRequest
+from gpumgr.aio import Latest
+from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.rpc.server import DrainingServer
+from gpumgr.sim.kubelet_checkpoint import load_checkpoint, write_checkpoint
+from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
+from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
+from gpumgr.sim.kubelet_podresources import PodResources, encode_pod
+from gpumgr.sim.kubelet_pods import PodStatus, ResourceStatus, SimContainer, SimKubeletError, SimPod
+
+__all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet", "SimKubeletError", "SimPod"]
+
+
+class SimKubelet:
+    """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
+
+    `register_error` makes Register fail with that text, `register_hangs` makes it never answer. `statuses` holds every pod
+    ever admitted, by UID; `calls` every call to a plugin.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 0,
+        resource_order: ResourceOrder = "random",
+        numa_aligned: bool = False,
+        keeps_in_flight: bool = False,
+        dial_timeout_seconds: float = 10.0,
+    ) -> None:
+        """`keeps_in_flight` switches off the double hand-out (kubelet_devices, Law 3), which real kubelets have."""
+        self.plugin_folder = folder / "device-plugins"
+        self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
+        self.registration_socket = self.plugin_folder / "kubelet.sock"
+        self.checkpoint = self.plugin_folder / "kubelet_internal_checkpoint"
+        self.statuses: dict[str, PodStatus] = {}
+        self.register_error: str | None = None
+        self.register_hangs = False
+        self.registrations: list[str] = []
+        self._random = Random(seed)
+        self._devices = DeviceManager(
+            self._random, resource_order=resource_order, numa_aligned=numa_aligned, keeps_in_flight=keeps_in_flight
+        )
+        self._dial_timeout_seconds = dial_timeout_seconds
+        self._pods: dict[str, SimPod] = {}
+        self._admission = asyncio.Lock()
+        self._sources_ready = True
+        self._changes = Latest(0)
+        self._servers: list[DrainingServer] = []
+        self._watches: dict[asyncio.Task[None], PluginClient] = {}
+        self.pod_resources: PodResources | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    @property
+    def calls(self) -> list[SimCall]:
+        return self._devices.calls
+
+    # Life cycle
+
+    async def start(self) -> None:
+        """Deletes all sockets in the plugin folder, reads the checkpoint, and serves both sockets."""
+        self.plugin_folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        self.pod_resources_socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        for file in self.plugin_folder.iterdir():
+            if stat.S_ISSOCK(file.lstat().st_mode):
+                file.unlink()
+        self._devices.forget(*load_checkpoint(self.checkpoint))
+        self.pod_resources = PodResources(self._list_pods)
+        services = {self.pod_resources_socket: self.pod_resources, self.registration_socket: Registration(self._register)}
+        for path, service in services.items():
+            server = DrainingServer([service])
+            await server.start(path=str(path))
+            self._servers.append(server)
+        self._tell()
+
+    async def kill(self) -> None:
+        """Ends at once: connections drop, socket files stay behind."""
+        for watch, client in list(self._watches.items()):
+            watch.cancel()
+            client.close()
+        if self._watches:
+            await asyncio.wait(self._watches)
+        self._watches.clear()
+        for server in self._servers:
+            await server.cut()
+        self._servers.clear()
+
+    async def restart(self, *, sources_ready: bool = True) -> None:
+        """A kubelet restart with running pods: plugins are forgotten, the checkpoint and the pods stay.
+
+        With `sources_ready` False, List shows no pod and frees none until `finish_sources`.
+        """
+        await self.kill()
+        self._sources_ready = sources_ready
+        await self.start()
+
+    def finish_sources(self) -> None:
+        """The API server has told a restarted kubelet all its pods."""
+        self._sources_ready = True
+
+    async def stop_stream(self, resource: str) -> None:
+        """The kubelet's side drops a connection to a plugin, of several for one resource the oldest."""
+        for watch, client in list(self._watches.items()):
+            if client.resource == resource:
+                client.close()
+                await asyncio.wait([watch])
+                return
+
+    # Pods
+
+    async def admit(self, pod: SimPod) -> PodStatus:
+        """Gives `pod` its devices, after all pods that were admitted before it. A pod that is refused is Failed for good."""
+        async with self._admission:
+            self._pods[pod.uid] = pod
+            self._become(pod.uid, PodStatus(phase="Pending"))
+            try:
+                for container in pod.admission_order:
+                    if await self._devices.allocate(pod, container, self._free_ended):
+                        self._write_checkpoint()
+            except SimKubeletError as error:
+                message = f"Allocate failed due to {error}, which is unexpected"
+                self._become(pod.uid, PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message=message))
+        return self.statuses[pod.uid]
+
+    async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
+        """Starts (or restarts) a container: PreStartContainer for each resource, then what the runtime would be given.
+
+        Raises SimKubeletError; a real kubelet would try again later.
+        """
+        container = pod.container(name)
+        await self._devices.pre_start(pod, container)
+        return _merged(
+            ContainerAllocateResponse().parse(holding.answer)
+            for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values()
+        )
+
+    async def run(self, pod: SimPod) -> PodStatus:
+        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if one can't start."""
+        status = await self.admit(pod)
+        if status.phase == "Failed":
+            return status
+        for container in pod.admission_order:
+            await self.start_container(pod, container.name)
+        self._become(pod.uid, PodStatus(phase="Running"))
+        return self.statuses[pod.uid]
+
+    def end(self, uid: str, phase: Literal["Succeeded", "Failed"] = "Succeeded") -> None:
+        """The pod ends by itself. Its ids come free at the next look only."""
+        self._become(uid, PodStatus(phase=phase))
+
+    def delete(self, uid: str) -> None:
+        """The pod is gone from the API server. Its ids come free at the next look only."""
+        self._pods.pop(uid, None)
+        self.statuses.pop(uid, None)
+        self._tell()
+
+    # What the node shows
+
+    def node_status(self) -> Mapping[str, ResourceStatus]:
+        """Every resource that was ever registered; without a connected plugin nothing of it is allocatable."""
+        return {
+            resource: ResourceStatus(capacity=len(self._devices.devices.get(resource, ())), allocatable=len(healthy))
+            for resource, healthy in self._devices.healthy.items()
+        }
+
+    def devices(self, resource: str) -> DeviceList:
+        """The newest list of a plugin: id -> (healthy, NUMA nodes)."""
+        return dict(self._devices.devices.get(resource, {}))
+
+    def held(self, uid: str, container: str, resource: str) -> frozenset[str]:
+        """The ids that a container holds."""
+        holding = self._devices.held.get(uid, {}).get(container, {}).get(resource)
+        return holding.ids if holding is not None else frozenset()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns as soon as `condition` holds; it is asked after each change of the node's or a pod's state, and each Register."""
+        with self._changes.subscribe() as changes:
+            async for _ in changes:
+                if condition():
+                    return
+
+    async def until_allocatable(self, resource: str, count: int = 1) -> None:
+        """Returns once at least `count` devices of `resource` are allocatable."""
+        await self.until(lambda: resource in (status := self.node_status()) and status[resource].allocatable >= count)
+
+    # The kubelet's insides
+
+    async def _register(self, request: RegisterRequest) -> None:
+        """Dials the plugin and asks for its options before it answers; ListAndWatch starts after that."""
+        self.registrations.append(request.resource_name)
+        self._tell()
+        if self.register_hangs:
+            await asyncio.Event().wait()
+        if self.register_error is not None:
+            raise SimKubeletError(self.register_error)
+        client = PluginClient(request.resource_name, self.plugin_folder / request.endpoint.lstrip("/"))
+        try:
+            await client.connect(self._dial_timeout_seconds)
+        except BaseException:
+            client.close()
+            raise
+        self._devices.clients[request.resource_name] = client
+        watch = asyncio.create_task(self._watch(client), name=f"sim_watch_{request.resource_name}")
+        self._watches[watch] = client
+        watch.add_done_callback(lambda done: self._watches.pop(done, None))
+
+    async def _watch(self, client: PluginClient) -> None:
+        """Follows one plugin. When its stream ends, whoever is registered under the resource's name *now* is disconnected.
+
+        So does kubelet 1.35: a stream that ends late takes its successor down. Fixed in 1.36.
+        """
+
+        def receive(devices: DeviceList) -> None:
+            self._devices.update(client.resource, devices)
+            self._write_checkpoint()
+            self._tell()
+
+        await client.watch(receive)
+        client.close()
+        if (current := self._devices.clients.get(client.resource)) is not None:
+            current.close()
+            self._devices.disconnect(client.resource)
+        self._tell()
+
+    def _free_ended(self) -> None:
+        if self._sources_ready:
+            self._devices.free_ended(self._active())
+
+    def _active(self) -> list[str]:
+        return [uid for uid in self._pods if self.statuses[uid].phase in ("Pending", "Running")]
+
+    def _list_pods(self) -> bytes:
+        """The answer of PodResources List, active pods in random order. Asking frees the ids of ended pods, as in the real one."""
+        self._free_ended()
+        if not self._sources_ready:
+            return b""
+        active = self._active()
+        self._random.shuffle(active)
+        return b"".join([encode_pod(self._pods[uid], self._devices.held.get(uid, {})) for uid in active])
+
+    def _write_checkpoint(self) -> None:
+        registered = {resource: sorted(healthy) for resource, healthy in self._devices.healthy.items()}
+        write_checkpoint(self.checkpoint, self._devices.held, registered)
+
+    def _become(self, uid: str, status: PodStatus) -> None:
+        self.statuses[uid] = status
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changes.set(self._changes.value + 1)
+
+
+def _merged(answers: Iterable[ContainerAllocateResponse]) -> ContainerResponse:
+    """One container's settings from the answers for its resources. Of two values for one key the first wins."""
+    envs: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    mounts: dict[str, Mount] = {}
+    devices: dict[str, DeviceNode] = {}
+    cdi_devices: dict[str, None] = {}
+    for answer in answers:
+        envs = {**answer.envs, **envs}
+        annotations = {**answer.annotations, **annotations}
+        for mount in answer.mounts:
+            place = Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
+            mounts.setdefault(mount.container_path, place)
+        for spec in answer.devices:
+            node = DeviceNode(container_path=spec.container_path, host_path=spec.host_path, permissions=spec.permissions)
+            devices.setdefault(spec.container_path, node)
+        cdi_devices |= dict.fromkeys(device.name for device in answer.cdi_devices)
+    return ContainerResponse(
+        envs=envs,
+        mounts=tuple(mounts.values()),
+        devices=tuple(devices.values()),
+        annotations=annotations,
+        cdi_devices=tuple(cdi_devices),
+    )

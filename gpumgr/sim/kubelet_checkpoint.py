@@ -1,0 +1,64 @@
+"""The stand-in's `kubelet_internal_checkpoint`, in the shape that kubelets since 1.20 write."""
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a container holds of a resource. `ids_by_node` is by NUMA node, -1 = none; `answer` a ContainerAllocateResponse."""
+
+    ids_by_node: Mapping[int, tuple[str, ...]]
+    answer: bytes
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return frozenset(device_id for ids in self.ids_by_node.values() for device_id in ids)
+
+
+#: Holdings by pod UID, container and resource.
+PodDevices = dict[str, dict[str, dict[str, Holding]]]
+
+
+def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]]) -> None:
+    """Replaces the file as a whole. The checksum is only a stand-in: the real one hashes Go's print form."""
+    entries = [
+        {
+            "PodUID": uid,
+            "ContainerName": container,
+            "ResourceName": resource,
+            "DeviceIDs": {str(node): list(ids) for node, ids in holding.ids_by_node.items()},
+            "AllocResp": base64.b64encode(holding.answer).decode(),
+        }
+        for uid, containers in held.items()
+        for container, resources in containers.items()
+        for resource, holding in resources.items()
+    ]
+    data = {
+        "PodDeviceEntries": entries or None,
+        "RegisteredDevices": {resource: list(ids) for resource, ids in registered.items()},
+    }
+    checksum = zlib.crc32(json.dumps(data).encode())
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_text(json.dumps({"Data": data, "Checksum": checksum}))
+    fresh.replace(path)
+
+
+def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
+    """What `write_checkpoint` wrote: the holdings, and the names of resources that were registered. Empty if there is no file."""
+    held: PodDevices = {}
+    try:
+        data = json.loads(path.read_text())["Data"]
+    except FileNotFoundError:
+        return held, ()
+    for entry in data["PodDeviceEntries"] or ():
+        holding = Holding(
+            ids_by_node={int(node): tuple(ids) for node, ids in entry["DeviceIDs"].items()},
+            answer=base64.b64decode(entry["AllocResp"]),
+        )
+        held.setdefault(entry["PodUID"], {}).setdefault(entry["ContainerName"], {})[entry["ResourceName"]] = holding
+    return held, tuple(data["RegisteredDevices"])

@@ -1,0 +1,295 @@
+"""The stand-in's device manager: which ids a container gets, in exactly the order of choices of the real one.
+
+After kubelet 1.35: pkg/kubelet/cm/devicemanager/manager.go. What Go leaves to map order comes from one seeded Random here.
+
+Law 1. First the ids of finished init containers of the same pod, without asking anybody; then the plugin's preference within
+       what is available; then anything that is available.
+Law 2. Ids of ended pods come free at the next look (`free_ended`): an admission, or a PodResources List.
+Law 3. As in the real one, that look rebuilds the table of allocated ids from what pods hold: ids chosen for an Allocate that
+       is still under way are lost from it and will be offered twice. `keeps_in_flight` repairs that for comparison.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from gpumgr.sim.kubelet_checkpoint import Holding, PodDevices
+from gpumgr.sim.kubelet_numa import best_affinity, hints_for
+from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
+from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
+
+_NO_NODE = -1
+
+ResourceOrder = Literal["random", "core_first", "memory_first"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimCall:
+    """One call to a plugin, for scripts and tests to look at. `available` is the number of ids offered with a preference."""
+
+    rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
+    resource: str
+    pod: SimPod
+    container: str
+    ids: frozenset[str]
+    available: int = 0
+
+
+class DeviceManager:
+    """Devices, who holds them, and how more are handed out. One admission at a time is the caller's duty."""
+
+    def __init__(
+        self,
+        random: Random,
+        *,
+        resource_order: ResourceOrder = "random",
+        numa_aligned: bool = False,
+        keeps_in_flight: bool = False,
+    ) -> None:
+        self._random = random
+        self._resource_order = resource_order
+        self._numa_aligned = numa_aligned
+        self._keeps_in_flight = keeps_in_flight
+        self.clients: dict[str, PluginClient] = {}
+        self.devices: dict[str, DeviceList] = {}
+        self.healthy: dict[str, set[str]] = {}
+        self.allocated: dict[str, set[str]] = {}
+        self.held: PodDevices = {}
+        self.calls: list[SimCall] = []
+        self._in_flight: dict[str, set[str]] = {}
+        self._reusable: dict[str, set[str]] = {}
+        self._reusable_of: str | None = None
+
+    def update(self, resource: str, devices: DeviceList) -> None:
+        """A ListAndWatch message: the whole list."""
+        self.devices[resource] = devices
+        self.healthy[resource] = {device_id for device_id, (healthy, _) in devices.items() if healthy}
+
+    def disconnect(self, resource: str) -> None:
+        """The stream of `resource` has ended: nothing of it is healthy, its capacity stays."""
+        self.healthy[resource] = set()
+
+    def forget(self, held: PodDevices, resources: Iterable[str]) -> None:
+        """A kubelet restart: only `held` is remembered, and the names of resources."""
+        self.clients.clear()
+        self.devices.clear()
+        self.held = held
+        self.healthy = {resource: set() for resource in resources}
+        self.allocated = self._held_ids()
+
+    def free_ended(self, active: Collection[str]) -> None:
+        """Forgets pods whose UID is not in `active`; if there was one, rebuilds the allocated ids (Law 3)."""
+        ended = self.held.keys() - set(active)
+        if not ended:
+            return
+        for uid in ended:
+            del self.held[uid]
+        self.allocated = self._held_ids()
+        if self._keeps_in_flight:
+            for resource, ids in self._in_flight.items():
+                self.allocated.setdefault(resource, set()).update(ids)
+
+    async def allocate(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> bool:
+        """Devices for one container; True if a plugin was asked to Allocate. Raises SimKubeletError with the kubelet's text."""
+        if self._reusable_of != pod.uid:
+            self._reusable_of, self._reusable = pod.uid, {}
+        wanted = {resource: count for resource, count in container.limits.items() if self._is_known(resource)}
+        affinity = self._affinity(pod, container, free_ended) if self._numa_aligned else None
+        asked = False
+        for resource in self._order(wanted):
+            if not asked:
+                free_ended()
+            asked |= await self._allocate_resource(pod, container, resource, wanted[resource], affinity)
+        self._settle_reuse(pod, container)
+        return asked
+
+    async def pre_start(self, pod: SimPod, container: SimContainer) -> None:
+        """Tells the plugins that `container` starts, a resource after the other. Raises SimKubeletError."""
+        for resource in self._order(container.limits):
+            client = self.clients.get(resource)
+            if client is None:
+                raise SimKubeletError(f"endpoint not found in cache for a registered resource: {resource}")
+            if not client.options.pre_start_required:
+                continue
+            holding = self.held.get(pod.uid, {}).get(container.name, {}).get(resource)
+            if holding is None:
+                raise SimKubeletError(
+                    f"no devices found allocated in local cache for pod {pod.uid}, container {container.name}, resource {resource}"
+                )
+            ids = holding.ids
+            self.calls.append(SimCall(rpc="PreStartContainer", resource=resource, pod=pod, container=container.name, ids=ids))
+            await client.pre_start(self._any(ids))
+
+    async def _allocate_resource(
+        self, pod: SimPod, container: SimContainer, resource: str, needed: int, affinity: frozenset[int] | None
+    ) -> bool:
+        chosen = _Choice(needed, lambda ids: self.allocated.setdefault(resource, set()).update(ids))
+        await self._choose(pod, container, resource, chosen, affinity)
+        if not chosen.ids:
+            return False
+        client = self.clients.get(resource)
+        if client is None:
+            self.allocated = self._held_ids()
+            raise SimKubeletError(f"unknown Device Plugin {resource}")
+        ids = frozenset(chosen.ids)
+        self.calls.append(SimCall(rpc="Allocate", resource=resource, pod=pod, container=container.name, ids=ids))
+        in_flight = self._in_flight.setdefault(resource, set())
+        in_flight |= ids
+        try:
+            answer = await client.allocate(self._any(ids))
+        except SimKubeletError:
+            self.allocated = self._held_ids()
+            raise
+        finally:
+            in_flight -= ids
+        if vanished := ids - self.devices[resource].keys():
+            raise RuntimeError(f"a real kubelet crashes here: {min(vanished)} left ListAndWatch during its Allocate")
+        by_node: dict[int, list[str]] = {}
+        for device_id in sorted(ids):
+            for node in self.devices[resource][device_id][1] or (_NO_NODE,):
+                by_node.setdefault(node, []).append(device_id)
+        holding = Holding(ids_by_node={node: tuple(on_node) for node, on_node in by_node.items()}, answer=answer)
+        self.held.setdefault(pod.uid, {}).setdefault(container.name, {})[resource] = holding
+        return True
+
+    async def _choose(
+        self, pod: SimPod, container: SimContainer, resource: str, chosen: "_Choice", affinity: frozenset[int] | None
+    ) -> None:
+        """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
+        if self._has_already(pod, container, resource, chosen.required):
+            return
+        if chosen.take(self._any(self._reusable.get(resource, ()))):
+            return
+        available = self.healthy[resource] - self.allocated.get(resource, set())
+        if len(available) < chosen.needed:
+            raise SimKubeletError(
+                f"requested number of devices unavailable for {resource}. Requested: {chosen.needed}, Available: {len(available)}"
+            )
+        aligned, rest = self._by_affinity(resource, available, affinity)
+        if chosen.needed < len(aligned):
+            candidates, fallback = aligned, self._any(aligned)
+        else:
+            if chosen.take(self._any(aligned)):
+                return
+            candidates, fallback = available, rest
+        preferred = await self._preferred(pod, container, resource, candidates | chosen.ids, chosen)
+        if not chosen.take(self._any(preferred & candidates)) and not chosen.take(fallback):
+            raise SimKubeletError(
+                f"unexpectedly allocated less resources than required. Requested: {chosen.required}, Got: {len(chosen.ids)}"
+            )
+
+    def _has_already(self, pod: SimPod, container: SimContainer, resource: str, required: int) -> bool:
+        """Whether nothing is needed, by the checks that come before any choice. Raises SimKubeletError."""
+        holding = self.held.get(pod.uid, {}).get(container.name, {}).get(resource)
+        if holding is not None and len(holding.ids) != required:
+            raise SimKubeletError(
+                f'pod "{pod.uid}" container "{container.name}" changed request for resource "{resource}" '
+                f"from {len(holding.ids)} to {required}"
+            )
+        if resource not in self.healthy:
+            raise SimKubeletError(f"cannot allocate unregistered device {resource}")
+        if not self.healthy[resource]:
+            raise SimKubeletError(f"no healthy devices present; cannot allocate unhealthy devices {resource}")
+        if holding is not None and not holding.ids <= self.healthy[resource]:
+            raise SimKubeletError(
+                f"previously allocated devices are no longer healthy; cannot allocate unhealthy devices {resource}"
+            )
+        return holding is not None
+
+    async def _preferred(
+        self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: "_Choice"
+    ) -> set[str]:
+        client = self.clients.get(resource)
+        if client is None:
+            raise SimKubeletError(f"endpoint not found in cache for a registered resource: {resource}")
+        if not client.options.get_preferred_allocation_available:
+            return set()
+        must_include = frozenset(chosen.ids)
+        self.calls.append(
+            SimCall(
+                rpc="GetPreferredAllocation",
+                resource=resource,
+                pod=pod,
+                container=container.name,
+                ids=must_include,
+                available=len(offered),
+            )
+        )
+        return await client.prefer(self._any(offered), self._any(must_include), chosen.required)
+
+    def _by_affinity(self, resource: str, available: set[str], affinity: frozenset[int] | None) -> tuple[set[str], list[str]]:
+        """The available ids on a node of `affinity`, and the others: first those on other nodes, then those on none."""
+        if affinity is None:
+            return set(), self._any(available)
+        nodes_of = {device_id: self.devices[resource][device_id][1] for device_id in available}
+        aligned = {device_id for device_id, nodes in nodes_of.items() if nodes & affinity}
+        elsewhere = self._any({device_id for device_id in available - aligned if nodes_of[device_id]})
+        nowhere = self._any({device_id for device_id in available - aligned if not nodes_of[device_id]})
+        return aligned, elsewhere + nowhere
+
+    def _affinity(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> frozenset[int] | None:
+        free_ended()
+        hints = []
+        for resource, count in container.limits.items():
+            if self.held.get(pod.uid, {}).get(container.name, {}).get(resource) is None and resource in self.healthy:
+                devices = {device_id: nodes for device_id, (_, nodes) in self.devices.get(resource, {}).items()}
+                available = self.healthy[resource] - self.allocated.get(resource, set())
+                hints.append(hints_for(devices, available, self._reusable.get(resource, set()), count))
+        return best_affinity(hints)
+
+    def _settle_reuse(self, pod: SimPod, container: SimContainer) -> None:
+        """What an init container got may be reused by later ones; what sidecars and apps got may not."""
+        for resource, holding in self.held.get(pod.uid, {}).get(container.name, {}).items():
+            reusable = self._reusable.setdefault(resource, set())
+            if container.kind == "init":
+                reusable |= holding.ids
+            else:
+                reusable -= holding.ids
+
+    def _held_ids(self) -> dict[str, set[str]]:
+        ids: dict[str, set[str]] = {}
+        for containers in self.held.values():
+            for resources in containers.values():
+                for resource, holding in resources.items():
+                    ids.setdefault(resource, set()).update(holding.ids)
+        return ids
+
+    def _is_known(self, resource: str) -> bool:
+        return resource in self.healthy or resource in self.allocated
+
+    def _order(self, resources: Iterable[str]) -> list[str]:
+        """Go's map order is random; a script may want one order. "core" sorts before "memory"."""
+        ordered = sorted(resources, reverse=self._resource_order == "memory_first")
+        if self._resource_order == "random":
+            self._random.shuffle(ordered)
+        return ordered
+
+    def _any(self, ids: AbstractSet[str] | Collection[str]) -> list[str]:
+        """The ids in an arbitrary order, which is the same for the same seed."""
+        ordered = sorted(ids)
+        self._random.shuffle(ordered)
+        return ordered
+
+
+class _Choice:
+    """Ids being gathered for one container and resource; each is marked as allocated from the moment it is taken."""
+
+    def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
+        self.required = required
+        self.ids: set[str] = set()
+        self._mark = mark
+
+    @property
+    def needed(self) -> int:
+        return self.required - len(self.ids)
+
+    def take(self, ids: Iterable[str]) -> bool:
+        """Takes ids until there are enough; True if there are."""
+        for device_id in ids:
+            if self.needed == 0:
+                break
+            self.ids.add(device_id)
+        self._mark(self.ids)
+        return self.needed == 0

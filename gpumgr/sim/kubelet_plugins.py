@@ -1,0 +1,172 @@
+"""The stand-in's connections to device plugins: the Registration service, and a client for each registered resource.
+
+After kubelet 1.35: pkg/kubelet/cm/devicemanager/plugin/v1beta1. Errors carry the texts that grpc-go would give them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from grpclib.const import Cardinality, Status
+from grpclib.exceptions import GRPCError
+
+from gpumgr._pb.deviceplugin.v1beta1 import (
+    AllocateRequest,
+    ContainerAllocateRequest,
+    ContainerPreferredAllocationRequest,
+    DevicePluginOptions,
+    Empty,
+    PreferredAllocationRequest,
+    PreferredAllocationResponse,
+    PreStartContainerRequest,
+    RegisterRequest,
+    RegistrationBase,
+)
+from gpumgr.rpc import wire
+from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.sim.kubelet_pods import SimKubeletError
+
+_PLUGIN: Final = "/v1beta1.DevicePlugin/"
+_PRE_START_TIMEOUT_SECONDS: Final = 30.0
+
+#: id -> (healthy, NUMA nodes)
+DeviceList = dict[str, tuple[bool, frozenset[int]]]
+
+
+class PluginClient:
+    """One registered plugin. `options` is known once `connect` has returned."""
+
+    def __init__(self, resource: str, path: Path) -> None:
+        self.resource = resource
+        self.path = path
+        self.options = DevicePluginOptions()
+        self._channel = UnixChannel(path)
+        self._stopped = False
+
+    async def connect(self, timeout_seconds: float) -> None:
+        """Dials until the socket answers, then asks for the options, without a deadline. Raises SimKubeletError."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._dial()
+        except TimeoutError as error:
+            raise SimKubeletError("failed to dial device plugin: context deadline exceeded") from error
+        try:
+            self.options = await self._unary("GetDevicePluginOptions", Empty(), DevicePluginOptions)
+        except SimKubeletError as error:
+            raise SimKubeletError(f"failed to get device plugin options: {error}") from error
+
+    async def watch(self, receive: Callable[[DeviceList], None]) -> None:
+        """Hands every list of ListAndWatch to `receive`; returns when the stream ends, for whatever reason."""
+        with contextlib.suppress(*CALL_FAILURES):
+            async with self._channel.request(_PLUGIN + "ListAndWatch", Cardinality.UNARY_STREAM, bytes, bytes) as stream:
+                await stream.send_message(b"", end=True)
+                async for message in stream:
+                    receive(parse_devices(message))
+
+    async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> set[str]:
+        request = PreferredAllocationRequest(
+            container_requests=[
+                ContainerPreferredAllocationRequest(
+                    available_device_i_ds=list(available), must_include_device_i_ds=list(must_include), allocation_size=size
+                )
+            ]
+        )
+        try:
+            answer = await self._unary("GetPreferredAllocation", request, PreferredAllocationResponse)
+        except SimKubeletError as error:
+            raise SimKubeletError(f"device plugin GetPreferredAllocation rpc failed with err: {error}") from error
+        return {device_id for container in answer.container_responses[:1] for device_id in container.device_i_ds}
+
+    async def allocate(self, ids: Sequence[str]) -> bytes:
+        """The ContainerAllocateResponse, encoded."""
+        request = AllocateRequest(container_requests=[ContainerAllocateRequest(devices_ids=list(ids))])
+        answer: bytes = await self._unary("Allocate", request, bytes)
+        for number, start, end in wire.spans(answer, 0, len(answer)):
+            if number == 1:
+                return answer[start:end]
+        raise SimKubeletError("no containers return in allocation response &AllocateResponse{ContainerResponses:[],}")
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        request = PreStartContainerRequest(devices_ids=list(ids))
+        try:
+            await self._unary("PreStartContainer", request, bytes, _PRE_START_TIMEOUT_SECONDS)
+        except SimKubeletError as error:
+            raise SimKubeletError(f"device plugin PreStartContainer rpc failed with err: {error}") from error
+
+    def close(self) -> None:
+        self._stopped = True
+        self._channel.close()
+
+    async def _dial(self) -> None:
+        while True:
+            try:
+                await self._channel.__connect__()
+                return
+            except OSError:
+                await asyncio.sleep(0.05)
+
+    async def _unary(self, rpc: str, request: Any, reply_type: Any, timeout_seconds: float | None = None) -> Any:
+        if self._stopped:
+            raise SimKubeletError(f"endpoint {self.resource} has been stopped")
+        try:
+            return await self._channel.unary(_PLUGIN + rpc, request, reply_type, timeout_seconds=timeout_seconds)
+        except CALL_FAILURES as error:
+            raise SimKubeletError(_go_text(error)) from error
+
+
+def parse_devices(message: bytes) -> DeviceList:
+    """A ListAndWatchResponse. By hand: a node's 2,560 memory blocks would hold the event loop for a quarter of a second."""
+    devices: DeviceList = {}
+    for number, start, end in wire.spans(message, 0, len(message)):
+        if number != 1:
+            continue
+        ids: list[str] = [""]
+        health: list[str] = [""]
+        wire.scan(message, start, end, {1: ids, 2: health})
+        nodes = frozenset(
+            wire.scan(message, node_start, node_end, {}).get(1, 0)
+            for field, topology_start, topology_end in wire.spans(message, start, end)
+            if field == 3
+            for _, node_start, node_end in wire.spans(message, topology_start, topology_end)
+        )
+        devices[ids[-1]] = (health[-1] == "Healthy", nodes)
+    return devices
+
+
+class Registration(RegistrationBase):
+    """The service on kubelet.sock. `accept` gets resource and socket name, and returns when the plugin is connected."""
+
+    def __init__(self, accept: Callable[[RegisterRequest], Any]) -> None:
+        self._accept = accept
+
+    async def register(self, register_request: RegisterRequest) -> Empty:
+        """Answers errors as grpc-go does for plain Go errors: status UNKNOWN and the text."""
+        try:
+            if register_request.version != "v1beta1":
+                raise SimKubeletError(
+                    f'requested API version "{register_request.version}" is not supported by kubelet. '
+                    'Supported version is ["v1beta1"]'
+                )
+            if "/" not in register_request.resource_name or "kubernetes.io/" in register_request.resource_name:
+                raise SimKubeletError(f'the ResourceName "{register_request.resource_name}" is invalid')
+            await self._accept(register_request)
+        except SimKubeletError as error:
+            raise GRPCError(Status.UNKNOWN, str(error)) from error
+        return Empty()
+
+
+_GO_NAMES: Final = {Status.OK: "OK", Status.CANCELLED: "Canceled"}
+
+
+def _go_text(error: Exception) -> str:
+    """How grpc-go prints a failed call."""
+    match error:
+        case GRPCError():
+            code = _GO_NAMES.get(error.status, error.status.name.title().replace("_", ""))
+            return f"rpc error: code = {code} desc = {error.message or ''}"
+        case TimeoutError():
+            return "rpc error: code = DeadlineExceeded desc = context deadline exceeded"
+        case _:
+            return "rpc error: code = Unavailable desc = error reading from server: EOF"

@@ -1,0 +1,148 @@
+"""Makes a simulated node real: compiles the library once, renders the node's files, lays out its /sys.
+
+A prepared folder holds `libnvidia-ml.so.1` (a copy of its own: the library finds its files beside itself), `node.txt`,
+`control.txt` once something happens, and `sys/`. Any process that loads that library sees the node, be it through `library_path`
+or because LD_LIBRARY_PATH names the folder.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpumgr.errors import InputError
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.nodes import NodeDescription, load_node
+
+_LIBRARY: Final = "libnvidia-ml.so.1"
+_SOURCE: Final = Path(__file__).with_name("nvml.c")
+# No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated one that is still mapped.
+_FLAGS: Final = ("-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
+_COMPILE_TIMEOUT_SECONDS: Final = 120
+_MIB: Final = 1024 * 1024
+_MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimNode:
+    """A prepared node: what the nvml station is given (`library_path`, `sysfs_root`), and the hand that makes things happen."""
+
+    description: NodeDescription
+    library_path: str
+    sysfs_root: Path
+    control: SimControl
+
+
+def prepare(name_or_path: str, state_dir: Path) -> SimNode:
+    """Lays a node out in `state_dir` (made if missing). What its control file says stays as it is.
+
+    Raises SettingsError for a bad description, InputError without a C compiler or if the folder can't be written.
+    """
+    description = load_node(name_or_path)
+    library = compile_library()
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        target = state_dir / _LIBRARY
+        if not target.exists() or target.read_bytes() != library.read_bytes():
+            _write(target, library.read_bytes())
+        _write(state_dir / "node.txt", render_node(description).encode())
+        lay_out_sysfs(description, state_dir / "sys")
+    except OSError as exc:
+        raise InputError(f"the simulated node can't be laid out in {state_dir}: {exc.strerror or exc}") from exc
+    return SimNode(
+        description=description,
+        library_path=str(target),
+        sysfs_root=state_dir / "sys",
+        control=SimControl(state_dir / "control.txt"),
+    )
+
+
+def compile_library() -> Path:
+    """The compiled library, made by `cc` (or $CC) the first time and kept under $XDG_CACHE_HOME/gpumgr by its source's hash."""
+    compiler = os.environ.get("CC", "cc").split()
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, _FLAGS)).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumgr"
+    target = folder / f"nvml-{key}.so"
+    if target.exists():
+        return target
+    if shutil.which(compiler[0]) is None:
+        raise InputError(
+            f"a simulated node needs a C compiler and {compiler[0]!r} is not in PATH: install gcc or clang, or set CC"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fresh = Path(scratch) / _LIBRARY
+            command = [*compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_SECONDS)
+            os.replace(fresh, target)
+    except subprocess.SubprocessError as exc:
+        detail = exc.stderr.strip() if isinstance(exc, subprocess.CalledProcessError) else str(exc)
+        raise InputError(f"the simulated NVML library can't be compiled: {detail}") from exc
+    except OSError as exc:
+        raise InputError(
+            f"the simulated NVML library can't be kept in {folder}: {exc.strerror or exc}; set XDG_CACHE_HOME"
+        ) from exc
+    return target
+
+
+def render_node(node: NodeDescription) -> str:
+    """The node as the facts that nvml.c reads."""
+    major, minor = node.cuda_version.split(".")
+    lines = [
+        f"driver {node.driver_version}",
+        f"nvml {major}.{node.driver_version}",
+        f"cuda {int(major) * 1000 + int(minor) * 10}",
+    ]
+    lines += [f"without {function}" for function in node.without]
+    for index, gpu in enumerate(node.gpus):
+        card = node.card_of(index)
+        identity = [index, node.uuid_of(index), _nvml_bus_id(gpu.bus_id), node.minor_of(index)]
+        memory = [card.memory_mib * _MIB, card.reserved_mib * _MIB]
+        place = [-1 if gpu.numa_node is None else gpu.numa_node]
+        rest = [_MIG_NUMBER[card.mig], card.idle_celsius, card.idle_watts * 1000]
+        lines.append(f"gpu {' '.join(map(str, identity + memory + place + rest))} {card.model}")
+    for a in range(len(node.gpus)):
+        lines += [f"level {a} {b} {node.nvml_level(a, b)}" for b in range(a + 1, len(node.gpus))]
+        lines += [f"link {a} {number} {kind} {_nvml_bus_id(bus_id)}" for number, (kind, bus_id) in enumerate(_links_of(node, a))]
+    return "\n".join(lines) + "\n"
+
+
+def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:
+    """The far ends of a GPU's NVLinks in the order of their numbers: ("gpu" or "switch", bus id)."""
+    links = [
+        ("gpu", node.gpus[b if a == index else a].bus_id) for a, b, count in node.nvlinks if index in (a, b) for _ in range(count)
+    ]
+    if node.fabric:
+        switches = node.fabric.switches
+        links += [("switch", switches[number % len(switches)]) for number in range(node.fabric.links_per_gpu)]
+    return links
+
+
+def _nvml_bus_id(bus_id: str) -> str:
+    """NVML writes the domain with eight digits, and in upper case."""
+    return f"0000{bus_id}".upper()
+
+
+def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
+    """The part of /sys that tells NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
+    links = root / "bus" / "pci" / "devices"
+    links.mkdir(parents=True, exist_ok=True)
+    for gpu in node.gpus:
+        place = Path("devices", *gpu.pcie, gpu.bus_id)
+        (root / place).mkdir(parents=True, exist_ok=True)
+        (root / place / "numa_node").write_text(f"{-1 if gpu.numa_node is None else gpu.numa_node}\n", encoding="ascii")
+        link = links / gpu.bus_id
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("../../..") / place)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces the file at once: a library that some process has mapped must not change under it."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    fresh.write_bytes(content)
+    os.replace(fresh, path)

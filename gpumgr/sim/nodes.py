@@ -1,0 +1,166 @@
+"""Descriptions of simulated nodes: read from YAML that a person writes, checked, and given the PCIe levels that follow from them.
+
+The built-in nodes lie in the folder `nodes/` and serve as examples of the format.
+"""
+
+import re
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import yaml
+
+from gpumgr.errors import SettingsError
+
+_BUILT_IN: Final = Path(__file__).parent / "nodes"
+#: Of UUIDs made for GPUs whose description gives none: the same node has the same UUIDs everywhere and always.
+_NAMESPACE: Final = uuid.UUID("5b0ff8a4-33d5-5b28-9d0f-0c0f6c1c4f11")
+
+MAX_GPUS: Final = 64
+MAX_LINKS: Final = 36
+
+# NVML's numbers for how close two GPUs are (nvmlGpuTopologyLevel_t).
+INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
+
+BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of GPU. `reserved_mib` is what the driver keeps for itself; the idle numbers stand until a script changes them."""
+
+    model: str
+    memory_mib: Annotated[int, msgspec.Meta(ge=1)]
+    reserved_mib: Whole = 0
+    mig: Literal["unsupported", "disabled", "enabled"] = "unsupported"
+    idle_celsius: Whole = 30
+    idle_watts: Whole = 40
+
+
+class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One GPU. `pcie` is its chain of PCI parents, root complex first; `board` joins the GPUs of one multi-GPU board."""
+
+    card: str
+    bus_id: BusId
+    pcie: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    numa_node: Whole | None = None
+    minor: Whole | None = None
+    uuid: Annotated[str, msgspec.Meta(pattern=r"^GPU-[0-9a-f]{8}-[0-9a-f-]{27}$")] | None = None
+    board: str | None = None
+
+
+class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """NVSwitch: every GPU has `links_per_gpu` NVLinks, spread over these switches in turn."""
+
+    switches: Annotated[tuple[BusId, ...], msgspec.Meta(min_length=1)]
+    links_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=MAX_LINKS)]
+
+
+class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole node. GPUs stand in NVML's order of index; `nvlinks` are [GPU, GPU, number of links]; `without` names NVML functions
+    that this driver lacks."""
+
+    about: str
+    driver_version: str
+    cuda_version: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+\.[0-9]$")]
+    cards: dict[str, Card]
+    gpus: Annotated[tuple[SimGpu, ...], msgspec.Meta(max_length=MAX_GPUS)]
+    nvlinks: tuple[tuple[Whole, Whole, Whole], ...] = ()
+    fabric: Fabric | None = None
+    without: tuple[Annotated[str, msgspec.Meta(pattern="^nvml[A-Z]")], ...] = ()
+    name: str = ""
+
+    def card_of(self, index: int) -> Card:
+        return self.cards[self.gpus[index].card]
+
+    def uuid_of(self, index: int) -> str:
+        return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
+
+    def minor_of(self, index: int) -> int:
+        minor = self.gpus[index].minor
+        return index if minor is None else minor
+
+    def nvml_level(self, a: int, b: int) -> int:
+        """How close two GPUs are, as NVML numbers it; it follows from the boards, the PCI parents and the NUMA nodes."""
+        one, other = self.gpus[a], self.gpus[b]
+        if one.board is not None and one.board == other.board:
+            return INTERNAL
+        if one.numa_node != other.numa_node:
+            return SYSTEM
+        shared = 0
+        while shared < min(len(one.pcie), len(other.pcie)) and one.pcie[shared] == other.pcie[shared]:
+            shared += 1
+        if shared == 0:
+            return NODE
+        if shared == 1:
+            return HOSTBRIDGE
+        # Below the last port that both share each GPU may have one more, its own port of the same switch.
+        return SINGLE if max(len(one.pcie), len(other.pcie)) - shared <= 1 else MULTIPLE
+
+
+def built_in_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _BUILT_IN.glob("*.yaml")))
+
+
+def load_node(name_or_path: str) -> NodeDescription:
+    """The built-in node of that name, else the description in that file.
+
+    Raises SettingsError that names the file, the key and what is allowed.
+    """
+    path = _BUILT_IN / f"{name_or_path}.yaml" if name_or_path in built_in_names() else Path(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        detail = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        names = ", ".join(built_in_names())
+        raise SettingsError(f"simulated node {name_or_path!r}: {detail}; give a file or one of: {names}") from exc
+    return _parse_node(text, name=path.stem, where=str(path))
+
+
+def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
+    try:
+        # Every scalar stays text until its type is known: a bus id left unquoted is a base-60 number to YAML.
+        raw = yaml.load(text, Loader=yaml.BaseLoader)
+        node = msgspec.convert({"name": name, **raw} if isinstance(raw, dict) else raw, NodeDescription, strict=False)
+    except yaml.YAMLError as exc:
+        raise SettingsError(f"{where}: not YAML: {exc}") from exc
+    except msgspec.ValidationError as exc:
+        raise SettingsError(f"{where}: {exc}{_allowed_keys(str(exc))}") from exc
+    for problem in _contradictions(node):
+        raise SettingsError(f"{where}: {problem}")
+    return node
+
+
+def _allowed_keys(message: str) -> str:
+    """What may stand where an unknown key was met, as the end of a message."""
+    if "unknown field" not in message:
+        return ""
+    place = re.search(r"`\$\.(cards|gpus|fabric)", message)
+    kinds: dict[str, Any] = {"cards": Card, "gpus": SimGpu, "fabric": Fabric}
+    kind = kinds[place.group(1)] if place else NodeDescription
+    return f"; allowed: {', '.join(kind.__struct_fields__)}"
+
+
+def _contradictions(node: NodeDescription) -> list[str]:
+    """What is wrong between keys that are each well-formed."""
+    problems: list[str] = []
+    for index, gpu in enumerate(node.gpus):
+        if gpu.card not in node.cards:
+            problems.append(f"gpus[{index}].card: {gpu.card!r} is not among cards; allowed: {', '.join(node.cards)}")
+    for key, values in {
+        "bus_id": [gpu.bus_id for gpu in node.gpus],
+        "uuid": [node.uuid_of(index) for index in range(len(node.gpus))],
+        "minor": [str(node.minor_of(index)) for index in range(len(node.gpus))],
+    }.items():
+        twice = {value for value in values if values.count(value) > 1}
+        problems += [f"gpus: {key} {value} stands twice" for value in sorted(twice)]
+    links = [node.fabric.links_per_gpu if node.fabric else 0] * len(node.gpus)
+    for number, (a, b, count) in enumerate(node.nvlinks):
+        if a == b or max(a, b) >= len(node.gpus):
+            problems.append(f"nvlinks[{number}]: {a} and {b} must be two different GPUs, 0 to {len(node.gpus) - 1}")
+            continue
+        links[a] += count
+        links[b] += count
+    problems += [f"gpus[{i}] has {n} NVLinks; at most {MAX_LINKS} are allowed" for i, n in enumerate(links) if n > MAX_LINKS]
+    return problems

@@ -1,0 +1,712 @@
+/* A simulated libnvidia-ml.so.1: the NVML ABI over two text files that lie beside this library.
+ *
+ *   node.txt     what the node is; read at nvmlInit (a node changes only when its driver is loaded anew)
+ *   control.txt  what is wrong or going on right now; read again whenever it is replaced
+ *
+ * Each line is a fact: a verb, its subject, its value (gpumgr/sim/library.py and control.py write them and say what they mean).
+ * The folder is found through dladdr, so every copy of this library is a node of its own and any process can load it.
+ * Functions that an old driver lacks are exported all the same and answer FUNCTION_NOT_FOUND, which a binding can't tell apart.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/inotify.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64 };
+
+typedef enum {
+    OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
+    TIMEOUT = 10, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15, RESET_REQUIRED = 16, OPERATING_SYSTEM = 17, LIB_RM_VERSION_MISMATCH = 18,
+    ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
+} result_t;
+
+enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8 };
+enum { FIELD_ECC_DOUBLE_BIT_VOLATILE = 4, FIELD_RECOVERY_ACTION = 230 };
+
+/* ---- structures of the ABI ------------------------------------------------------------------------------------------- */
+
+typedef struct { char bus_id_legacy[16]; unsigned domain, bus, device, pci_device_id, pci_subsystem_id; char bus_id[32]; } pci_t;
+typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
+typedef struct { unsigned gpu, memory; } utilization_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_t;
+typedef struct { unsigned pid; unsigned long long timestamp; unsigned sm, memory, encoder, decoder; } process_sample_t;
+typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } event_t;
+typedef struct { uint32_t field, scope; int64_t timestamp, latency; unsigned type; int result; union { unsigned ui; unsigned long long ull; } value; } field_t;
+typedef struct { unsigned version, sensor; int celsius; } temperature_t;
+
+/* ---- what the two files say ------------------------------------------------------------------------------------------ */
+
+typedef enum { LINK_NONE = 0, LINK_GPU, LINK_SWITCH, LINK_OFF } link_kind_t;
+typedef struct { link_kind_t kind; char bus_id[32]; } link_t;
+
+typedef struct {
+    char uuid[96], bus_id[32], name[96];
+    unsigned minor, celsius, milliwatts;
+    int numa_node, mig; /* mig: -1 = the card has none */
+    unsigned long long total, reserved;
+    int level[MAX_GPUS];
+    link_t link[MAX_LINKS];
+} gpu_t;
+
+typedef struct { unsigned pid; long long used; unsigned sm; } running_t;
+
+typedef struct {
+    int lost, mig, recovery, grow;
+    long long used; /* -1 = the sum of the processes */
+    unsigned celsius, milliwatts, busy, memory_busy;
+    unsigned long long double_bit_errors;
+    running_t running[MAX_PROCESSES];
+    int processes;
+} state_t;
+
+typedef struct { char function[64]; int gpu; int code; } refusal_t;
+typedef struct { char function[64]; double value; } delay_t; /* latency: milliseconds; hang: until this CLOCK_MONOTONIC second */
+typedef struct { unsigned long long number; int gpu; unsigned long long type, data; } fault_event_t;
+
+static struct {
+    char driver[64], nvml[64];
+    int cuda, gpus, absents;
+    char absent[MAX_FAULTS][64];
+    gpu_t gpu[MAX_GPUS];
+} node;
+
+static struct {
+    unsigned long generation;
+    int loaded;
+    char driver[64];
+    state_t gpu[MAX_GPUS];
+    refusal_t refusal[MAX_FAULTS];
+    delay_t latency[MAX_FAULTS], hang[MAX_FAULTS];
+    fault_event_t event[MAX_EVENTS];
+    int refusals, latencies, hangs, events;
+} control;
+
+static struct { int open; unsigned long long seen; unsigned long long types[MAX_GPUS]; } sets[MAX_SETS];
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int initialised;            /* nvmlInit calls not yet undone */
+static unsigned long session;      /* the control's generation at nvmlInit; a reload makes the session stale */
+static char native_version[64];    /* the driver that this library belongs to: the first one it met */
+static int asked_for_size[MAX_GPUS];
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+static void sleep_ms(double ms) {
+    struct timespec t = {(time_t)(ms / 1000), (long)((ms - 1000.0 * (long)(ms / 1000)) * 1e6)};
+    while (nanosleep(&t, &t) && errno == EINTR) {}
+}
+
+static const char *folder(void) {
+    static char path[PATH_MAX];
+    if (!*path) {
+        Dl_info info;
+        if (!dladdr((void *)&folder, &info) || !realpath(info.dli_fname, path)) return ".";
+        char *slash = strrchr(path, '/');
+        if (slash) *slash = 0;
+    }
+    return path;
+}
+
+static FILE *open_beside(const char *name) {
+    char path[PATH_MAX + 32];
+    snprintf(path, sizeof path, "%s/%s", folder(), name);
+    return fopen(path, "re");
+}
+
+/* ---- node.txt -------------------------------------------------------------------------------------------------------- */
+
+static void read_node_gpu(const char *text) {
+    gpu_t g = {0};
+    int i, used = 0;
+    if (sscanf(text, "%d %95s %31s %u %llu %llu %d %d %u %u %n", &i, g.uuid, g.bus_id, &g.minor, &g.total, &g.reserved, &g.numa_node,
+               &g.mig, &g.celsius, &g.milliwatts, &used) < 10 || i < 0 || i >= MAX_GPUS) return;
+    snprintf(g.name, sizeof g.name, "%.90s", text + used);
+    node.gpu[i] = g;
+    if (node.gpus <= i) node.gpus = i + 1;
+}
+
+static void read_node_link(const char *text) {
+    int i, n;
+    char kind[16], bus_id[32] = "";
+    if (sscanf(text, "%d %d %15s %31s", &i, &n, kind, bus_id) < 3 || i < 0 || i >= MAX_GPUS || n < 0 || n >= MAX_LINKS) return;
+    link_t *link = &node.gpu[i].link[n];
+    link->kind = !strcmp(kind, "gpu") ? LINK_GPU : !strcmp(kind, "switch") ? LINK_SWITCH : LINK_OFF;
+    strcpy(link->bus_id, bus_id);
+}
+
+static int read_node(void) {
+    FILE *file = open_beside("node.txt");
+    if (!file) return 0;
+    memset(&node, 0, sizeof node);
+    char line[512], verb[32];
+    int used, a, b, level;
+    while (fgets(line, sizeof line, file)) {
+        line[strcspn(line, "\n")] = 0;
+        if (sscanf(line, "%31s %n", verb, &used) != 1) continue;
+        const char *rest = line + used;
+        if (!strcmp(verb, "driver")) snprintf(node.driver, sizeof node.driver, "%.60s", rest);
+        else if (!strcmp(verb, "nvml")) snprintf(node.nvml, sizeof node.nvml, "%.60s", rest);
+        else if (!strcmp(verb, "cuda")) node.cuda = atoi(rest);
+        else if (!strcmp(verb, "gpu")) read_node_gpu(rest);
+        else if (!strcmp(verb, "link")) read_node_link(rest);
+        else if (!strcmp(verb, "without") && node.absents < MAX_FAULTS) snprintf(node.absent[node.absents++], 64, "%.60s", rest);
+        else if (!strcmp(verb, "level") && sscanf(rest, "%d %d %d", &a, &b, &level) == 3 && a >= 0 && a < MAX_GPUS && b >= 0 && b < MAX_GPUS)
+            node.gpu[a].level[b] = node.gpu[b].level[a] = level;
+    }
+    fclose(file);
+    return 1;
+}
+
+/* ---- control.txt ----------------------------------------------------------------------------------------------------- */
+
+static void calm(void) {
+    memset(&control, 0, sizeof control);
+    control.loaded = 1;
+    for (int i = 0; i < MAX_GPUS; i++) {
+        control.gpu[i].mig = -1;
+        control.gpu[i].used = -1;
+        asked_for_size[i] = 0;
+    }
+}
+
+static void read_gpu_fact(const char *verb, const char *rest) {
+    int i, used = 0;
+    long long value = 0, second = 0, third = 0;
+    if (sscanf(rest, "%d %n", &i, &used) != 1 || i < 0 || i >= MAX_GPUS) return;
+    int words = sscanf(rest + used, "%lld %lld %lld", &value, &second, &third);
+    state_t *g = &control.gpu[i];
+    if (!strcmp(verb, "lost")) g->lost = 1;
+    else if (!strcmp(verb, "mig")) g->mig = (int)value;
+    else if (!strcmp(verb, "recovery")) g->recovery = (int)value;
+    else if (!strcmp(verb, "grow")) g->grow = (int)value;
+    else if (!strcmp(verb, "ecc")) g->double_bit_errors = (unsigned long long)value;
+    else if (!strcmp(verb, "memory")) g->used = value;
+    else if (!strcmp(verb, "temperature")) g->celsius = (unsigned)value;
+    else if (!strcmp(verb, "power")) g->milliwatts = (unsigned)value;
+    else if (!strcmp(verb, "utilization")) g->busy = (unsigned)value, g->memory_busy = (unsigned)second;
+    else if (!strcmp(verb, "process") && words == 3 && g->processes < MAX_PROCESSES)
+        g->running[g->processes++] = (running_t){(unsigned)value, second, (unsigned)third};
+}
+
+static void read_delay(delay_t *list, int *count, const char *rest) {
+    delay_t d;
+    char value[64];
+    if (*count < MAX_FAULTS && sscanf(rest, "%63s %63s", d.function, value) == 2) {
+        d.value = strtod(value, NULL); /* reads "inf" too */
+        list[(*count)++] = d;
+    }
+}
+
+static void read_fact(const char *verb, const char *rest) {
+    refusal_t refusal;
+    fault_event_t e;
+    if (!strcmp(verb, "generation")) control.generation = strtoul(rest, NULL, 10);
+    else if (!strcmp(verb, "loaded")) control.loaded = atoi(rest);
+    else if (!strcmp(verb, "driver")) snprintf(control.driver, sizeof control.driver, "%.60s", rest);
+    else if (!strcmp(verb, "latency")) read_delay(control.latency, &control.latencies, rest);
+    else if (!strcmp(verb, "hang")) read_delay(control.hang, &control.hangs, rest);
+    else if (!strcmp(verb, "result")) {
+        if (control.refusals < MAX_FAULTS && sscanf(rest, "%63s %d %d", refusal.function, &refusal.gpu, &refusal.code) == 3)
+            control.refusal[control.refusals++] = refusal;
+    } else if (!strcmp(verb, "event")) {
+        if (control.events < MAX_EVENTS && sscanf(rest, "%llu %d %llu %llu", &e.number, &e.gpu, &e.type, &e.data) == 4)
+            control.event[control.events++] = e;
+    } else read_gpu_fact(verb, rest);
+}
+
+/* Reads control.txt if it was replaced since the last look (a stat is all that a quiet call costs). */
+static void refresh(void) {
+    static struct stat last;
+    static int known;
+    char path[PATH_MAX + 32], line[512], verb[32];
+    struct stat s;
+    snprintf(path, sizeof path, "%s/control.txt", folder());
+    if (stat(path, &s)) memset(&s, 0, sizeof s);
+    if (known && s.st_ino == last.st_ino && s.st_size == last.st_size && s.st_mtim.tv_sec == last.st_mtim.tv_sec &&
+        s.st_mtim.tv_nsec == last.st_mtim.tv_nsec) return;
+    known = 1;
+    last = s;
+    calm();
+    FILE *file = fopen(path, "re");
+    if (!file) return;
+    int used;
+    while (fgets(line, sizeof line, file)) {
+        line[strcspn(line, "\n")] = 0;
+        if (sscanf(line, "%31s %n", verb, &used) == 1) read_fact(verb, line + used);
+    }
+    fclose(file);
+}
+
+/* ---- the door that every call passes --------------------------------------------------------------------------------- */
+
+static int concerns(const char *rule, const char *function) { return !strcmp(rule, "*") || !strcmp(rule, function); }
+
+static int hanging(const char *function) {
+    for (int i = 0; i < control.hangs; i++)
+        if (concerns(control.hang[i].function, function) && now() < control.hang[i].value) return 1;
+    return 0;
+}
+
+static double latency(const char *function) {
+    double ms = 0;
+    for (int i = 0; i < control.latencies; i++)
+        if (concerns(control.latency[i].function, function)) ms += control.latency[i].value;
+    return ms;
+}
+
+static result_t refused(const char *function, int gpu) {
+    for (int i = 0; i < node.absents; i++)
+        if (!strcmp(node.absent[i], function)) return FUNCTION_NOT_FOUND;
+    for (int i = 0; i < control.refusals; i++) {
+        refusal_t *r = &control.refusal[i];
+        if (concerns(r->function, function) && (r->gpu < 0 || r->gpu == gpu)) return (result_t)r->code;
+    }
+    return OK;
+}
+
+/* Takes the lock, looks at the control file, and lets faults have their way except for those of the driver itself. */
+static result_t arrive(const char *function, int gpu) {
+    pthread_mutex_lock(&lock);
+    refresh();
+    double ms = latency(function);
+    if (ms > 0) {
+        pthread_mutex_unlock(&lock);
+        sleep_ms(ms);
+        pthread_mutex_lock(&lock);
+        refresh();
+    }
+    while (hanging(function)) {
+        pthread_mutex_unlock(&lock);
+        sleep_ms(2);
+        pthread_mutex_lock(&lock);
+        refresh();
+    }
+    return refused(function, gpu);
+}
+
+static result_t leave(result_t result) {
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static result_t driver_state(void) {
+    if (!control.loaded) return DRIVER_NOT_LOADED;
+    return initialised && session == control.generation ? OK : UNINITIALIZED;
+}
+
+static int index_of(const void *device) {
+    const gpu_t *g = device;
+    return g >= node.gpu && g < node.gpu + node.gpus ? (int)(g - node.gpu) : -1;
+}
+
+/* Every function begins with one of these two; on OK the lock is held and `leave` must follow. */
+#define ENTER() do { result_t r_ = arrive(__func__, -1); if (!r_) r_ = driver_state(); if (r_) return leave(r_); } while (0)
+#define ENTER_GPU(device)                                                                                                                  \
+    int i = index_of(device);                                                                                                              \
+    do {                                                                                                                                   \
+        result_t r_ = arrive(__func__, i);                                                                                                 \
+        if (!r_) r_ = driver_state();                                                                                                      \
+        if (!r_) r_ = i < 0 ? INVALID_ARGUMENT : control.gpu[i].lost ? GPU_IS_LOST : OK;                                                   \
+        if (r_) return leave(r_);                                                                                                          \
+    } while (0)
+
+static result_t put_text(char *buffer, unsigned length, const char *text) {
+    if (!buffer) return INVALID_ARGUMENT;
+    if (strlen(text) + 1 > length) return INSUFFICIENT_SIZE;
+    strcpy(buffer, text);
+    return OK;
+}
+
+/* ---- the library as a whole ------------------------------------------------------------------------------------------ */
+
+static result_t init(const char *function) {
+    result_t r = arrive(function, -1);
+    if (r) return leave(r);
+    if (!control.loaded) return leave(DRIVER_NOT_LOADED);
+    if (initialised && session == control.generation) {
+        initialised++;
+        return leave(OK);
+    }
+    if (!read_node()) return leave(DRIVER_NOT_LOADED);
+    if (*control.driver) strcpy(node.driver, control.driver);
+    if (!*native_version) strcpy(native_version, node.driver);
+    if (strcmp(native_version, node.driver)) return leave(LIB_RM_VERSION_MISMATCH);
+    r = refused(function, -1); /* what this node lacks is known only now */
+    if (r) return leave(r);
+    memset(sets, 0, sizeof sets);
+    initialised = 1;
+    session = control.generation;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlInitWithFlags(unsigned flags) { (void)flags; return init(__func__); }
+EXPORT result_t nvmlInit_v2(void) { return init(__func__); }
+
+EXPORT result_t nvmlShutdown(void) {
+    result_t r = arrive(__func__, -1);
+    if (!r && !initialised) r = UNINITIALIZED;
+    if (!r && --initialised == 0) memset(sets, 0, sizeof sets);
+    return leave(r);
+}
+
+EXPORT const char *nvmlErrorString(result_t result) {
+    switch (result) {
+    case OK: return "The operation was successful";
+    case UNINITIALIZED: return "Uninitialized";
+    case INVALID_ARGUMENT: return "Invalid Argument";
+    case NOT_SUPPORTED: return "Not Supported";
+    case NOT_FOUND: return "Not Found";
+    case INSUFFICIENT_SIZE: return "Insufficient Size";
+    case DRIVER_NOT_LOADED: return "Driver Not Loaded";
+    case TIMEOUT: return "Timeout";
+    case FUNCTION_NOT_FOUND: return "Function Not Found";
+    case GPU_IS_LOST: return "GPU is lost";
+    case RESET_REQUIRED: return "GPU requires reset";
+    case OPERATING_SYSTEM: return "Operating System call failed";
+    case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+    case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
+    default: return "Unknown Error";
+    }
+}
+
+EXPORT result_t nvmlSystemGetDriverVersion(char *text, unsigned length) { ENTER(); return leave(put_text(text, length, node.driver)); }
+EXPORT result_t nvmlSystemGetNVMLVersion(char *text, unsigned length) { ENTER(); return leave(put_text(text, length, node.nvml)); }
+EXPORT result_t nvmlSystemGetCudaDriverVersion(int *version) { ENTER(); *version = node.cuda; return leave(OK); }
+EXPORT result_t nvmlSystemGetCudaDriverVersion_v2(int *version) { ENTER(); *version = node.cuda; return leave(OK); }
+EXPORT result_t nvmlDeviceGetCount_v2(unsigned *count) { ENTER(); *count = (unsigned)node.gpus; return leave(OK); }
+
+/* ---- handles and identity -------------------------------------------------------------------------------------------- */
+
+static result_t give_handle(const char *function, int i, void **device) {
+    if (i < 0) return NOT_FOUND;
+    if (control.gpu[i].lost) return GPU_IS_LOST;
+    result_t r = refused(function, i);
+    if (!r) *device = &node.gpu[i];
+    return r;
+}
+
+EXPORT result_t nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+    ENTER();
+    return leave(index >= (unsigned)node.gpus ? INVALID_ARGUMENT : give_handle(__func__, (int)index, device));
+}
+
+EXPORT result_t nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    ENTER();
+    int found = -1;
+    for (int i = 0; uuid && i < node.gpus; i++)
+        if (!strcmp(node.gpu[i].uuid, uuid)) found = i;
+    return leave(give_handle(__func__, found, device));
+}
+
+EXPORT result_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **device) {
+    ENTER();
+    int found = -1;
+    for (int i = 0; bus_id && i < node.gpus; i++)
+        if (!strcasecmp(node.gpu[i].bus_id, bus_id) || !strcasecmp(node.gpu[i].bus_id + 4, bus_id)) found = i;
+    return leave(give_handle(__func__, found, device));
+}
+
+EXPORT result_t nvmlDeviceGetUUID(void *d, char *text, unsigned length) { ENTER_GPU(d); return leave(put_text(text, length, node.gpu[i].uuid)); }
+EXPORT result_t nvmlDeviceGetName(void *d, char *text, unsigned length) { ENTER_GPU(d); return leave(put_text(text, length, node.gpu[i].name)); }
+EXPORT result_t nvmlDeviceGetMinorNumber(void *d, unsigned *minor) { ENTER_GPU(d); *minor = node.gpu[i].minor; return leave(OK); }
+
+EXPORT result_t nvmlDeviceGetNumaNodeId(void *d, unsigned *numa) {
+    ENTER_GPU(d);
+    if (node.gpu[i].numa_node < 0) return leave(NOT_SUPPORTED);
+    *numa = (unsigned)node.gpu[i].numa_node;
+    return leave(OK);
+}
+
+static void put_pci(pci_t *pci, const char *bus_id) {
+    memset(pci, 0, sizeof *pci);
+    sscanf(bus_id, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
+    snprintf(pci->bus_id, sizeof pci->bus_id, "%s", bus_id);
+    snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%.15s", bus_id + 4); /* four digits of domain less */
+}
+
+EXPORT result_t nvmlDeviceGetPciInfo_v3(void *d, pci_t *pci) { ENTER_GPU(d); put_pci(pci, node.gpu[i].bus_id); return leave(OK); }
+
+EXPORT result_t nvmlDeviceGetMigMode(void *d, unsigned *current, unsigned *pending) {
+    ENTER_GPU(d);
+    if (node.gpu[i].mig < 0) return leave(NOT_SUPPORTED);
+    *current = *pending = (unsigned)(control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig);
+    return leave(OK);
+}
+
+/* ---- what joins them ------------------------------------------------------------------------------------------------- */
+
+#define ENTER_PAIR(a, b)                                                                                                                   \
+    int j = index_of(b);                                                                                                                   \
+    ENTER_GPU(a);                                                                                                                          \
+    do { if (j < 0 || control.gpu[j].lost) return leave(j < 0 ? INVALID_ARGUMENT : GPU_IS_LOST); } while (0)
+
+EXPORT result_t nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, int *level) {
+    ENTER_PAIR(a, b);
+    *level = node.gpu[i].level[j];
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceOnSameBoard(void *a, void *b, int *same) {
+    ENTER_PAIR(a, b);
+    *same = node.gpu[i].level[j] == 0;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetP2PStatus(void *a, void *b, int index, int *status) {
+    ENTER_PAIR(a, b);
+    (void)index;
+    *status = node.gpu[i].level[j] < 50 ? 0 : 3; /* OK below the sockets' interconnect, else "topology" */
+    return leave(OK);
+}
+
+#define ENTER_LINK(d, n)                                                                                                                   \
+    ENTER_GPU(d);                                                                                                                          \
+    do {                                                                                                                                   \
+        if ((n) >= MAX_LINKS) return leave(INVALID_ARGUMENT);                                                                              \
+        if (node.gpu[i].link[n].kind == LINK_NONE) return leave(NOT_SUPPORTED);                                                            \
+    } while (0)
+
+EXPORT result_t nvmlDeviceGetNvLinkState(void *d, unsigned n, unsigned *active) {
+    ENTER_LINK(d, n);
+    *active = node.gpu[i].link[n].kind != LINK_OFF;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetNvLinkRemoteDeviceType(void *d, unsigned n, unsigned *type) {
+    ENTER_LINK(d, n);
+    link_kind_t kind = node.gpu[i].link[n].kind;
+    *type = kind == LINK_GPU ? 0 : kind == LINK_SWITCH ? 2 : 255;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *d, unsigned n, pci_t *pci) {
+    ENTER_LINK(d, n);
+    if (node.gpu[i].link[n].kind == LINK_OFF) return leave(NOT_SUPPORTED);
+    put_pci(pci, node.gpu[i].link[n].bus_id);
+    return leave(OK);
+}
+
+/* ---- what they do ---------------------------------------------------------------------------------------------------- */
+
+static unsigned long long used_memory(int i) {
+    state_t *g = &control.gpu[i];
+    if (g->used >= 0) return (unsigned long long)g->used;
+    unsigned long long sum = 0;
+    for (int p = 0; p < g->processes; p++)
+        if (g->running[p].used > 0) sum += (unsigned long long)g->running[p].used;
+    return sum;
+}
+
+EXPORT result_t nvmlDeviceGetMemoryInfo(void *d, memory_t *m) {
+    ENTER_GPU(d);
+    m->total = node.gpu[i].total;
+    m->used = used_memory(i) + node.gpu[i].reserved;
+    m->free = m->total - m->used;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetMemoryInfo_v2(void *d, memory_v2_t *m) {
+    ENTER_GPU(d);
+    if (m->version != (sizeof *m | 2u << 24)) return leave(ARGUMENT_VERSION_MISMATCH);
+    m->total = node.gpu[i].total;
+    m->reserved = node.gpu[i].reserved;
+    m->used = used_memory(i);
+    m->free = m->total - m->reserved - m->used;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetUtilizationRates(void *d, utilization_t *u) {
+    ENTER_GPU(d);
+    *u = (utilization_t){control.gpu[i].busy, control.gpu[i].memory_busy};
+    return leave(OK);
+}
+
+static unsigned celsius(int i) { return control.gpu[i].celsius ? control.gpu[i].celsius : node.gpu[i].celsius; }
+
+EXPORT result_t nvmlDeviceGetTemperature(void *d, int sensor, unsigned *value) {
+    ENTER_GPU(d);
+    if (sensor) return leave(INVALID_ARGUMENT);
+    *value = celsius(i);
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetTemperatureV(void *d, temperature_t *t) { ENTER_GPU(d); t->celsius = (int)celsius(i); return leave(OK); }
+
+EXPORT result_t nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
+    ENTER_GPU(d);
+    *milliwatts = control.gpu[i].milliwatts ? control.gpu[i].milliwatts : node.gpu[i].milliwatts;
+    return leave(OK);
+}
+
+static result_t put_processes(int i, unsigned *count, process_t *list) {
+    state_t *g = &control.gpu[i];
+    /* "grow": processes that start between the caller's first question for the size and the call that fetches the list */
+    unsigned extra = g->grow > 0 && asked_for_size[i] ? (unsigned)g->grow : 0, n = (unsigned)g->processes + extra, room = *count;
+    asked_for_size[i] = 1;
+    *count = n;
+    if (n && (!list || room < n)) return INSUFFICIENT_SIZE;
+    for (unsigned p = 0; p < n; p++) {
+        running_t newcomer = {900000 + p, 1 << 20, 0}, *r = p < (unsigned)g->processes ? &g->running[p] : &newcomer;
+        list[p] = (process_t){r->pid, r->used < 0 ? ~0ULL : (unsigned long long)r->used, ~0U, ~0U};
+    }
+    return OK;
+}
+
+static result_t put_none(unsigned *count) { *count = 0; return OK; }
+
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v2(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); return leave(put_processes(i, n, list)); }
+EXPORT result_t nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); return leave(put_processes(i, n, list)); }
+EXPORT result_t nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); (void)list; return leave(put_none(n)); }
+EXPORT result_t nvmlDeviceGetMPSComputeRunningProcesses_v3(void *d, unsigned *n, process_t *list) { ENTER_GPU(d); (void)list; return leave(put_none(n)); }
+
+EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list, unsigned *count, unsigned long long since) {
+    ENTER_GPU(d);
+    state_t *g = &control.gpu[i];
+    unsigned n = 0, room = *count;
+    unsigned long long stamp = (unsigned long long)time(NULL) * 1000000;
+    for (int p = 0; p < g->processes; p++) {
+        if (!g->running[p].sm) continue;
+        if (list && n < room) list[n] = (process_sample_t){g->running[p].pid, stamp, g->running[p].sm, 0, 0, 0};
+        n++;
+    }
+    *count = n;
+    if (!n || stamp <= since) return leave(NOT_FOUND);
+    return leave(list && room >= n ? OK : INSUFFICIENT_SIZE);
+}
+
+/* ---- health ---------------------------------------------------------------------------------------------------------- */
+
+EXPORT result_t nvmlDeviceGetTotalEccErrors(void *d, int type, int counter, unsigned long long *count) {
+    ENTER_GPU(d);
+    (void)counter;
+    *count = type == 1 ? control.gpu[i].double_bit_errors : 0;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetFieldValues(void *d, int count, field_t *fields) {
+    ENTER_GPU(d);
+    for (int n = 0; n < count; n++) {
+        fields[n].result = OK;
+        fields[n].type = 1;
+        if (fields[n].field == FIELD_RECOVERY_ACTION) fields[n].value.ui = (unsigned)control.gpu[i].recovery;
+        else if (fields[n].field == FIELD_ECC_DOUBLE_BIT_VOLATILE) fields[n].type = 3, fields[n].value.ull = control.gpu[i].double_bit_errors;
+        else fields[n].result = NOT_SUPPORTED;
+    }
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceGetSupportedEventTypes(void *d, unsigned long long *types) {
+    ENTER_GPU(d);
+    *types = EVENT_DOUBLE_BIT_ECC | EVENT_XID;
+    return leave(OK);
+}
+
+static unsigned long long latest_event(void) {
+    unsigned long long latest = 0;
+    for (int e = 0; e < control.events; e++)
+        if (control.event[e].number > latest) latest = control.event[e].number;
+    return latest;
+}
+
+EXPORT result_t nvmlEventSetCreate(void **set) {
+    ENTER();
+    for (int n = 0; n < MAX_SETS; n++) {
+        if (sets[n].open) continue;
+        memset(&sets[n], 0, sizeof sets[n]);
+        sets[n].open = 1;
+        sets[n].seen = latest_event(); /* what happened before is nobody's news */
+        *set = &sets[n];
+        return leave(OK);
+    }
+    return leave(UNKNOWN);
+}
+
+static int set_of(const void *set) {
+    for (int n = 0; n < MAX_SETS; n++)
+        if (set == &sets[n] && sets[n].open) return n;
+    return -1;
+}
+
+EXPORT result_t nvmlEventSetFree(void *set) {
+    ENTER();
+    int n = set_of(set);
+    if (n < 0) return leave(INVALID_ARGUMENT);
+    sets[n].open = 0;
+    return leave(OK);
+}
+
+EXPORT result_t nvmlDeviceRegisterEvents(void *d, unsigned long long types, void *set) {
+    ENTER_GPU(d);
+    int n = set_of(set);
+    if (n < 0) return leave(INVALID_ARGUMENT);
+    sets[n].types[i] |= types;
+    return leave(OK);
+}
+
+/* The oldest event that this set has not had; each is delivered once. */
+static int next_event(int n, event_t *event) {
+    fault_event_t *best = NULL;
+    for (int e = 0; e < control.events; e++) {
+        fault_event_t *candidate = &control.event[e];
+        if (candidate->number <= sets[n].seen || candidate->gpu < 0 || candidate->gpu >= node.gpus) continue;
+        if (!(sets[n].types[candidate->gpu] & candidate->type)) continue;
+        if (!best || candidate->number < best->number) best = candidate;
+    }
+    if (!best) return 0;
+    sets[n].seen = best->number;
+    *event = (event_t){&node.gpu[best->gpu], best->type, best->data, ~0U, ~0U};
+    return 1;
+}
+
+/* Waits without the lock until a file in our folder is replaced, at most so long. */
+static void wait_for_change(int watch, double ms) {
+    struct pollfd p = {watch, POLLIN, 0};
+    char drained[4096];
+    if (watch < 0) ms = ms < 10 ? ms : 10; /* no inotify to be had: look every 10 ms */
+    if (poll(&p, watch < 0 ? 0 : 1, (int)ms + 1) > 0 && read(watch, drained, sizeof drained) < 0) sleep_ms(1);
+}
+
+static result_t wait_for_event(const char *function, void *set, event_t *event, unsigned timeout_ms, int watch) {
+    double deadline = now() + timeout_ms / 1000.0;
+    for (;;) {
+        result_t r = arrive(function, -1);
+        if (!r) r = driver_state();
+        int n = set_of(set);
+        if (!r && n < 0) r = INVALID_ARGUMENT;
+        if (r) return leave(r);
+        if (next_event(n, event)) return leave(OK);
+        pthread_mutex_unlock(&lock);
+        double left = deadline - now();
+        if (left <= 0) return TIMEOUT;
+        wait_for_change(watch, left * 1000);
+    }
+}
+
+EXPORT result_t nvmlEventSetWait_v2(void *set, event_t *event, unsigned timeout_ms) {
+    int watch = inotify_init1(IN_CLOEXEC | IN_NONBLOCK);
+    if (watch >= 0 && inotify_add_watch(watch, folder(), IN_MOVED_TO) < 0) {
+        close(watch);
+        watch = -1;
+    }
+    result_t r = wait_for_event(__func__, set, event, timeout_ms, watch);
+    if (watch >= 0) close(watch);
+    return r;
+}

@@ -1,0 +1,116 @@
+"""What a node's GPUs are: frozen values, read once by the nvml station and understood by everybody else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from gpumgr.units import blocks_of
+
+
+class Level(IntEnum):
+    """How close two GPUs are on PCIe, as `nvidia-smi topo -m` names it. The value is the pair's score (design: placement rules)."""
+
+    SYS = 10
+    NODE = 20
+    PHB = 30
+    PXB = 40
+    PIX = 50
+    PSB = 60
+
+    # Enum's own hash is a Python call; topologies of 16 GPUs are keys of caches and hash hundreds of levels.
+    __hash__ = int.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins two GPUs. `level` is the PCIe level; `nvlinks` counts NVLinks (direct, or the smaller number of fabric links of both)."""
+
+    level: Level
+    nvlinks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Pairwise links of n GPUs, indices 0..n-1. `levels` and `nvlinks` are symmetric n x n; the diagonals are not meaningful (PSB, 0)."""
+
+    levels: tuple[tuple[Level, ...], ...]
+    nvlinks: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def link(self, a: int, b: int) -> Link:
+        return Link(level=self.levels[a][b], nvlinks=self.nvlinks[a][b])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One physical GPU as NVML shows it. None = the driver does not tell.
+
+    `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
+    """
+
+    index: int
+    uuid: str
+    minor: int | None
+    bus_id: str | None
+    model: str | None
+    memory_bytes: int
+    mig_enabled: bool | None = None
+    numa_node: int | None = None
+    pcie_chain: tuple[str, ...] = ()
+
+    @property
+    def memory_blocks(self) -> int:
+        return blocks_of(self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFailure:
+    """A GPU that NVML lists and can't describe. `uuid` is known if it was seen before or still answers."""
+
+    index: int
+    uuid: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSnapshot:
+    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`."""
+
+    gpus: tuple[Gpu, ...]
+    topology: Topology
+    driver_version: str | None = None
+    nvml_version: str | None = None
+    cuda_version: str | None = None
+    failures: tuple[GpuFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process with a context on a GPU. `memory_bytes` None = the driver does not tell; pids are the host's."""
+
+    pid: int
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """What one GPU does now. Ratios are 0..1; None = the driver does not tell. `processes` None = list not readable."""
+
+    uuid: str
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    utilization_ratio: float | None = None
+    memory_copy_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """One round over all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
+
+    gpus: Mapping[str, GpuSample] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,21 @@
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The simulated driver is compiled once for all agents, and not into the home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as name:
+        yield Path(name)

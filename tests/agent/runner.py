@@ -1,0 +1,72 @@
+"""The real agent with a wrapped port or two: `python -m tests.agent.runner run ...` takes what `gpumgr run` takes.
+
+DIE_AT=STEP or STEP:N   SIGKILLs itself at that step of an allocation (the Nth time it comes by).
+WALL_CLOCK=FILE         reads the time of day from that file, in unix seconds, when it exists.
+"""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpumgr.agent.writer import Agent
+from gpumgr.allocator.ledger import Change
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.app import lifecycle, station
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.cli import main
+from gpumgr.units import Kind
+
+_passed: Counter[str] = Counter()
+
+
+def _pass(step: str) -> None:
+    """The process is at this step now. Ends it, if this is where it should die."""
+    _passed[step] += 1
+    wanted, _, number = os.environ.get("DIE_AT", "").partition(":")
+    if step == wanted and _passed[step] == int(number or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MortalCheckpoint(SqliteCheckpoint):
+    async def save(self, change: Change) -> None:
+        if change.put:
+            _pass("before_commit")
+        await super().save(change)
+        if change.put:
+            _pass("after_commit_before_answer")
+
+
+class MortalAgent(Agent):
+    def __init__(self, **ports: Any) -> None:
+        super().__init__(**ports, wall_clock=_wall_clock)
+
+    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        _pass("at_preference")
+        chosen = await super().prefer(kind, available, must_include, size)
+        _pass("before_preference_answer")
+        return chosen
+
+    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+        _pass("at_allocate")
+        return await super().allocate(kind, device_ids)
+
+    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+        _pass("before_prestart")
+        await super().pre_start(kind, device_ids)
+        _pass("after_prestart")
+
+
+def _wall_clock() -> float:
+    file = os.environ.get("WALL_CLOCK")
+    return float(Path(file).read_text()) if file and Path(file).exists() else time.time()
+
+
+if __name__ == "__main__":
+    # The composition root has no seam for these two, and needs none but here.
+    vars(lifecycle)["SqliteCheckpoint"] = MortalCheckpoint
+    vars(station)["Agent"] = MortalAgent
+    main()

@@ -1,0 +1,58 @@
+"""A node of four small GPUs (100 cores and 16 memory blocks each) with the whole agent as a process."""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Node, open_node
+from gpumgr.sim.kubelet import SimContainer
+
+BLOCKS: Final = 16
+SIM: Final = str(Path(__file__).with_name("four-gpus.yaml"))
+#: The agent with wrapped ports.
+RUNNER: Final = (sys.executable, "-m", "tests.agent.runner")
+_TEST_SECONDS: Final = 40
+
+
+@contextlib.asynccontextmanager
+async def stage(folder: Path, **options: Any) -> AsyncIterator[Node]:
+    """The node without its agent. If the test fails, the end of the agent's log stands below the error."""
+    async with asyncio.timeout(_TEST_SECONDS), open_node(folder, sim=SIM, **options) as node:
+        try:
+            yield node
+        except BaseException as error:
+            error.add_note(f"the agent's log ends with:\n{node.journal.tail()}")
+            raise
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, *, environ: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[Node]:
+    """The node with its agent running and all its ids offered."""
+    async with stage(folder, **options) as node:
+        await node.start_agent(environ)
+        yield node
+
+
+def app(cores: int, memory_blocks: int = 0, name: str = "main") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks)
+
+
+def init(cores: int, memory_blocks: int, name: str = "fetch") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks, kind="init")
+
+
+async def until_sampled(node: Node) -> None:
+    """The agent has looked at its GPUs since now, and knows what it saw. Its pages tell when it did, nothing else does."""
+    first = await _sampled_after(node, time.time())
+    await _sampled_after(node, first + SAMPLE_PERIOD_SECONDS / 2)  # the first one may have begun before
+
+
+async def _sampled_after(node: Node, moment: float) -> float:
+    name = "gpumgr_nvml_last_sample_timestamp_seconds"
+    while (sampled := (await node.metrics()).get((name, frozenset()), 0.0)) <= moment:  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
+    return sampled

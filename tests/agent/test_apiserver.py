@@ -1,0 +1,62 @@
+"""The API server is away, slow or back again while pods come and go. None is lost, and each is told apart."""
+
+from pathlib import Path
+
+from gpumgr.demo.node import Node
+from gpumgr.sim.kubelet import SimPod
+
+from .stage import app, init, running, stage
+
+#: Where memory is asked for first and the spec is not known, a share may take an empty GPU: whole GPUs come first, so that all fit.
+CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}
+
+
+async def admit_all(node: Node) -> dict[str, SimPod]:
+    pods = {name: node.pod(name, app(*size)) for name, size in CROWD.items()}
+    for pod in pods.values():
+        assert (await node.run(pod)).phase == "Running", pod.name
+    assert node.disagreements() == []
+    return pods
+
+
+async def replace_whole_gpus(node: Node, pods: dict[str, SimPod]) -> None:
+    """Their ids are offered again at once, and the kubelet's word is enough to take them back."""
+    for name in ("c", "e"):
+        node.delete(pods[name])
+    assert (await node.run(node.pod("pair", app(200)))).phase == "Running"
+    assert node.disagreements() == []
+    assert len(node.ledger().allocations) == len(CROWD) - 1
+
+
+async def test_without_an_answer_podresources_tells_who_is_who(folder: Path) -> None:
+    async with stage(folder) as node:
+        assert node.api is not None
+        await node.api.stop()
+        await node.start_agent()
+        await replace_whole_gpus(node, await admit_all(node))
+        assert node.journal.find("api_server_retries")
+
+
+async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> None:
+    async with running(folder) as node:
+        assert node.api is not None
+        node.api.delay_seconds = 1.0  # the cache is always behind
+        pods = await admit_all(node)
+        await node.api.stop()
+        await replace_whole_gpus(node, pods)
+        node.api.delay_seconds = 0.0
+        await node.api.start()
+        node.delete(pods["a"])
+        await node.journal.until("allocation_freed", holder="demo/a (main)")
+        assert (await node.run(node.pod("g", init(10, 1), app(20, 2)))).phase == "Running"
+        assert node.disagreements() == []
+
+
+async def test_a_node_without_an_api_server_at_all(folder: Path) -> None:
+    async with running(folder, api_server=False) as node:
+        pods = await admit_all(node)
+        await node.agent.kill()
+        before = node.ledger()
+        await node.start_agent()
+        assert node.ledger() == before
+        await replace_whole_gpus(node, pods)

@@ -1,0 +1,109 @@
+"""The driver and its GPUs: absent, late, hanging, reloaded, lost and back; and processes that outlive their pod."""
+
+import asyncio
+from pathlib import Path
+
+from gpumgr.demo.node import Node
+from gpumgr.sim.control import SimProcess
+from gpumgr.units import CORE_RESOURCE
+
+from .stage import BLOCKS, app, running, stage, until_sampled
+
+
+async def until_cores(node: Node, count: int) -> None:
+    await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == count)
+
+
+async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
+    async with stage(folder, settings={"nvml": {"ready_grace_seconds": 0.2}}) as node:
+        node.control.unload_driver()
+        await node.agent.start()
+        ready = await node.agent.while_running(node.journal.until("ready"))
+        assert "no driver" in ready["status"]
+        assert node.kubelet.node_status()[CORE_RESOURCE].capacity == 0
+        node.control.load_driver()
+        await node.until_offered()
+        await until_cores(node, 400)
+        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+
+
+async def test_a_driver_that_hangs_in_the_first_snapshot_holds_up_nobody(folder: Path) -> None:
+    async with stage(folder, settings={"nvml": {"call_timeout_seconds": 0.3}}) as node:
+        node.control.hang(function="nvmlDeviceGetTopologyCommonAncestor")
+        await node.agent.start()
+        down = await node.agent.while_running(node.journal.until("nvml_down"))
+        assert "hangs" in down["reason"]
+        await node.kubelet.until(lambda: len(node.kubelet.registrations) == 2)
+        node.control.release()
+        await node.until_offered()
+        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+
+
+async def test_a_driver_reload_leaves_allocations_alone(folder: Path) -> None:
+    async with running(folder) as node:
+        pod = node.pod("a", app(30, 4))
+        await node.run(pod)
+        before = node.ledger()
+        node.control.unload_driver()
+        await until_cores(node, 0)
+        refused = node.pod("b", app(30, 4))
+        assert (await node.run(refused)).phase == "Failed"
+        node.delete(refused)
+        node.control.load_driver()
+        await until_cores(node, 400)
+        assert node.ledger() == before
+        await node.kubelet.start_container(pod, "main")
+        assert node.disagreements() == []
+
+
+async def test_a_driver_of_another_version_ends_the_process_with_5(folder: Path) -> None:
+    async with running(folder) as node:
+        node.control.unload_driver()
+        node.control.load_driver("999.1")
+        assert await node.agent.ended() == 5
+        await node.start_agent()
+        await until_cores(node, 400)
+
+
+async def test_a_lost_gpu_is_given_to_nobody_and_comes_back(folder: Path) -> None:
+    async with running(folder) as node:
+        tenant = node.pod("tenant", app(30, 4))
+        await node.run(tenant)
+        (name,) = node.gpus_of(tenant)
+        node.control.lose_gpu(0)
+        await node.kubelet.until(lambda: node.healthy(name) == {"core": 0, "memory": 0})
+        assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 300
+        others = [node.pod(f"p{n}", app(30, 4)) for n in range(3)]
+        for pod in others:
+            assert (await node.run(pod)).phase == "Running"
+            assert name not in node.gpus_of(pod)
+        node.control.restore_gpu(0)
+        await node.kubelet.until(lambda: node.healthy(name) == {"core": 100, "memory": BLOCKS})
+        assert node.disagreements() == []
+
+
+async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Path) -> None:
+    async with running(folder) as node:
+        leftover = await asyncio.create_subprocess_exec("sleep", "600")
+        try:
+            tenant = node.pod("tenant", app(100))
+            await node.run(tenant)
+            (name,) = node.gpus_of(tenant)
+            gpu = next(gpu for gpu in await node.graph() if gpu["name"] == name)
+            node.control.set_processes(gpu["index"], [SimProcess(pid=leftover.pid)])
+            await until_sampled(node)
+            node.delete(tenant)
+            held = await node.journal.until("gpu_quarantined", gpu=name)
+            assert f"pid {leftover.pid}" in held["reason"]
+            await node.kubelet.until(lambda: node.healthy(name)["core"] == 0)
+
+            await node.agent.kill()
+            await node.start_agent()
+            next_pod = node.pod("next", app(100))
+            assert (await node.run(next_pod)).phase == "Running"
+            assert node.gpus_of(next_pod) != {name}
+        finally:
+            leftover.kill()
+            await leftover.wait()
+        await node.journal.until("gpu_released", gpu=name)
+        await node.kubelet.until(lambda: node.healthy(name)["core"] == 100)

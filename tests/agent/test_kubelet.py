@@ -1,0 +1,68 @@
+"""The kubelet comes, goes, forgets and complains; the agent goes on."""
+
+from pathlib import Path
+
+from gpumgr.demo.node import Node
+from gpumgr.units import CORE_RESOURCE
+
+from .stage import app, init, running, stage
+
+
+async def until_registered(node: Node, count: int) -> None:
+    """So many Register calls in all, and both resources offered."""
+    await node.kubelet.until(lambda: len(node.kubelet.registrations) >= count)
+    await node.until_offered()
+
+
+async def test_a_kubelet_restart_and_removed_sockets_are_noticed(folder: Path) -> None:
+    async with running(folder) as node:
+        pid = node.agent.pid
+        pods = [node.pod("a", init(10, 1), app(30, 4)), node.pod("b", app(200))]
+        for pod in pods:
+            await node.run(pod)
+        before = node.ledger()
+
+        await node.kubelet.restart(sources_ready=False)
+        await node.until_offered()
+        assert node.ledger() == before
+        node.kubelet.finish_sources()
+
+        for number, socket in enumerate(node.kubelet.plugin_folder.glob("gpumgr-*.sock"), start=1):
+            count = len(node.kubelet.registrations)
+            socket.unlink()
+            await until_registered(node, count + 1)
+            assert len(node.journal.find("registration_lost", reason="own_socket_removed")) >= number
+
+        assert (await node.run(node.pod("c", app(60, 4)))).phase == "Running"
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        assert node.disagreements() == []
+        assert node.ledger().allocations.items() >= before.allocations.items()
+        assert node.agent.pid == pid
+
+
+async def test_a_kubelet_that_is_away_or_says_no_is_waited_for(folder: Path) -> None:
+    async with stage(folder) as node:
+        await node.kubelet.kill()
+        await node.agent.start()
+        await node.agent.while_running(node.journal.until("registration_failed", resource=CORE_RESOURCE))
+        node.kubelet.register_error = "not today"
+        await node.kubelet.start()
+        await node.journal.until_some(lambda line: "not today" in line.get("error", ""))
+        node.kubelet.register_error = None
+        await node.until_offered()
+        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+
+
+async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Path) -> None:
+    async with running(folder) as node:
+        old = node.pod("old", app(300))
+        await node.run(old)
+        await node.agent.kill()
+        node.delete(old)
+        await node.kubelet.restart()
+        began = len(node.journal.lines)
+        await node.start_agent()
+        assert (await node.run(node.pod("new", app(400)))).phase == "Running"
+        assert node.journal.find("allocation_freed", since=began, holder="demo/old (main)")
+        assert node.disagreements() == []

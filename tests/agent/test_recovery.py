@@ -1,0 +1,128 @@
+"""What a start finds: a corrupt checkpoint, gpu-manager's legacy, a disk that takes nothing more, a clock that was set back."""
+
+import json
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.checkpoint.files import NAME
+from gpumgr.sim.kubelet import SimKubeletError
+from gpumgr.units import RESOURCE_OF
+from tests.component.sim_kubelet.plugin import GooglePlugin
+
+from .stage import BLOCKS, RUNNER, app, init, running, stage
+
+
+def essence(ledger: Ledger) -> Mapping[str, object]:
+    """What a rebuild must find again: not when and why, which only the lost file told."""
+
+    def of(a: Allocation) -> object:
+        return (a.pod, a.uid, a.container, a.init, dict(a.cores), dict(a.blocks), a.gpus)
+
+    return {a.id: of(a) for a in ledger.allocations.values()}
+
+
+async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(folder: Path) -> None:
+    async with running(folder) as node:
+        pods = [node.pod("a", init(10, 1), app(30, 4), app(20, 2, "side")), node.pod("b", app(200, 4)), node.pod("c", app(5, 1))]
+        for pod in pods:
+            await node.run(pod)
+        before = node.ledger()
+        await node.agent.kill()
+        file = folder / "checkpoint" / NAME
+        file.write_bytes(b"\0garbage" * 4096)
+
+        await node.start_agent()
+        assert node.journal.find("checkpoint_set_aside")
+        (aside,) = (folder / "checkpoint").glob(f"{NAME}.corrupt-*Z")
+        assert aside.read_bytes().startswith(b"\0garbage")
+        assert essence(node.ledger()) == essence(before)
+        assert node.disagreements() == []
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        assert (await node.run(node.pod("d", app(100)))).phase == "Running"
+
+
+async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -> None:
+    async with stage(folder) as node:
+        old = node.pod("old", app(100, BLOCKS))
+        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in RESOURCE_OF.items()}
+        async with GooglePlugin(node.kubelet, dict(anonymous["core"]), dict(anonymous["memory"])):
+            assert (await node.run(old)).phase == "Running"
+        record = {"Devices": ["/dev/nvidia0"], "Cores": 100, "Memory": BLOCKS << 28}
+        (folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": {old.uid: {"main": record}}}))
+
+        await node.start_agent()
+        (line,) = node.journal.find("taken_over_from_gpu_manager")
+        assert (line["records"], line["live"], line["taken"]) == (1, 1, 1)
+        first = (await node.graph())[0]
+        assert [(holder["pod"], holder["cores"]) for holder in first["holders"]] == [("old", 100)]
+        await node.kubelet.start_container(old, "main")
+
+        others = [node.pod("new", app(100)), node.pod("share", app(30, 4))]
+        for pod in others:
+            assert (await node.run(pod)).phase == "Running"
+        assert first["name"] not in {gpu for pod in others for gpu in node.gpus_of(pod)}
+        refused = node.pod("pair", app(200))
+        assert (await node.run(refused)).phase == "Failed"
+        node.delete(refused)
+
+        await node.agent.kill()
+        await node.start_agent()
+        assert len(node.journal.find("taken_over_from_gpu_manager")) == 1
+        node.delete(old)
+        await node.journal.until_some(lambda line: line["event"] == "allocation_freed" and "old" in line["holder"])
+        heir = node.pod("heir", app(200))
+        assert (await node.run(heir)).phase == "Running"
+        assert first["name"] in node.gpus_of(heir)
+
+
+async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder: Path) -> None:
+    async with running(folder) as node:
+        await node.run(node.pod("a", app(30, 4)))
+        before, pid = node.ledger(), node.agent.pid
+        assert pid is not None
+        unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, unlimited[1]))
+        refused = node.pod("b", app(30, 4))
+        status = await node.run(refused)
+        assert status.reason == "UnexpectedAdmissionError"
+        assert "can't be remembered, so it was not made" in (status.message or "")
+        assert node.ledger() == before
+        node.delete(refused)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
+        assert node.disagreements() == []
+        assert node.agent.pid == pid
+
+
+async def test_a_clock_that_is_set_back_confuses_nobody(folder: Path) -> None:
+    clock = folder / "clock"
+    async with stage(folder, command=RUNNER, api_server=False) as node:
+        await node.start_agent({"WALL_CLOCK": str(clock)})
+        for number, now in enumerate([1_800_000_000, 1_000_000_000, 1_900_000_000, 1.0]):
+            clock.write_text(str(now))
+            sizes = [app(100), app(30, 4)] if number == 0 else [app(20, 2)]
+            for place, container in enumerate(sizes):
+                assert (await node.run(node.pod(f"p{number}{place}", container))).phase == "Running"
+        assert node.disagreements() == []
+        before = node.ledger()
+        await node.agent.kill()
+        await node.start_agent({"WALL_CLOCK": str(clock)})
+        assert node.ledger() == before
+        for pod in list(node.pods.values()):
+            await node.kubelet.start_container(pod, "main")
+
+
+async def test_an_id_that_nobody_offered_is_refused_at_the_containers_start(folder: Path) -> None:
+    async with stage(folder) as node:
+        stranger = node.pod("stranger", app(100, BLOCKS))
+        foreign = {kind: {f"{name}-{n}": None for n in range(100)} for kind, name in RESOURCE_OF.items()}
+        async with GooglePlugin(node.kubelet, dict(foreign["core"]), dict(foreign["memory"])):
+            assert (await node.run(stranger)).phase == "Running"
+        await node.start_agent()
+        with pytest.raises(SimKubeletError, match="this node never offered"):
+            await node.kubelet.start_container(stranger, "main")

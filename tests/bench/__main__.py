@@ -1,0 +1,91 @@
+"""`python -m tests.bench`: every benchmark, one after another, into build/bench.json; their table on standard output.
+
+`--pods` adds the crowds on a real kubelet (root). `--readme FILE` measures nothing: it puts the table of the last run into FILE.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.bench import table
+
+PROJECT = Path(__file__).resolve().parents[2]
+RESULTS = PROJECT / "build" / "bench.json"
+#: Each prints one JSON object.
+MODULES = {
+    "agent": "tests.bench.bench_agent",
+    "wire": "tests.bench.bench_wire",
+    "evaluators": "tests.bench.bench_evaluators",
+    "checkpoint": "tests.bench.bench_checkpoint",
+    "metrics": "tests.bench.bench_metrics",
+}
+#: A load above this comes from somebody else, and then p99 tells of them.
+QUIET_LOAD = 0.5
+
+
+def measure(pods: bool) -> dict[str, Any]:
+    """All figures of one run."""
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD * (os.cpu_count() or 1):
+        print(f"the machine is busy (load {load:.1f}): read p50, mistrust p99", file=sys.stderr)
+    figures: dict[str, Any] = {"machine": machine()}
+    for name, module in MODULES.items():
+        print(f"bench: {name}", file=sys.stderr)
+        figures[name] = json.loads(_output([sys.executable, "-m", module]))
+    if pods:
+        figures |= pods_at_once()
+    figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    return figures
+
+
+def pods_at_once() -> dict[str, Any]:
+    """Crowds on a real kubelet, beside the floor."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "pods.json"
+        subprocess.run(
+            [sys.executable, "-m", "tests.e2e.bench_pods", "--output", str(output)], check=True, cwd=PROJECT, stdout=sys.stderr
+        )
+        document: dict[str, Any] = json.loads(output.read_text())
+        return document
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    model = next((text.strip() for key, text in facts.items() if key.strip() == "model name"), platform.machine())
+    filesystem = _output(["df", "--output=fstype", tempfile.gettempdir()]).split()[-1]
+    return {
+        "cpus": os.cpu_count(),
+        "cpu_model": model,
+        "python": platform.python_version(),
+        "filesystem": filesystem,
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, cwd=PROJECT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pods", action="store_true", help="crowds on a real kubelet besides (root)")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="put the table of the last run into FILE")
+    arguments = parser.parse_args()
+    if arguments.readme is not None:
+        table.put_into(arguments.readme, table.markdown(json.loads(RESULTS.read_text())))
+        return
+    figures = measure(arguments.pods)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+    print(table.markdown(figures))
+
+
+if __name__ == "__main__":
+    main()

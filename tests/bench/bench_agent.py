@@ -1,0 +1,266 @@
+"""The agent as the kubelet meets it: its own process on a simulated node of 4,512 memory ids, its settings the shipped ones.
+
+`python -m tests.bench.bench_agent [--rounds N]` prints one JSON object. Calls are timed at the kubelet's end (grpcio, the kubelet's dial
+options): Allocate with its durable commit, GetPreferredAllocation with its look at PodResources. In each round stand beside them
+the floor (floor.py) and commits alone (bench_checkpoint.py) on the same disk.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import yaml
+
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from tests.bench.bench_checkpoint import commits
+from tests.bench.figures import median_and_worst, spread
+from tests.bench.kubelet import Kubelet, Plugin, PodKey, Times, admit
+
+NODE = "bench-node"
+DESCRIPTION = Path(__file__).with_name("h200-8.yaml")
+OFFER = {CORE_RESOURCE: 800, MEMORY_RESOURCE: 4512}
+ONE = {CORE_RESOURCE: 1, MEMORY_RESOURCE: 1}
+#: Pods of each round: such with one id of each resource, and such with all.
+SMALL, WHOLE = 100, 20
+#: Pods that run while the agent is idle.
+IDLE_PODS, IDLE_SECONDS = 40, 15.0
+#: Until the agent's cache has the pods that were announced.
+CACHE_SECONDS = 0.5
+REPORTED = {
+    "allocate_1": ("allocate", 1),
+    "allocate_800": ("allocate", 800),
+    "allocate_4512": ("allocate", 4512),
+    "prefer_of_800": ("prefer", 800),
+    "prefer_of_4512": ("prefer", 4512),
+    "first_list_4512": ("list", 4512),
+}
+
+
+class Agent:
+    """`gpumgr run`, and a supervisor that starts it at once when it was killed."""
+
+    def __init__(self, folder: Path, kubelet: Kubelet, kubeconfig: Path) -> None:
+        settings: dict[str, dict[str, Any]] = {
+            "node": {"name": NODE},
+            "kubelet": {
+                "device_plugin_dir": str(kubelet.plugin_folder),
+                "pod_resources_socket": str(kubelet.pod_resources_socket),
+            },
+            "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
+            "kubernetes": {"kubeconfig": str(kubeconfig)},
+            "container": {"allocation_dir": str(folder / "vm")},
+            "http": {"port": 0},
+            "process": {"lock_path": str(folder / "agent.lock")},
+        }
+        config = folder / "gpumgr.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        simulated = ["--sim", str(DESCRIPTION), "--sim-dir", str(folder / "sim")]
+        self._command = [sys.executable, "-m", "gpumgr", "run", "--config", str(config), *simulated]
+        self._log = folder / "agent.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """The time (monotonic) just before."""
+        began = time.monotonic()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stderr=log)
+        return began
+
+    def stop(self, *, kill: bool = False) -> None:
+        if self._process is not None:
+            (self._process.kill if kill else self._process.terminate)()
+            self._process.wait()
+            self._process = None
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def resident_bytes(self) -> int:
+        return int(self._proc("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_seconds(self) -> float:
+        user, system = self._proc("stat").rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def _proc(self, name: str) -> str:
+        assert self._process is not None, "the agent runs"
+        return Path(f"/proc/{self._process.pid}/{name}").read_text()
+
+
+@contextmanager
+def floor_plugins(folder: Path) -> Iterator[dict[str, Plugin]]:
+    """The floor as both resources; one process, and ids as the agent has them."""
+    path = folder / "floor.sock"
+    command = [sys.executable, "-m", "tests.bench.floor", str(path), str(OFFER[MEMORY_RESOURCE])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        plugins = {resource: Plugin(path) for resource in OFFER}
+        for resource, letter in ((CORE_RESOURCE, "c"), (MEMORY_RESOURCE, "m")):
+            plugins[resource].ids = tuple(f"5f3a9c{n % 8:02x}-{letter}{n // 8}" for n in range(OFFER[resource]))
+        yield plugins
+        for plugin in plugins.values():
+            plugin.channel.close()
+
+
+class Bench:
+    """One kubelet, one agent, one floor. Pods are known to the API server before they come."""
+
+    def __init__(self, kubelet: Kubelet, agent: Agent, floor: dict[str, Plugin], api: SimApiServer) -> None:
+        self.kubelet, self.agent, self.floor, self._api = kubelet, agent, floor, api
+        self._count = 0
+
+    def announce(self, number: int, cores: int, blocks: int) -> list[PodKey]:
+        """So many new pods in the API server."""
+        first, self._count = self._count, self._count + number
+        keys = [("bench", f"pod-{n}") for n in range(first, self._count)]
+        for namespace, name in keys:
+            container = SimContainer(name="main", cores=cores, memory_blocks=blocks)
+            pod = SimPod(namespace=namespace, name=name, uid=f"uid-{name}", containers=(container,))
+            self._api.put(pod, PodStatus(phase="Pending"))
+        return keys
+
+    def calls(self, small: list[PodKey], whole: list[PodKey]) -> Times:
+        """One round of the agent: pods come and end one after another, so that each finds everything free again."""
+        self.kubelet.times = defaultdict(list)
+        for pods, wanted in ((small, ONE), (whole, OFFER)):
+            for n, pod in enumerate(pods):
+                # The kubelet takes a container's resources in random order.
+                self.kubelet.admit(pod, wanted if n % 2 else dict(reversed(wanted.items())))
+                self.kubelet.end(pod)
+        memory = self.kubelet.plugins[MEMORY_RESOURCE]
+        self.kubelet.times["list", OFFER[MEMORY_RESOURCE]] = [memory.first_list() for _ in range(WHOLE)]
+        return self.kubelet.times
+
+    def floor_calls(self) -> Times:
+        """The same calls to the floor."""
+        times: Times = defaultdict(list)
+        free = {resource: plugin.ids for resource, plugin in self.floor.items()}
+        for number, wanted in ((SMALL, ONE), (WHOLE, OFFER)):
+            for _ in range(number):
+                list(admit(self.floor, wanted, times, free))
+        times["list", OFFER[MEMORY_RESOURCE]] = [self.floor[MEMORY_RESOURCE].first_list() for _ in range(WHOLE)]
+        return times
+
+    def starts(self, number: int) -> list[float]:
+        """Seconds from the command to both resources offered, again and again; the last agent goes on."""
+        took = []
+        for _ in range(number):
+            self.agent.stop()
+            began = self.agent.start()
+            took.append(self.kubelet.wait_offered(OFFER) - began)
+        return took
+
+    def kills(self, number: int) -> list[float]:
+        """Seconds from kill -9 to both resources offered by the successor."""
+        took = []
+        for _ in range(number):
+            began = time.monotonic()
+            self.agent.stop(kill=True)
+            self.kubelet.wait("the dead agent is noticed", lambda: not self.kubelet.plugins)
+            self.agent.start()
+            took.append(self.kubelet.wait_offered(OFFER) - began)
+        return took
+
+    def kubelet_restarts(self, number: int) -> list[float]:
+        """Seconds from the new kubelet's socket to both resources offered."""
+        took = []
+        for _ in range(number):
+            self.kubelet.stop()
+            began = self.kubelet.start()
+            took.append(self.kubelet.wait_offered(OFFER) - began)
+        return took
+
+    def idle(self, pods: list[PodKey]) -> dict[str, float]:
+        """What an agent with running pods takes that is asked nothing."""
+        for pod in pods:
+            self.kubelet.admit(pod, ONE)
+        time.sleep(2)
+        cpu, began = self.agent.cpu_seconds(), time.monotonic()
+        time.sleep(IDLE_SECONDS)
+        used = self.agent.cpu_seconds() - cpu
+        return {
+            "pods": len(pods),
+            "seconds": IDLE_SECONDS,
+            "cpu_percent": round(100 * used / (time.monotonic() - began), 3),
+            "resident_mib": round(self.agent.resident_bytes() / 2**20, 1),
+        }
+
+
+async def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
+    started = await asyncio.to_thread(bench.starts, rounds)
+    fresh_bytes = bench.agent.resident_bytes()
+    checkpoint = SqliteCheckpoint.open(folder / "commits")
+    ours: list[Times] = []
+    floors: list[Times] = []
+    saves: list[list[float]] = []
+    for turn in range(rounds):
+        small, whole = bench.announce(SMALL, 1, 1), bench.announce(WHOLE, OFFER[CORE_RESOURCE], OFFER[MEMORY_RESOURCE])
+        await asyncio.sleep(CACHE_SECONDS)
+        ours.append(await asyncio.to_thread(bench.calls, small, whole))
+        saves.append([ms / 1000 for ms in await commits(checkpoint, 64 + 200 * turn)])
+        floors.append(await asyncio.to_thread(bench.floor_calls))
+    await checkpoint.close()
+    result: dict[str, object] = {
+        "rounds": rounds,
+        "calls": {name: _beside(ours, floors, key) for name, key in REPORTED.items()},
+        "commit": spread(saves),
+        "start_to_offered": median_and_worst(started),
+        "resident_fresh_mib": round(fresh_bytes / 2**20, 1),
+        "resident_after_calls_mib": round(bench.agent.resident_bytes() / 2**20, 1),
+        "kubelet_restart_to_offered": median_and_worst(await asyncio.to_thread(bench.kubelet_restarts, rounds)),
+        "kill_to_offered": median_and_worst(await asyncio.to_thread(bench.kills, rounds)),
+    }
+    pods = bench.announce(IDLE_PODS, 1, 1)
+    await asyncio.sleep(CACHE_SECONDS)
+    result["idle"] = await asyncio.to_thread(bench.idle, pods)
+    return result
+
+
+def _beside(ours: list[Times], floors: list[Times], key: tuple[str, int]) -> dict[str, object]:
+    mine, floor = spread([times[key] for times in ours]), spread([times[key] for times in floors])
+    return {"gpumgr": mine, "floor": floor, "ratio_of_p50": round(mine["p50_ms"] / floor["p50_ms"], 2)}
+
+
+async def run(folder: Path, rounds: int) -> dict[str, object]:
+    kubelet = Kubelet(folder)
+    kubelet.start()
+    async with SimApiServer(NODE) as api:
+        agent = Agent(folder, kubelet, api.kubeconfig(folder / "kubeconfig"))
+        try:
+            with floor_plugins(folder) as floor:
+                return await measure(Bench(kubelet, agent, floor, api), folder, rounds)
+        except Exception:
+            sys.stderr.write(agent.log()[-4000:])
+            raise
+        finally:
+            agent.stop()
+            kubelet.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="where the agent's disk is; default: the folder for temporary files")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="gpumgr-bench-") as folder:
+        print(json.dumps(asyncio.run(run(Path(folder), arguments.rounds)), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The measured figures as Markdown, and where they stand in the README."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- figures: make bench-readme -->", "<!-- end of figures -->"
+
+_CALLS = {
+    "allocate_1": ("Allocate of 1 id, durable commit included", "p99 < 3 ms"),
+    "allocate_4512": ("Allocate of 4,512 ids, durable commit included", "p50 < 4 ms"),
+    "prefer_of_4512": ("GetPreferredAllocation out of 4,512 ids, PodResources asked", "p50 < 6 ms"),
+    "first_list_4512": ("first ListAndWatch of 4,512 devices", "< 10 ms"),
+}
+_LINK_16 = {
+    "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
+    "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
+    "four_switches_of_four_empty": "four PCIe switches of four, empty",
+    "four_switches_of_four_half_full": "four PCIe switches of four, half full",
+}
+
+
+def markdown(figures: Mapping[str, Any]) -> str:
+    """All tables of one run."""
+    return "\n".join(
+        [*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_pods(figures.get("pods_at_once"))]
+    )
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replaces what stands between the two marks. Raises ValueError without them."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{readme} lacks the marks {BEGIN} and {END}")
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _machine(machine: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{machine['cpus']} CPUs ({machine['cpu_model']}), Python {machine['python']}, {machine['filesystem']}; "
+        f"load {machine['load_before']} before and {machine['load_after']} after the run. p50 / p99 in milliseconds."
+    ]
+
+
+def _calls(figures: Mapping[str, Any]) -> Iterator[str]:
+    agent = figures["agent"]
+    yield "| the kubelet's path (grpcio, its dial options) | goal | gpumgr | floor | commit alone |"
+    yield "|---|---|---|---|---|"
+    for name, (what, goal) in _CALLS.items():
+        row = agent["calls"][name]
+        commit = _pair(agent["commit"]) if name.startswith("allocate") else ""
+        yield f"| {what} | {goal} | {_pair(row['gpumgr'])} | {_pair(row['floor'])} | {commit} |"
+
+
+def _process(figures: Mapping[str, Any]) -> Iterator[str]:
+    agent, idle = figures["agent"], figures["agent"]["idle"]
+    eight, sixteen = figures["evaluators"]["link_8_gpus"], figures["evaluators"]["link_16_gpus"]
+    scrape = figures["metrics"]["metrics_8x25"]
+    resident = " / ".join(
+        str(mib) for mib in (agent["resident_fresh_mib"], agent["resident_after_calls_mib"], idle["resident_mib"])
+    )
+    yield "| decisions and process | goal | measured |"
+    yield "|---|---|---|"
+    p99 = f"{eight['dgx1_v100']['p99']} / {eight['hgx_nvswitch']['p99']}"
+    yield f"| link decision, 8 GPUs (DGX-1 / NVSwitch), p99 of all sizes | < 1 ms | {p99} ms |"
+    for name, what in _LINK_16.items():
+        yield f"| link decision, 16 GPUs, {what}, slowest size | < 50 ms | {sixteen[name]['p50_of_slowest_size']} ms |"
+    yield f"| start of the agent to both resources offered | < 1 s | {_seconds(agent['start_to_offered'])} |"
+    yield f"| kill -9, restarted at once, to both offered again | < 2 s | {_seconds(agent['kill_to_offered'])} |"
+    yield f"| kubelet restart: its socket to both offered again | < 2 s | {_seconds(agent['kubelet_restart_to_offered'])} |"
+    yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 75 MiB | {resident} MiB |"
+    yield f"| CPU of the idle agent with {idle['pods']} pods | < 0.5 % | {idle['cpu_percent']} % |"
+    yield f"| scrape of /metrics with {scrape['containers']} containers, p50 / p99 | | {_pair(scrape['scrape_classic'])} ms |"
+
+
+def _pods(pods: Mapping[str, Any] | None) -> Iterator[str]:
+    if pods is None:
+        return
+    yield from (
+        "",
+        "| pods at once on a real kubelet, seconds | goal | gpumgr | floor | ratio | failed |",
+        "|---|---|---|---|---|---|",
+    )
+    for key, row in pods.items():
+        median = row["median_seconds"]
+        yield f"| {key} | ratio < 1.2 | {median['gpumgr']} | {median['floor']} | {row['ratio']} | {row['failed']['gpumgr']} |"
+
+
+def _pair(row: Mapping[str, Any]) -> str:
+    return f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}"
+
+
+def _seconds(row: Mapping[str, Any]) -> str:
+    return f"{row['median_seconds']} s (worst of {row['samples']}: {row['worst_seconds']} s)"

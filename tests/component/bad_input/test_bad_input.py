@@ -1,0 +1,226 @@
+"""Input that no healthy kubelet, disk or host gives: each is met with a sentence, and the books stay as they were.
+
+What people write wrongly is tested with the part that reads it: settings in tests/unit/settings/test_load_settings.py and
+test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_life.py), topology text in tests/unit/topology/test_matrix.py
+and tests/unit/cli/test_topology.py, state files and lines of requests in tests/unit/cli/test_place.py, descriptions of simulated
+nodes in tests/unit/nvml/test_sim_nodes.py. Damaged checkpoints are in tests/component/checkpoint/test_store.py, malformed messages
+in tests/unit/deviceplugin/test_codec.py. A clock that is set back under a whole process is in tests/agent/test_recovery.py.
+"""
+
+import asyncio
+import os
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from gpumgr.aio import Latest
+from gpumgr.app.listener import News
+from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.deviceplugin.registration import KubeletLink, LinkTiming
+from gpumgr.errors import AlreadyRunning, Refusal
+from gpumgr.proc import HostProcesses
+from gpumgr.sim.kubelet import SimContainer, SimKubelet
+from gpumgr.topology.devices import NodeSample
+from gpumgr.units import CORE_RESOURCE, KINDS, Kind
+from tests.component.deviceplugin.harness import ScriptedAllocator, device_list
+from tests.component.stage.stage import snapshot, stage
+
+
+def app(cores: int, blocks: int = 0) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+
+
+def cores(gpu: int, number: int) -> list[str]:
+    return [f"{gpu:08x}-c{n:02}" for n in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "code", "sentence"),
+    [
+        ("core", ["5f3a9c01-c00"], "unknown_device", "device id '5f3a9c01-c00' is none of this node's core ids"),
+        ("memory", ["00000000-m16"], "unknown_device", "device id '00000000-m16' is none of this node's memory ids"),
+        ("memory", ["00000000-c01"], "unknown_device", "device id '00000000-c01' is none of this node's memory ids"),
+        ("core", [""], "unknown_device", "device id '' is none of this node's core ids"),
+        ("core", ["00000000-c00"] * 2, "invalid_request", "device id '00000000-c00' stands twice in one request"),
+        ("core", [], "invalid_request", "the kubelet asked to allocate no core ids at all"),
+        (
+            "core",
+            ["00000000-c00", "00000001-c00"],
+            "conflict",
+            "a share must lie on one GPU with its memory; the kubelet's ids lie on GPU0 (00000000), GPU1 (00000001)",
+        ),
+        (
+            "core",
+            cores(0, 50) + cores(1, 50),
+            "conflict",
+            "whole GPUs were asked for, but the kubelet's ids hold only 50 cores of GPU0 (00000000)",
+        ),
+        (
+            "core",
+            cores(0, 100) + cores(1, 50),
+            "invalid_request",
+            "150 cores are not a multiple of 100: ask for 1 to 99 cores or for whole GPUs",
+        ),
+        ("core", [f"none-{n}" for n in range(100_000)], "unknown_device", "device id 'none-0' is none of this node's core ids"),
+    ],
+    ids=["unknown", "beyond the last", "of the other kind", "empty", "twice", "none", "two GPUs", "halves", "150", "100,000"],
+)
+async def test_ids_that_can_not_be_granted(folder: Path, kind: Kind, ids: list[str], code: str, sentence: str) -> None:
+    async with stage(folder) as node:
+        with pytest.raises(Refusal) as refused:
+            await node.agent.allocate(kind, ids)
+        assert (refused.value.code, str(refused.value)) == (code, sentence)
+        assert not node.ledger.allocations
+        assert not node.checkpoint.allocations
+        assert (await node.run(node.pod("after", app(20, 4)))).phase == "Running"
+
+
+async def test_ids_that_somebody_holds_are_not_given_again(folder: Path) -> None:
+    async with stage(folder) as node:
+        holder = node.pod("holder", app(100, 16))
+        assert (await node.run(holder)).phase == "Running"
+        before = node.ledger
+        with pytest.raises(
+            Refusal, match=r"handed out 5 core ids \(00000000-c00 \.\.\.\) that .*team/holder.* still holds; nothing was"
+        ):
+            await node.agent.allocate("core", cores(0, 5))
+        assert node.ledger == before
+
+
+async def test_a_preference_among_strange_ids_takes_known_ones(folder: Path) -> None:
+    strange = [f"none-{n}" for n in range(100_000)]
+    async with stage(folder) as node:
+        assert sorted(await node.agent.prefer("core", [*strange, *cores(2, 100)], [], 3)) == cores(2, 3)
+        with pytest.raises(Refusal, match="device id 'none-0' is none of this node's core ids"):
+            await node.agent.prefer("core", strange, strange[:1], 3)
+        with pytest.raises(Refusal, match="no GPU has 3 cores"):
+            await node.agent.prefer("core", strange, [], 3)
+
+
+async def test_a_container_with_ids_that_nobody_offered_does_not_start(folder: Path) -> None:
+    async with stage(folder) as node:
+        with pytest.raises(Refusal, match=r"holds core ids that this node never offered \(5f3a9c01-c00 \.\.\.\)"):
+            await node.agent.pre_start("core", ["5f3a9c01-c00"])
+        with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) are in nobody's name here"):
+            await node.agent.pre_start("core", cores(0, 2))
+
+
+async def test_a_kubelet_that_refuses_and_then_does_not(folder: Path) -> None:
+    """Pods that run keep what they hold while the restarted kubelet refuses us; the next one runs as soon as it takes us again."""
+    async with stage(folder) as node:
+        first = node.pod("first", app(20, 4))
+        assert (await node.run(first)).phase == "Running"
+        node.kubelet.register_error = "the ResourceName is invalid"
+        seen = len(node.kubelet.registrations)
+        await node.kubelet.restart()
+        await node.kubelet.until(lambda: len(node.kubelet.registrations) >= seen + 3)
+        node.check_agreement(first)
+        node.kubelet.register_error = None
+        for kind in KINDS:
+            await node.kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
+        second = node.pod("second", app(20, 4))
+        assert (await node.run(second)).phase == "Running"
+        node.check_agreement(first, second)
+
+
+async def test_what_a_kubelet_refused_or_left_unanswered_is_told(folder: Path) -> None:
+    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.05, first_retry_seconds=0.01, last_retry_seconds=0.05)
+    devices: dict[Kind, Latest[bytes]] = {kind: Latest(device_list(4)) for kind in KINDS}
+    told: asyncio.Queue[str | None] = asyncio.Queue()
+    async with SimKubelet(folder) as kubelet, asyncio.timeout(10):
+        kubelet.register_hangs = True
+        link = KubeletLink(
+            kubelet.plugin_folder,
+            ScriptedAllocator(),
+            devices,
+            timing=timing,
+            on_state=lambda _, state: told.put_nowait(state.error),
+        )
+        running = asyncio.create_task(link.run())
+        try:
+            while "there was no answer in time" not in str(await told.get()):
+                pass
+            kubelet.register_error, kubelet.register_hangs = "the ResourceName is invalid", False
+            while "the answer was UNKNOWN: the ResourceName is invalid" not in str(await told.get()):
+                pass
+            kubelet.register_error = None
+            await link.wait_registered()
+            assert [state.error for state in link.states.values()] == [None, None]
+        finally:
+            await link.stop(0.1)
+            await running
+
+
+def test_a_second_agent_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with NodeLock(path), pytest.raises(AlreadyRunning) as refused:
+        NodeLock(path).acquire()
+    assert str(refused.value) == (
+        f"another gpumgr agent (pid {os.getpid()}) runs on this node: it holds {path}; stop it before starting this one"
+    )
+    with lock_folder(tmp_path), pytest.raises(AlreadyRunning) as refused, lock_folder(tmp_path):
+        raise AssertionError("two agents serve one folder")
+    assert str(refused.value) == f"another gpumgr agent serves {tmp_path}; stop it before starting this one"
+
+
+async def test_a_full_disk_refuses_in_words_and_loses_nothing(folder: Path) -> None:
+    async with stage(folder) as node:
+        first = node.pod("first", app(20, 4))
+        assert (await node.run(first)).phase == "Running"
+        before = node.ledger
+        node.checkpoint.full = True
+        for number in range(3):
+            status = await node.run(node.pod(f"refused-{number}", app(20, 4)))
+            assert "the allocation can't be remembered, so it was not made: no space left on the disk of the checkpoint" in (
+                status.message or ""
+            )
+        assert node.ledger == before
+        assert dict(before.allocations) == node.checkpoint.allocations
+        node.checkpoint.full = False
+        second = node.pod("second", app(20, 4))
+        assert (await node.run(second)).phase == "Running"
+        node.check_agreement(first, second)
+
+
+async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> None:
+    dev = folder / "dev"
+    dev.mkdir()
+    for minor in (0, 2):
+        (dev / f"nvidia{minor}").touch()
+    async with stage(folder, node=snapshot(3)) as node:
+        news = News(node.agent.books, HostProcesses(folder), device_root=str(dev), on_sample=lambda _: None)
+        await news.snapshot_taken(snapshot(3))
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
+        sick = {text for text, (healthy, _) in node.kubelet.devices(CORE_RESOURCE).items() if not healthy}
+        assert sick == set(cores(1, 100))
+        status = await node.run(node.pod("refused", app(20, 17)))
+        why = f"its device node {dev}/nvidia1 is missing: run `nvidia-modprobe -c 1` or restart nvidia-persistenced"
+        assert f"GPU1 (00000001) not offered ({why})" in (status.message or "")
+        (dev / "nvidia1").touch()
+        await news.sample_taken(NodeSample())
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 300)
+        node.clock.now += 5
+        assert (await node.run(node.pod("all", app(300)))).phase == "Running"
+
+
+async def test_a_clock_that_is_set_back_changes_no_decision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock only dates allocations; what lasts how long is measured by a clock that nobody can set."""
+    falling = count(2_000_000_000, -3600)
+    async with stage(folder) as node:
+        monkeypatch.setattr(node.agent, "_wall_clock", lambda: float(next(falling)))
+        init = SimContainer(name="fetch", cores=10, memory_blocks=2, kind="init")
+        pods = [node.pod(f"p{n}", init, app(30, 4)) for n in range(3)]
+        for pod in pods:
+            assert (await node.run(pod)).phase == "Running"
+        node.check_agreement(*pods)
+        dates = [a.granted_at for a in node.ledger.allocations.values()]
+        assert dates == sorted(dates, reverse=True)
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        node.delete(pods[0])
+        node.clock.now += 60
+        for _ in range(3):
+            assert await node.agent.housekeeping.sweep()
+        node.check_agreement(*pods[1:])
+        assert {a.pod for a in node.ledger.allocations.values()} == {("team", "p1"), ("team", "p2")}

@@ -1,0 +1,84 @@
+"""`gpumgr checkpoint show` beside a running agent, after a killed one, and with none."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.checkpoint.files import NAME
+from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.errors import CheckpointError
+
+from .conftest import LEDGER, Open, allocation
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What the folder holds; -shm is sqlite's blackboard and says nothing."""
+    return {path.name: b"" if path.name.endswith("-shm") else path.read_bytes() for path in folder.iterdir()}
+
+
+async def test_shows_each_commit_of_a_running_agent(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    before = files(tmp_path)
+    assert read_checkpoint(tmp_path).ledger == LEDGER
+    assert files(tmp_path) == before
+    after = LEDGER.occupy(allocation("c"))
+    await checkpoint.save(after.since(LEDGER))
+    assert read_checkpoint(tmp_path).ledger == after
+
+
+async def test_shows_what_a_stopped_agent_left(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save_note("k", "v")
+    await checkpoint.close()
+    before = files(tmp_path)
+    loaded = read_checkpoint(tmp_path)
+    assert (loaded.ledger, dict(loaded.notes), loaded.lost) == (LEDGER, {"k": "v"}, False)
+    assert files(tmp_path) == before
+    assert set(before) == {NAME}
+
+
+@pytest.mark.parametrize("companions", [("-wal", "-shm"), ("-wal",)])
+async def test_shows_what_a_killed_agent_left(companions: tuple[str, ...], tmp_path: Path, open_checkpoint: Open) -> None:
+    agent, left = tmp_path / "agent", tmp_path / "left"
+    await open_checkpoint(agent).save(LEDGER.since(Ledger()))
+    left.mkdir()
+    for suffix in ("", *companions):
+        (left / (NAME + suffix)).write_bytes((agent / (NAME + suffix)).read_bytes())
+    before = files(left)
+    assert read_checkpoint(left).ledger == LEDGER
+    assert files(left) == before
+
+
+async def test_nothing_there_is_lost_not_an_error(tmp_path: Path) -> None:
+    loaded = read_checkpoint(tmp_path / "missing")
+    assert loaded.lost
+    assert loaded.why == f"there is no checkpoint at {tmp_path / 'missing' / NAME}"
+    assert read_checkpoint(tmp_path).lost
+    (tmp_path / NAME).touch()
+    assert read_checkpoint(tmp_path).lost
+    assert set(files(tmp_path)) == {NAME}
+
+
+async def test_a_corrupt_file_is_told_and_left_where_it_is(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.close()
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as connection:
+        connection.execute("UPDATE allocations SET sum = 1")
+    with pytest.raises(CheckpointError, match="the row of allocation 'id-a' can't be read"):
+        read_checkpoint(tmp_path)
+    (tmp_path / NAME).write_text("hello")
+    with pytest.raises(CheckpointError, match="file is not a database"):
+        read_checkpoint(tmp_path)
+    assert (tmp_path / NAME).read_text() == "hello"
+
+
+@pytest.mark.parametrize("without_root", [0o000], indirect=True)
+def test_a_folder_closed_to_us_is_a_clear_error(without_root: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"can't read the checkpoint {without_root}/{NAME}: Permission denied"):
+        read_checkpoint(without_root)

@@ -1,0 +1,302 @@
+"""What was saved is there after any restart, and what can't be trusted is never taken for an empty ledger."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.ledger import Change, Ledger
+from gpumgr.checkpoint.files import NAME, translate
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.errors import CheckpointError
+
+from .conftest import CARDS, LEDGER, Open, allocation
+
+REPOSITORY = Path(__file__).parents[3]
+ASIDE = f"{NAME}.corrupt-19700101T000000Z"
+
+
+async def reopened(open_checkpoint: Open, checkpoint: SqliteCheckpoint) -> SqliteCheckpoint:
+    assert await checkpoint.close()
+    return open_checkpoint()
+
+
+async def test_a_first_start_is_lost_and_empty(open_checkpoint: Open) -> None:
+    loaded = open_checkpoint().load()
+    assert loaded.ledger == Ledger()
+    assert loaded.lost
+    assert loaded.set_aside is None
+    assert loaded.why == "there was no checkpoint yet"
+
+
+async def test_a_ledger_comes_back_as_it_was(open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save_note("migrated", "yes")
+    await checkpoint.save_note("migrated", "gpu-manager 1.1.5 \N{SNOWMAN}")
+    loaded = (await reopened(open_checkpoint, checkpoint)).load()
+    assert loaded.ledger == LEDGER
+    assert list(loaded.ledger.allocations) == ["id-a", "id-b"]
+    assert loaded.notes == {"migrated": "gpu-manager 1.1.5 \N{SNOWMAN}"}
+    assert not loaded.lost
+
+
+async def test_changes_add_up(open_checkpoint: Open) -> None:
+    after = (
+        LEDGER.free(["id-a"])
+        .occupy(allocation("b", 0b11100))
+        .occupy(allocation("c"))
+        .with_cards(CARDS.meet("GPU-33333333-cccc", 4))
+    )
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save(after.since(LEDGER))
+    await checkpoint.save(Change())
+    await checkpoint.save(Change(drop=("nobody",)))
+    assert (await reopened(open_checkpoint, checkpoint)).load().ledger == after
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+async def test_nobody_else_can_read_the_files(tmp_path: Path, open_checkpoint: Open) -> None:
+    (tmp_path / NAME).touch(0o644)
+    await open_checkpoint().save(LEDGER.since(Ledger()))
+    assert modes(tmp_path) == {NAME: 0o600, f"{NAME}-wal": 0o600, f"{NAME}-shm": 0o600}
+
+
+async def test_a_save_goes_on_when_its_caller_is_cancelled(open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    task = asyncio.create_task(checkpoint.save(LEDGER.since(Ledger())))
+    await asyncio.sleep(0)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert (await reopened(open_checkpoint, checkpoint)).load().ledger == LEDGER
+
+
+async def test_a_closed_checkpoint_says_so(open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    assert await checkpoint.close()
+    assert await checkpoint.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        await checkpoint.save_note("a", "b")
+
+
+SAVER = """
+import asyncio, sys
+from pathlib import Path
+from gpumgr.allocator.ledger import Change
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from tests.component.checkpoint.conftest import GPU, allocation
+from gpumgr.allocator.ids import Cards
+
+def half(n, side):
+    return allocation(f"{n}-{('left', 'right')[side]}", 0, blocks={GPU: 1 << (2 * n + side)})
+
+async def main():
+    checkpoint = SqliteCheckpoint.open(Path(sys.argv[1]))
+    await checkpoint.save(Change(cards=Cards().meet("GPU-11111111-aaaa", 1_000_000)))
+    start = len(checkpoint.load().ledger.allocations)
+    for n in range(start, start + 100_000):
+        await checkpoint.save(Change(put=(half(n, 0), half(n, 1))))
+        print(n, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def save_until_killed(folder: Path, saves: int) -> int:
+    """Kills a process that saves, after `saves` of them; how many it said are durable."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(saves):
+            assert process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        return saves + len(process.stdout.read().splitlines())
+
+
+async def test_kill_at_any_moment_keeps_what_was_saved(tmp_path: Path, open_checkpoint: Open) -> None:
+    said = sum(save_until_killed(tmp_path, saves) for saves in (1, 7, 25))
+    found = open_checkpoint().load().ledger.allocations
+    halves = [{name.removesuffix(f"-{side}") for name in found if name.endswith(side)} for side in ("left", "right")]
+    assert halves[0] == halves[1]
+    # Each life may have committed one change that it had no time to tell.
+    assert said <= len(halves[0]) <= said + 3
+
+
+# -- files that can't be trusted -------------------------------------------------------------------------------------------
+
+
+async def filled(open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save_note("k", "v")
+    await checkpoint.close()
+
+
+def execute(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+DAMAGES = {
+    "a flipped bit in a mask": "UPDATE allocations SET record = replace(record, '\"3\"', '\"2\"')",
+    "another id": "UPDATE allocations SET id = 'id-z' WHERE id = 'id-a'",
+    "a record of bytes": "UPDATE allocations SET record = x'ff00'",
+    "a record that is no UTF-8": "UPDATE allocations SET record = CAST(x'ff00' AS TEXT)",
+    "a card's size": "UPDATE cards SET memory_blocks = 321",
+    "a card's size in words": "UPDATE cards SET memory_blocks = 'many'",
+    "a note": "UPDATE notes SET value = 'w'",
+    "a note of bytes": "UPDATE notes SET value = x'00'",
+    "a table that is gone": "DROP TABLE notes",
+    "a column that is gone": "ALTER TABLE cards DROP COLUMN uuid",
+    "no version": "DELETE FROM schema",
+    "two versions": "INSERT INTO schema VALUES (1)",
+    "a version in words": "UPDATE schema SET version = 'one'",
+    "somebody else's tables": "DROP TABLE schema",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_damaged_rows_set_the_file_aside(damage: str, tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    execute(tmp_path / NAME, DAMAGES[damage])
+    checkpoint = open_checkpoint()
+    loaded = checkpoint.load()
+    assert loaded.lost
+    assert loaded.ledger == Ledger()
+    assert loaded.set_aside == tmp_path / ASIDE
+    assert loaded.why
+    await checkpoint.save(LEDGER.since(Ledger()))
+    assert (await reopened(open_checkpoint, checkpoint)).load().ledger == LEDGER
+
+
+async def test_the_damaged_row_is_named(tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    execute(tmp_path / NAME, "UPDATE allocations SET record = '{}' WHERE id = 'id-b'")
+    assert open_checkpoint().load().why == "the row of allocation 'id-b' can't be read: its checksum is wrong"
+
+
+@pytest.mark.parametrize("content", [b"\0", b"hello", b'{"PodGPUMapping":{}}' * 500, b"SQLite format 3\0" + b"\xff" * 4096])
+async def test_a_file_that_is_no_database_is_set_aside_whole(content: bytes, tmp_path: Path, open_checkpoint: Open) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    loaded = open_checkpoint().load()
+    assert loaded.lost
+    assert loaded.set_aside is not None
+    assert loaded.set_aside.read_bytes() == content
+
+
+async def test_files_set_aside_in_one_second_do_not_meet(tmp_path: Path, open_checkpoint: Open) -> None:
+    for text in ("one", "two"):
+        (tmp_path / NAME).write_text(text)
+        assert await open_checkpoint().close()
+    assert (tmp_path / ASIDE).read_text() == "one"
+    assert (tmp_path / f"{ASIDE}.1").read_text() == "two"
+
+
+async def test_any_damaged_byte_loads_the_truth_or_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    sound = (tmp_path / NAME).read_bytes()
+    for place in [*range(0, 100, 3), *range(100, len(sound), 331)]:
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        damaged = bytearray(sound)
+        damaged[place] ^= 0x55
+        (folder / NAME).write_bytes(damaged)
+        loaded = open_checkpoint(folder).load()
+        assert loaded.ledger == (Ledger() if loaded.lost else LEDGER), place
+
+
+@pytest.mark.parametrize("length", [1, 100, 4095, 4096, 9000, 20_000])
+async def test_a_truncated_file_loads_nothing(length: int, tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    os.truncate(tmp_path / NAME, length)
+    loaded = open_checkpoint().load()
+    assert loaded.lost
+    assert loaded.set_aside == tmp_path / ASIDE
+
+
+async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    execute(tmp_path / NAME, "UPDATE schema SET version = 7")
+    before = (tmp_path / NAME).read_bytes()
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 7, this one knows 1\): start that version again"):
+        open_checkpoint()
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+# -- folders and disks -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_folder_closed_to_writing_is_a_clear_error(without_root: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"can't open the checkpoint {without_root}/{NAME}: Permission denied; make its folder writable"
+    ):
+        SqliteCheckpoint.open(without_root)
+
+
+async def test_a_file_in_the_folders_place_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="File exists; make its folder writable"):
+        SqliteCheckpoint.open(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        SqliteCheckpoint.open(tmp_path / "file" / "folder")
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+from gpumgr.allocator.ledger import Change, Ledger
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.errors import CheckpointError
+from tests.component.checkpoint.conftest import LEDGER, allocation
+
+async def main():
+    checkpoint = SqliteCheckpoint.open(Path(sys.argv[1]))
+    await checkpoint.save(LEDGER.since(Ledger()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        await checkpoint.save(Change(put=(allocation("lost", 0b110000, why="x" * 20_000),), drop=("id-a",)))
+    except CheckpointError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await checkpoint.save(Change(put=(allocation("later", 0b110000),)))
+    await checkpoint.close()
+
+asyncio.run(main())
+"""
+
+
+def save_on_a_full_disk(folder: Path) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(folder)], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    ).stdout
+
+
+async def test_a_disk_that_takes_no_more_loses_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
+    said = save_on_a_full_disk(tmp_path)
+    assert said.startswith(f"can't write the checkpoint {tmp_path / NAME}: disk I/O error (SQLITE_IOERR")
+    assert open_checkpoint().load().ledger == LEDGER.occupy(allocation("later", 0b110000))
+
+
+def test_a_full_database_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite3"
+    execute(path, "CREATE TABLE t (x)")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA max_page_count=2")
+        with pytest.raises(sqlite3.OperationalError) as caught:
+            connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
+    said = str(translate(caught.value, path, "write"))
+    assert said.startswith(f"can't write the checkpoint {path}: database or disk is full (SQLITE_FULL); free space")

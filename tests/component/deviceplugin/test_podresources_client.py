@@ -1,0 +1,95 @@
+"""Asking the kubelet who holds what."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gpumgr.deviceplugin.podresources import PodResourcesClient
+from gpumgr.errors import KubeletError
+from gpumgr.sim.kubelet import SimKubelet, SimPod
+from tests.component.deviceplugin.harness import short_folder
+
+
+@pytest.fixture
+async def kubelet() -> AsyncIterator[SimKubelet]:
+    with short_folder() as folder:
+        async with SimKubelet(folder) as running:
+            yield running
+
+
+@pytest.fixture
+async def client(kubelet: SimKubelet) -> AsyncIterator[PodResourcesClient]:
+    pod_resources = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=0.5)
+    yield pod_resources
+    pod_resources.close()
+
+
+def plain_pod(name: str) -> SimPod:
+    return SimPod(namespace="default", name=name, uid=f"uid-{name}", containers=())
+
+
+async def test_pods_are_listed_from_their_admission_on(kubelet: SimKubelet, client: PodResourcesClient) -> None:
+    assert (await client.list()).pods == ()
+    await kubelet.admit(plain_pod("web"))
+    assert (await client.list()).pods == (("default", "web"),)
+
+
+async def test_the_rate_limit_is_waited_out(kubelet: SimKubelet, client: PodResourcesClient) -> None:
+    for _ in range(25):
+        await client.list()
+    assert kubelet.pod_resources is not None
+    assert kubelet.pod_resources.refused > 0
+
+
+async def test_a_rate_limit_beyond_the_budget_is_an_error(kubelet: SimKubelet) -> None:
+    hasty = PodResourcesClient(kubelet.pod_resources_socket, rate_limit_budget_seconds=0)
+
+    async def list_in_a_row() -> None:
+        for _ in range(100):
+            await hasty.list()
+
+    with pytest.raises(KubeletError, match="RESOURCE_EXHAUSTED: rejected by rate limit"):
+        await list_in_a_row()
+    hasty.close()
+
+
+async def test_a_restart_is_survived(kubelet: SimKubelet, client: PodResourcesClient) -> None:
+    await kubelet.admit(plain_pod("web"))
+    await client.list()
+    await kubelet.restart()
+    assert (await client.list()).pods == (("default", "web"),)
+
+
+async def test_a_kubelet_that_is_away_is_an_error(kubelet: SimKubelet, client: PodResourcesClient) -> None:
+    await client.list()
+    await kubelet.kill()
+    with pytest.raises(KubeletError, match="list the pod resources"):
+        await client.list()
+
+
+async def test_no_socket_is_an_error() -> None:
+    with short_folder() as folder:
+        client = PodResourcesClient(folder / "kubelet.sock")
+        with pytest.raises(KubeletError, match="the socket does not exist"):
+            await client.list()
+
+
+async def test_a_silent_peer_is_given_up() -> None:
+    gone = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        gone.set()
+
+    with short_folder() as folder:
+        server = await asyncio.start_unix_server(say_nothing, folder / "kubelet.sock")
+        client = PodResourcesClient(folder / "kubelet.sock", timeout_seconds=0.05)
+        with pytest.raises(KubeletError, match="no answer in time"):
+            await client.list()
+        client.close()
+        await gone.wait()
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,231 @@
+"""Staying registered: with kubelets that restart, refuse, hang, come late, or drop us."""
+
+import asyncio
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.aio import Latest
+from gpumgr.deviceplugin.devices import encode_devices
+from gpumgr.deviceplugin.registration import KubeletLink, LinkState, LinkTiming
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.units import CORE_RESOURCE, KINDS, MEMORY_RESOURCE, Kind
+from tests.component.deviceplugin.harness import ScriptedAllocator, short_folder
+
+QUICK = LinkTiming(
+    poll_seconds=0.01,
+    register_timeout_seconds=0.5,
+    first_retry_seconds=0.01,
+    last_retry_seconds=0.05,
+    unwatched_seconds=0.2,
+    handover_seconds=0.2,
+)
+
+
+class Link:
+    """A running KubeletLink, and what it told."""
+
+    def __init__(self, folder: Path, timing: LinkTiming) -> None:
+        self.allocator = ScriptedAllocator()
+        self.devices: dict[Kind, Latest[bytes]] = {
+            "core": Latest(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
+            "memory": Latest(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
+        }
+        self.history: list[tuple[Kind, LinkState]] = []
+        self.states = Latest(0)
+        self.link = KubeletLink(folder, self.allocator, self.devices, timing=timing, on_state=self._told)
+
+    def _told(self, kind: Kind, state: LinkState) -> None:
+        self.history.append((kind, state))
+        self.states.set(len(self.history))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        with self.states.subscribe() as states:
+            async for _ in states:
+                if condition():
+                    return
+
+    async def until_registrations(self, count: int) -> None:
+        await self.until(lambda: all(state.registrations >= count for state in self.link.states.values()))
+
+
+@asynccontextmanager
+async def linked(folder: Path, timing: LinkTiming = QUICK) -> AsyncIterator[Link]:
+    link = Link(folder, timing)
+    running = asyncio.create_task(link.link.run())
+    try:
+        async with asyncio.timeout(10):
+            yield link
+    finally:
+        await link.link.stop(0.1)
+        await running
+
+
+@pytest.fixture
+async def kubelet() -> AsyncIterator[SimKubelet]:
+    with short_folder() as folder:
+        async with SimKubelet(folder, dial_timeout_seconds=1) as running:
+            yield running
+
+
+async def offered(kubelet: SimKubelet) -> None:
+    await kubelet.until_allocatable(CORE_RESOURCE, 100)
+    await kubelet.until_allocatable(MEMORY_RESOURCE, 40)
+
+
+async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await link.link.wait_registered()
+        await offered(kubelet)
+        assert link.link.registered
+        assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
+        assert link.link.states == dict.fromkeys(KINDS, LinkState(registered=True, registrations=1))
+
+
+async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        await link.link.stop(1)
+        await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
+        assert not link.link.registered
+        assert sorted(path.name for path in kubelet.plugin_folder.iterdir()) == ["kubelet.sock", "kubelet_internal_checkpoint"]
+        assert [link.devices[kind].readers for kind in KINDS] == [0, 0]
+
+
+async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        for restart in range(2, 4):
+            await kubelet.restart()
+            assert not (kubelet.plugin_folder / "gpumgr-core.sock").exists()
+            await link.until_registrations(restart)
+            await offered(kubelet)
+        assert link.link.registered
+
+
+async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_back_off(kubelet: SimKubelet) -> None:
+    patient = LinkTiming(poll_seconds=0.01, first_retry_seconds=60, last_retry_seconds=60, unwatched_seconds=0.05)
+    async with linked(kubelet.plugin_folder, patient) as link:
+        await offered(kubelet)
+        await kubelet.kill()
+        await link.until(lambda: len({kind for kind, state in link.history if state.error is not None}) == 2)
+        await kubelet.start()
+        await offered(kubelet)
+
+
+async def test_a_removed_socket_is_made_again(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        core_socket = kubelet.plugin_folder / "gpumgr-core.sock"
+        core_socket.unlink()
+        await link.until(lambda: link.link.states["core"].registrations == 2)
+        assert stat.S_ISSOCK(core_socket.stat().st_mode)
+        await offered(kubelet)
+        assert link.link.states["memory"].registrations == 1
+        status = await kubelet.run(pod("after"))
+        assert status.phase == "Running"
+
+
+async def test_an_allocation_in_flight_survives_the_removal_of_the_socket(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        link.allocator.hold = asyncio.Event()
+        admission = asyncio.create_task(kubelet.admit(pod("busy", memory_blocks=0)))
+        await link.allocator.began.wait()
+        (kubelet.plugin_folder / "gpumgr-core.sock").unlink()
+        await link.until(lambda: not link.link.states["core"].registered)
+        link.allocator.hold.set()
+        assert (await admission).phase == "Pending"
+        await offered(kubelet)
+
+
+async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder) as link:
+        await offered(kubelet)
+        await kubelet.stop_stream(CORE_RESOURCE)
+        await link.until(lambda: link.link.states["core"].registrations == 2)
+        await offered(kubelet)
+
+
+async def test_a_refusal_is_told_once_and_retried(kubelet: SimKubelet) -> None:
+    kubelet.register_error = "the ResourceName is invalid"
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder) as link:
+            await kubelet.until(lambda: len(kubelet.registrations) >= 8)
+            kubelet.register_error = None
+            await offered(kubelet)
+            await link.link.wait_registered()
+            assert all(state.error is None for state in link.link.states.values())
+    failures = [line for line in logs if line["event"] == "registration_failed"]
+    assert len(failures) == 2
+    assert "the answer was UNKNOWN: the ResourceName is invalid" in failures[0]["error"]
+
+
+async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet) -> None:
+    kubelet.register_hangs = True
+    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.05, first_retry_seconds=0.01, last_retry_seconds=0.05)
+    async with linked(kubelet.plugin_folder, timing) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        assert all("there was no answer in time" in str(state.error) for state in link.link.states.values())
+        kubelet.register_hangs = False
+        await offered(kubelet)
+
+
+async def test_a_node_without_kubelet_and_then_with_one() -> None:
+    with short_folder() as folder:
+        kubelet = SimKubelet(folder)
+        async with linked(kubelet.plugin_folder) as link:
+            await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+            async with kubelet:
+                await offered(kubelet)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        pytest.param(None, "nobody listens there", id="stale socket"),
+        pytest.param(b"", "hung up in the middle", id="hangs up"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "hung up in the middle", id="speaks another protocol"),
+    ],
+)
+async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sentence: str) -> None:
+    async def reply(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer or b"")
+        writer.close()
+        await writer.wait_closed()
+
+    with short_folder() as folder:
+        path = folder / "kubelet.sock"
+        if answer is None:
+            with socket.socket(socket.AF_UNIX) as dead:
+                dead.bind(str(path))
+            server = None
+        else:
+            server = await asyncio.start_unix_server(reply, path)
+        async with linked(folder) as link:
+            await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+            assert all(sentence in str(state.error) for state in link.link.states.values())
+        if server is not None:
+            server.close()
+            await server.wait_closed()
+
+
+async def test_run_can_be_cancelled(kubelet: SimKubelet) -> None:
+    link = Link(kubelet.plugin_folder, QUICK)
+    running = asyncio.create_task(link.link.run())
+    await offered(kubelet)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await link.link.stop(1)
+    assert not (kubelet.plugin_folder / "gpumgr-core.sock").exists()
+
+
+def pod(name: str, cores: int = 20, memory_blocks: int = 4) -> SimPod:
+    container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+    return SimPod(namespace="default", name=name, uid=f"uid-{name}", containers=(container,))

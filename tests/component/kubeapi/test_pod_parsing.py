@@ -1,0 +1,86 @@
+"""What of a pod's JSON counts."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.allocator.pods import ContainerSpec
+from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+
+METADATA = {"namespace": "ns", "name": "web-0", "uid": "u-1"}
+
+
+def container(
+    name: str, limits: dict[str, Any] | None = None, requests: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    return {"name": name, "resources": {"limits": limits, "requests": requests}, **more}
+
+
+def test_containers_stand_in_the_kubelets_order_with_their_kind() -> None:
+    view = parse_pod(
+        {
+            "metadata": {**METADATA, "creationTimestamp": "1970-01-01T00:01:00Z"},
+            "spec": {
+                "containers": [
+                    container("app", {"tencent.com/vcuda-core": "50", "tencent.com/vcuda-memory": "1k"}),
+                    {"name": "plain"},
+                ],
+                "initContainers": [
+                    container("first", {"tencent.com/vcuda-core": 200}),
+                    container("side", None, {"tencent.com/vcuda-memory": "3"}, restartPolicy="Always"),
+                ],
+                "ephemeralContainers": [container("debug", {"tencent.com/vcuda-core": "7"})],
+            },
+            "status": {"phase": "Running"},
+        }
+    )
+    assert (view.key, view.uid, view.phase, view.created_at) == (("ns", "web-0"), "u-1", "Running", 60.0)
+    assert view.containers == (
+        ContainerSpec(name="first", kind="init", cores=200),
+        ContainerSpec(name="side", kind="sidecar", memory_blocks=3),
+        ContainerSpec(name="app", cores=50, memory_blocks=1000),
+        ContainerSpec(name="plain"),
+    )
+
+
+def test_limits_come_before_requests() -> None:
+    both = container("app", {"tencent.com/vcuda-core": "20"}, {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "2"})
+    (spec,) = parse_pod({"metadata": METADATA, "spec": {"containers": [both]}}).containers
+    assert (spec.cores, spec.memory_blocks) == (20, 2)
+
+
+def test_a_pod_without_gpu_keeps_its_name_and_phase_only() -> None:
+    view = parse_pod(
+        {"metadata": METADATA, "spec": {"containers": [container("app", {"cpu": "500m"})]}, "status": {"phase": "Failed"}}
+    )
+    assert view.containers == ()
+    assert view.ended
+    assert not view.wants_gpu
+
+
+def test_a_pod_without_status_is_pending() -> None:
+    assert parse_pod({"metadata": METADATA}).phase == "Pending"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("10", 10), ("1k", 1000), ("2Ki", 2048), ("1e3", 1000), ("1E", 10**18), ("3000m", 3), ("1.5k", 1500), ("+4", 4)],
+)
+def test_quantities(text: str, value: int) -> None:
+    assert parse_quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0.5", "1500m", "k", "NaN", "Infinity", "1e30", "1e999999999", "10E", "1 0"])
+def test_no_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="quantity"):
+        parse_quantity(text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_whole_quantity_or_a_value_error(text: str) -> None:
+    try:
+        assert 0 <= parse_quantity(text) < 1 << 63
+    except ValueError:
+        return

@@ -1,0 +1,135 @@
+"""Simulated nodes behind the real binding, and somebody who listens to the monitor."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import GpuHealth
+from gpumgr.nvml.monitor import Monitor
+from gpumgr.sim.library import SimNode, prepare
+from gpumgr.topology.devices import NodeSample, NodeSnapshot
+
+PERIOD_SECONDS = 0.01
+RETRY_SECONDS = (0.01, 0.02)
+
+Prepare = Callable[[str], SimNode]
+Open = Callable[..., AbstractAsyncContextManager[Nvml]]
+Watch = Callable[..., AbstractAsyncContextManager[tuple[Monitor, "Listener"]]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The library is compiled once for all tests, and not into the home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Prepare]:
+    """Lays nodes out, each in a folder of its own; at the end nothing hangs any more, so that no thread outlives its test."""
+    made: list[SimNode] = []
+
+    def make(name: str) -> SimNode:
+        made.append(prepare(name, tmp_path / f"node-{len(made)}"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.control.clear()
+
+
+@pytest.fixture
+def opened() -> Open:
+    """An open session with a node's library."""
+
+    @asynccontextmanager
+    async def open_nvml(node: SimNode, *, timeout_seconds: float = 10.0) -> AsyncIterator[Nvml]:
+        nvml = Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds)
+        await nvml.open()
+        try:
+            yield nvml
+        finally:
+            node.control.clear()
+            await nvml.close()
+
+    return open_nvml
+
+
+class Listener:
+    """Keeps all it was told; `until` waits for a state of affairs."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[NodeSnapshot] = []
+        self.samples: list[NodeSample] = []
+        self.outages: list[str] = []
+        self.history: list[Mapping[str, GpuHealth]] = []
+        self._news = asyncio.Condition()
+
+    @property
+    def health(self) -> Mapping[str, GpuHealth]:
+        return self.history[-1] if self.history else {}
+
+    @property
+    def states(self) -> list[tuple[str, str | None]]:
+        """State and reason of the first snapshot's GPUs, in their order."""
+        gpus = self.snapshots[0].gpus if self.snapshots else ()
+        return [(self.health[gpu.uuid].state, self.health[gpu.uuid].reason) for gpu in gpus]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(condition)
+
+    async def rounds(self, count: int) -> None:
+        """So many more samples."""
+        enough = len(self.samples) + count
+        await self.until(lambda: len(self.samples) >= enough)
+
+    async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
+        assert {gpu.uuid for gpu in snapshot.gpus} <= self.health.keys()
+        self.snapshots.append(snapshot)
+        await self._tell()
+
+    async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
+        self.history.append(health)
+        await self._tell()
+
+    async def sample_taken(self, sample: NodeSample) -> None:
+        self.samples.append(sample)
+        await self._tell()
+
+    async def driver_down(self, message: str) -> None:
+        self.outages.append(message)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+
+@pytest.fixture
+def watched() -> Watch:
+    """A monitor that runs over a node, quickly, and its listener."""
+
+    @asynccontextmanager
+    async def watch(
+        node: SimNode, *, timeout_seconds: float = 10.0, kind: type[Nvml] = Nvml, **settings: object
+    ) -> AsyncIterator[tuple[Monitor, Listener]]:
+        listener = Listener()
+        nvml = kind(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds)
+        quick: dict[str, object] = {"sample_period_seconds": PERIOD_SECONDS, "retry_seconds": RETRY_SECONDS, **settings}
+        monitor = Monitor(nvml, listener, **quick)  # type: ignore[arg-type]
+        task = asyncio.create_task(monitor.run())
+        try:
+            yield monitor, listener
+        finally:
+            node.control.clear()
+            task.cancel()
+            await asyncio.wait([task])
+
+    return watch

@@ -1,0 +1,234 @@
+"""The monitor over a live node: faults come, are told, and go."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import structlog.testing
+
+from gpumgr.nvml.binding import DriverMismatchError
+from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.monitor import Monitor
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.library import prepare
+
+from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, Watch
+
+WELL = ("healthy", None)
+
+
+async def test_a_healthy_node_is_told_and_sampled(node: Prepare, watched: Watch) -> None:
+    async with watched(node("mixed-2")) as (monitor, listener):
+        await listener.rounds(3)
+    assert len(listener.snapshots) == 1
+    assert listener.states == [WELL, WELL]
+    assert listener.history == [monitor.health]
+    assert listener.outages == []
+    assert all(len(sample.gpus) == 2 and not sample.failures for sample in listener.samples)
+
+
+FAULTS: dict[str, tuple[Callable[[SimControl], None], Callable[[SimControl], None], str]] = {
+    "lost": (lambda c: c.lose_gpu(1), lambda c: c.restore_gpu(1), "lost"),
+    "reset required": (
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1),
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
+        "reset",
+    ),
+    "errors": (
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=1),
+        lambda c: c.set_result("nvmlDeviceGetMemoryInfo", 0, gpu=1),
+        "error",
+    ),
+    "mig": (lambda c: c.set_mig(1, enabled=True), lambda c: c.set_mig(1, enabled=False), "mig"),
+    "recovery action": (lambda c: c.set_recovery_action(1, 1), lambda c: c.set_recovery_action(1, 0), "reset"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, watched: Watch, name: str) -> None:
+    sim = node("hgx-h100-8")
+    breaks, heals, reason = FAULTS[name]
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        breaks(sim.control)
+        await listener.until(lambda: listener.states[1] == ("unhealthy", reason))
+        await listener.rounds(3)
+        assert listener.states == [WELL, ("unhealthy", reason), *[WELL] * 6]
+        heals(sim.control)
+        await listener.until(lambda: listener.states == [WELL] * 8)
+    assert "probation" in {health[listener.snapshots[0].gpus[1].uuid].state for health in listener.history}
+    assert listener.outages == []
+
+
+async def test_an_xid_withdraws_a_gpu_and_good_looks_bring_it_back(node: Prepare, watched: Watch) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.xid(2, 31)
+        sim.control.xid(2, 79)
+        await listener.until(lambda: listener.states[2][1] == "xid")
+        assert listener.health[listener.snapshots[0].gpus[2].uuid].message == "XID 79: the GPU has fallen off the bus"
+        await listener.until(lambda: listener.states[2] == WELL)
+
+
+async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare, watched: Watch) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlDeviceGetFieldValues", 13)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.double_bit_error(0)
+        await listener.until(lambda: listener.states[0] == ("unhealthy", "ecc"))
+        await listener.rounds(5)
+        assert listener.states[0] == ("unhealthy", "ecc")
+        sim.control.restore_gpu(0)
+        await listener.until(lambda: listener.states[0] == WELL)
+
+
+async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> None:
+    sim = node("mixed-2")
+    async with watched(sim) as (monitor, listener):
+        await listener.rounds(1)
+        uuid = sim.description.uuid_of(0)
+        monitor.hold(uuid, "broken fan")
+        await listener.until(lambda: listener.states[0] == ("unhealthy", "operator"))
+        await listener.rounds(4)
+        assert listener.health[uuid].message == "broken fan"
+        monitor.release(uuid)
+        await listener.until(lambda: listener.states[0] == WELL)
+
+
+async def test_a_mig_gpu_is_withdrawn_from_the_very_first_word(node: Prepare, watched: Watch) -> None:
+    sim = node("mixed-2")
+    sim.control.set_mig(0, enabled=True)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+    first = listener.history[0]
+    assert first[sim.description.uuid_of(0)].reason == "mig"
+    assert listener.snapshots[0].gpus[0].mig_enabled
+
+
+async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare, watched: Watch) -> None:
+    sim = node("hgx-h100-8")
+    async with watched(sim, timeout_seconds=0.2) as (_, listener):
+        await listener.rounds(1)
+        sim.control.hang()
+        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 8)
+        sim.control.release()
+        await listener.until(lambda: listener.states == [WELL] * 8)
+    assert listener.outages == ["NVML gave no answer within 0.2 s: the driver hangs"]
+    assert listener.snapshots[0] == listener.snapshots[-1]
+
+
+async def test_a_driver_reload(node: Prepare, watched: Watch) -> None:
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.unload_driver()
+        await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 4)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+        sim.control.xid(3, 119)
+        await listener.until(lambda: listener.states[3][1] == "xid")
+    assert len(listener.outages) == 1
+    assert "driver is not loaded" in listener.outages[0]
+
+
+async def test_a_driver_of_another_version_ends_the_monitor(node: Prepare) -> None:
+    sim = node("mixed-2")
+    listener = Listener()
+    monitor = Monitor(
+        Nvml(library_path=sim.library_path), listener, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS
+    )
+    task = asyncio.create_task(monitor.run())
+    await listener.rounds(1)
+    sim.control.unload_driver()
+    sim.control.load_driver("570.1")
+    with pytest.raises(DriverMismatchError, match="replaced by another version"):
+        await task
+
+
+async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare, watched: Watch) -> None:
+    sim = node("mixed-2")
+    sim.control.unload_driver()
+    loads: list[None] = []
+    tried_often = asyncio.Event()
+
+    class Counted(Nvml):
+        tries = 0
+
+        async def open(self) -> None:
+            self.tries += 1
+            if self.tries == 5:
+                tried_often.set()
+            await super().open()
+
+    async def load() -> bool:
+        loads.append(None)
+        return False
+
+    with structlog.testing.capture_logs() as logs:
+        async with watched(sim, load_kernel_modules=True, load=load, kind=Counted) as (_, listener):
+            await tried_often.wait()
+            assert listener.snapshots == []
+            sim.control.load_driver()
+            await listener.until(lambda: bool(listener.samples))
+    assert listener.outages == ["the NVIDIA driver is not loaded (nvmlInit: NVML error 9)"]
+    assert [line["event"] for line in logs].count("nvml_down") == 1
+    assert len(loads) == 1
+
+
+async def test_kernel_modules_are_left_alone_by_default(node: Prepare, watched: Watch) -> None:
+    sim = node("mixed-2")
+    sim.control.unload_driver()
+
+    async def load() -> bool:
+        raise AssertionError("not asked for")
+
+    async with watched(sim, load=load) as (_, listener):
+        await listener.until(lambda: bool(listener.outages))
+        sim.control.load_driver()
+        await listener.rounds(1)
+
+
+async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_found(node: Prepare, watched: Watch) -> None:
+    sim = node("pcie-a10-4")
+    folder = sim.sysfs_root.parent
+    source = "about: two of four\ndriver_version: 535.183.01\ncuda_version: 12.2\n"
+    source += "cards: {a10: {model: NVIDIA A10, memory_mib: 23028}}\ngpus:\n"
+    for index in range(2):
+        gpu = sim.description.gpus[index]
+        chain = ", ".join(gpu.pcie)
+        source += f"  - {{card: a10, bus_id: {gpu.bus_id}, pcie: [{chain}], uuid: {sim.description.uuid_of(index)}}}\n"
+    (folder / "two.yaml").write_text(source)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.unload_driver()
+        prepare(str(folder / "two.yaml"), folder)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL, WELL, ("unhealthy", "missing"), ("unhealthy", "missing")])
+        assert len(listener.snapshots[-1].gpus) == 2
+        sim.control.unload_driver()
+        prepare("pcie-a10-4", folder)
+        sim.control.load_driver()
+        await listener.until(lambda: listener.states == [WELL] * 4)
+        assert len(listener.snapshots[-1].gpus) == 4
+
+
+async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare, watched: Watch) -> None:
+    sim = node("pcie-a10-4")
+    sim.control.lose_gpu(2)
+    async with watched(sim) as (_, listener):
+        await listener.rounds(2)
+        assert [gpu.index for gpu in listener.snapshots[-1].gpus] == [0, 1, 3]
+        sim.control.restore_gpu(2)
+        await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
+    assert len(listener.snapshots) == 2
+
+
+async def test_a_lost_gpu_does_not_cause_snapshot_after_snapshot(node: Prepare, watched: Watch) -> None:
+    sim = node("pcie-a10-4")
+    async with watched(sim) as (_, listener):
+        await listener.rounds(1)
+        sim.control.lose_gpu(2)
+        await listener.rounds(10)
+    assert len(listener.snapshots) == 1

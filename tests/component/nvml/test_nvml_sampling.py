@@ -1,0 +1,191 @@
+"""What the GPUs do and how they are, through the real binding and the simulated library."""
+
+import asyncio
+
+from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import DoubleBitError, Failed, Looked, Observation, Xid
+from gpumgr.sim.control import SimProcess
+from gpumgr.topology.devices import GpuProcess, GpuSample
+
+from .conftest import Open, Prepare
+
+MIB = 1024 * 1024
+
+
+async def first_sample(nvml: Nvml) -> GpuSample:
+    uuid = (await nvml.snapshot()).gpus[0].uuid
+    return (await nvml.sample()).gpus[uuid]
+
+
+async def test_an_idle_gpu(node: Prepare, opened: Open) -> None:
+    async with opened(node("hgx-h100-8")) as nvml:
+        sample = await first_sample(nvml)
+    assert sample == GpuSample(
+        uuid=sample.uuid,
+        memory_used_bytes=0,
+        memory_reserved_bytes=551 * MIB,
+        utilization_ratio=0.0,
+        memory_copy_ratio=0.0,
+        temperature_celsius=32.0,
+        power_watts=70.0,
+        processes=(),
+    )
+
+
+async def test_scripted_work(node: Prepare, opened: Open) -> None:
+    sim = node("hgx-h100-8")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None)])
+    sim.control.set_utilization(0, gpu_percent=87, memory_percent=12)
+    sim.control.set_temperature(0, 66)
+    sim.control.set_power(0, 512.5)
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+        assert sample.processes == (GpuProcess(pid=3, memory_bytes=None), GpuProcess(pid=20, memory_bytes=300 * MIB))
+        assert (sample.utilization_ratio, sample.memory_copy_ratio) == (0.87, 0.12)
+        assert (sample.temperature_celsius, sample.power_watts) == (66.0, 512.5)
+        assert sample.memory_used_bytes == 300 * MIB
+        sim.control.set_memory_used(0, 1000 * MIB)
+        assert (await first_sample(nvml)).memory_used_bytes == 1000 * MIB
+
+
+async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(node: Prepare, opened: Open) -> None:
+    sim = node("pcie-p40-7")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
+    async with opened(sim) as nvml:
+        sample = await first_sample(nvml)
+    assert sample.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB),)
+    assert (sample.memory_used_bytes, sample.memory_reserved_bytes) == (428 * MIB, None)
+    assert sample.temperature_celsius == 24.0
+
+
+async def test_what_a_driver_does_not_tell_is_unknown(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    for function, code in (
+        ("nvmlDeviceGetUtilizationRates", 3),
+        ("nvmlDeviceGetTemperature", 3),
+        ("nvmlDeviceGetTemperatureV", 25),
+        ("nvmlDeviceGetPowerUsage", 3),
+        ("nvmlDeviceGetMemoryInfo", 3),
+        ("nvmlDeviceGetMemoryInfo_v2", 3),
+        ("nvmlDeviceGetComputeRunningProcesses_v2", 13),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", 13),
+    ):
+        sim.control.set_result(function, code, gpu=0)
+    async with opened(sim) as nvml:
+        await nvml.sample()
+        assert (await nvml.sample()).gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
+
+
+async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20)])
+    sim.control.grow_processes(0, 100)
+    async with opened(sim) as nvml:
+        processes = (await first_sample(nvml)).processes
+    assert processes is not None
+    assert len(processes) == 101
+
+
+async def test_a_list_that_never_fits_is_unknown(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 7)
+    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", 13)
+    async with opened(sim) as nvml:
+        assert (await first_sample(nvml)).processes is None
+
+
+async def test_a_failing_gpu_is_missing_from_a_sample_alone(node: Prepare, opened: Open) -> None:
+    sim = node("pcie-a10-4")
+    uuids = [sim.description.uuid_of(index) for index in range(4)]
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.lose_gpu(1)
+        sim.control.set_result("nvmlDeviceGetPowerUsage", 999, gpu=2)
+        sample = await nvml.sample()
+    assert set(sample.gpus) == {uuids[0], uuids[3]}
+    assert set(sample.failures) == {uuids[1], uuids[2]}
+    assert "NVML error 15" in sample.failures[uuids[1]]
+
+
+async def test_looks(node: Prepare, opened: Open) -> None:
+    sim = node("hgx-h100-8")
+    uuids = [sim.description.uuid_of(index) for index in range(8)]
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.lose_gpu(0)
+        sim.control.set_result("nvmlDeviceGetMemoryInfo", 16, gpu=1)
+        sim.control.set_result("nvmlDeviceGetMemoryInfo", 999, gpu=2)
+        sim.control.set_mig(3, enabled=True)
+        sim.control.double_bit_error(4, count=2)
+        sim.control.set_recovery_action(5, 4)
+        sim.control.set_result("nvmlDeviceGetFieldValues", 13, gpu=6)
+        sim.control.set_result("nvmlDeviceGetTotalEccErrors", 3, gpu=6)
+        looks = await nvml.look()
+    faults = [look.reason for look in (looks[uuid] for uuid in uuids[:3]) if isinstance(look, Failed)]
+    assert faults == ["lost", "reset", "error"]
+    well = Looked(mig_enabled=False, double_bit_errors=0, recovery_action=0)
+    assert [looks[uuid] for uuid in uuids[3:]] == [
+        Looked(mig_enabled=True, double_bit_errors=0, recovery_action=0),
+        Looked(mig_enabled=False, double_bit_errors=2, recovery_action=0),
+        Looked(mig_enabled=False, double_bit_errors=0, recovery_action=4),
+        Looked(mig_enabled=False, double_bit_errors=None, recovery_action=None),
+        well,
+    ]
+
+
+class Events:
+    """What was reported, to be awaited one by one."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[tuple[str | None, Observation]] = asyncio.Queue()
+
+    def __call__(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
+        self.queue.put_nowait((uuid, event))
+
+    async def next(self) -> tuple[str | None, Observation]:
+        async with asyncio.timeout(20):
+            return await self.queue.get()
+
+
+async def test_events_are_delivered_once_and_old_ones_never(node: Prepare, opened: Open) -> None:
+    sim = node("hgx-h100-8")
+    uuids = [sim.description.uuid_of(index) for index in range(8)]
+    sim.control.xid(0, 13)
+    events = Events()
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        assert await nvml.watch_events(events) == frozenset()
+        sim.control.xid(3, 79)
+        sim.control.double_bit_error(5)
+        assert [await events.next(), await events.next()] == [(uuids[3], Xid(number=79)), (uuids[5], DoubleBitError())]
+        await nvml.watch_events(events)
+        sim.control.xid(7, 31)
+        assert await events.next() == (uuids[7], Xid(number=31))
+    assert events.queue.empty()
+
+
+async def test_gpus_without_events_are_named(node: Prepare, opened: Open) -> None:
+    sim = node("pcie-a10-4")
+    uuids = [sim.description.uuid_of(index) for index in range(4)]
+    events = Events()
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        sim.control.set_result("nvmlDeviceRegisterEvents", 3, gpu=0)
+        sim.control.set_result("nvmlDeviceRegisterEvents", 999, gpu=1)
+        assert await nvml.watch_events(events) == {uuids[0], uuids[1]}
+        sim.control.xid(2, 48)
+        assert await events.next() == (uuids[2], Xid(number=48))
+        sim.control.set_result("nvmlEventSetCreate", 13)
+        assert await nvml.watch_events(events) == set(uuids)
+
+
+async def test_errors_of_the_wait_are_waited_out(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    events = Events()
+    sim.control.set_result("nvmlEventSetWait_v2", 999)
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        await nvml.watch_events(events)
+        sim.control.set_result("nvmlEventSetWait_v2", 0)
+        sim.control.xid(1, 94)
+        assert await events.next() == (sim.description.uuid_of(1), Xid(number=94))

@@ -1,0 +1,275 @@
+"""Snapshots through the real binding and the simulated library."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gpumgr.errors import NvmlAbsent, NvmlError
+from gpumgr.nvml.binding import DriverMismatchError
+from gpumgr.nvml.driver import Nvml
+from gpumgr.sim.library import prepare
+from gpumgr.topology.devices import Level, NodeSnapshot
+
+from .conftest import Open, Prepare
+
+MIB = 1024 * 1024
+
+
+async def look(prepare_node: Prepare, opened: Open, name: str) -> NodeSnapshot:
+    async with opened(prepare_node(name)) as nvml:
+        return await nvml.snapshot()
+
+
+def cells(snapshot: NodeSnapshot) -> list[str]:
+    """The matrix as text, row by row: links and levels as `nvidia-smi topo -m` names them."""
+    rows = []
+    for a in range(len(snapshot.gpus)):
+        row = []
+        for b in range(len(snapshot.gpus)):
+            link = snapshot.topology.link(a, b)
+            row.append("X" if a == b else (f"NV{link.nvlinks}+" if link.nvlinks else "") + link.level.name)
+        rows.append(" ".join(row))
+    return rows
+
+
+def halves(inner: str, outer: str, size: int) -> list[str]:
+    """The matrix of two groups of `size` GPUs."""
+    return [
+        " ".join("X" if a == b else inner if a // size == b // size else outer for b in range(2 * size)) for a in range(2 * size)
+    ]
+
+
+async def test_hgx_h100_8(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "hgx-h100-8")
+    assert cells(snapshot) == halves("NV18+NODE", "NV18+SYS", 4)
+    assert (snapshot.driver_version, snapshot.nvml_version, snapshot.cuda_version) == ("550.90.07", "12.550.90.07", "12.4")
+    assert snapshot.failures == ()
+    first = snapshot.gpus[0]
+    assert (first.index, first.minor, first.bus_id, first.model) == (0, 0, "0000:18:00.0", "NVIDIA H100 80GB HBM3")
+    assert (first.memory_bytes, first.memory_blocks, first.mig_enabled) == (81559 * MIB, 318, False)
+    assert first.pcie_chain == ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:01.0")
+    assert [gpu.numa_node for gpu in snapshot.gpus] == [0] * 4 + [1] * 4
+    assert len({gpu.uuid[4:12] for gpu in snapshot.gpus}) == 8
+
+
+async def test_dgx1_v100_8(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "dgx1-v100-8")
+    assert cells(snapshot) == [
+        "X NV1+PIX NV1+PHB NV2+PHB NV2+SYS SYS SYS SYS",
+        "NV1+PIX X NV2+PHB NV1+PHB SYS NV2+SYS SYS SYS",
+        "NV1+PHB NV2+PHB X NV2+PIX SYS SYS NV1+SYS SYS",
+        "NV2+PHB NV1+PHB NV2+PIX X SYS SYS SYS NV1+SYS",
+        "NV2+SYS SYS SYS SYS X NV1+PIX NV1+PHB NV2+PHB",
+        "SYS NV2+SYS SYS SYS NV1+PIX X NV2+PHB NV1+PHB",
+        "SYS SYS NV1+SYS SYS NV1+PHB NV2+PHB X NV2+PIX",
+        "SYS SYS SYS NV1+SYS NV2+PHB NV1+PHB NV2+PIX X",
+    ]
+    assert {(gpu.memory_blocks, gpu.mig_enabled) for gpu in snapshot.gpus} == {(128, None)}
+
+
+async def test_hgx_16(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "hgx-16")
+    assert cells(snapshot) == halves("NV6+NODE", "NV6+SYS", 8)
+    assert {gpu.memory_blocks for gpu in snapshot.gpus} == {128}
+
+
+async def test_pcie_a10_4(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "pcie-a10-4")
+    assert cells(snapshot) == halves("NODE", "SYS", 2)
+    assert {gpu.memory_blocks for gpu in snapshot.gpus} == {89}
+
+
+async def test_pcie_p40_7_with_its_old_driver(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "pcie-p40-7")
+    three, four = {0, 1, 2}, {3, 4, 5, 6}
+    expected = [
+        " ".join("X" if a == b else "PIX" if {a, b} <= three or {a, b} <= four else "PHB" for b in range(7)) for a in range(7)
+    ]
+    assert cells(snapshot) == expected
+    assert {(gpu.memory_blocks, gpu.numa_node, gpu.model) for gpu in snapshot.gpus} == {(95, 0, "Tesla P40")}
+
+
+async def test_mixed_2(node: Prepare, opened: Open) -> None:
+    snapshot = await look(node, opened, "mixed-2")
+    assert cells(snapshot) == ["X PHB", "PHB X"]
+    assert [(gpu.model, gpu.memory_blocks, gpu.mig_enabled) for gpu in snapshot.gpus] == [
+        ("NVIDIA A100-PCIE-40GB", 160, False),
+        ("Tesla T4", 60, None),
+    ]
+
+
+async def test_functions_that_a_driver_lacks_leave_unknowns(node: Prepare, opened: Open) -> None:
+    sim = node("hgx-h100-8")
+    for function in (
+        "nvmlSystemGetDriverVersion",
+        "nvmlSystemGetNVMLVersion",
+        "nvmlSystemGetCudaDriverVersion_v2",
+        "nvmlDeviceGetMinorNumber",
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetPciInfo_v3",
+        "nvmlDeviceGetNumaNodeId",
+        "nvmlDeviceGetTopologyCommonAncestor",
+        "nvmlDeviceGetNvLinkState",
+    ):
+        sim.control.set_result(function, 13)
+    async with opened(sim) as nvml:
+        snapshot = await nvml.snapshot()
+    assert snapshot.failures == ()
+    assert (snapshot.driver_version, snapshot.nvml_version, snapshot.cuda_version) == (None, None, None)
+    gpu = snapshot.gpus[3]
+    assert (gpu.minor, gpu.model, gpu.mig_enabled, gpu.bus_id, gpu.numa_node, gpu.pcie_chain) == (
+        None,
+        None,
+        None,
+        None,
+        None,
+        (),
+    )
+    assert cells(snapshot) == halves("SYS", "SYS", 4)
+
+
+async def test_no_permission_is_unknown_too(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlDeviceGetMinorNumber", 4)
+    async with opened(sim) as nvml:
+        assert [gpu.minor for gpu in (await nvml.snapshot()).gpus] == [None, None]
+
+
+async def test_nvlinks_without_a_remote_type_are_told_by_bus_id(node: Prepare, opened: Open) -> None:
+    sim = node("dgx1-v100-8")
+    sim.control.set_result("nvmlDeviceGetNvLinkRemoteDeviceType", 13)
+    async with opened(sim) as nvml:
+        assert cells(await nvml.snapshot())[0] == "X NV1+PIX NV1+PHB NV2+PHB NV2+SYS SYS SYS SYS"
+
+
+async def test_numa_node_from_nvml_where_sysfs_is_hidden(node: Prepare, tmp_path: Path) -> None:
+    nvml = Nvml(library_path=node("pcie-a10-4").library_path, sysfs_root=tmp_path / "nothing")
+    await nvml.open()
+    gpus = (await nvml.snapshot()).gpus
+    await nvml.close()
+    assert [(gpu.numa_node, gpu.pcie_chain) for gpu in gpus] == [(0, ()), (0, ()), (1, ()), (1, ())]
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNvLinkState"]
+)
+async def test_a_failing_gpu_marks_only_itself(node: Prepare, opened: Open, function: str) -> None:
+    sim = node("hgx-h100-8")
+    sim.control.set_result(function, 999, gpu=2)
+    async with opened(sim) as nvml:
+        snapshot = await nvml.snapshot()
+    assert [gpu.index for gpu in snapshot.gpus] == [0, 1, 3, 4, 5, 6, 7]
+    assert len(snapshot.topology) == 7
+    assert snapshot.topology.link(2, 3).level is Level.SYS
+    (failure,) = snapshot.failures
+    assert failure.index == 2
+    assert "Unknown Error (NVML error 999)" in failure.reason
+
+
+async def test_a_gpu_lost_after_a_look_keeps_its_uuid(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    async with opened(sim) as nvml:
+        before = await nvml.snapshot()
+        sim.control.lose_gpu(0)
+        after = await nvml.snapshot()
+        sim.control.restore_gpu(0)
+        assert await nvml.snapshot() == before
+    assert [(failure.index, failure.uuid) for failure in after.failures] == [(0, before.gpus[0].uuid)]
+    assert [gpu.uuid for gpu in after.gpus] == [before.gpus[1].uuid]
+
+
+async def test_a_gpu_that_fails_while_pairs_are_read_is_left_out_of_the_matrix(node: Prepare, opened: Open) -> None:
+    sim = node("pcie-a10-4")
+    sim.control.set_result("nvmlDeviceGetTopologyCommonAncestor", 999, gpu=3)
+    async with opened(sim) as nvml:
+        unsettled = await nvml.snapshot()
+    assert cells(unsettled)[3] == "SYS SYS SYS X"
+    assert unsettled.failures == ()
+
+
+async def test_a_board_of_several_gpus_and_the_driver_that_tells_it_wrongly(node: Prepare, opened: Open, tmp_path: Path) -> None:
+    text = """
+about: two boards of two GPUs
+driver_version: {version}
+cuda_version: 9.2
+cards: {{k80: {{model: Tesla K80, memory_mib: 11441}}}}
+gpus:
+  - {{card: k80, bus_id: 0000:05:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
+  - {{card: k80, bus_id: 0000:06:00.0, numa_node: 0, pcie: [pci0000:00, 0000:00:02.0], board: one}}
+"""
+    found = []
+    for version in ("390.157", "396.26"):
+        (tmp_path / f"{version}.yaml").write_text(text.format(version=version))
+        found.append(cells(await look(node, opened, str(tmp_path / f"{version}.yaml")))[0])
+    assert found == ["X PSB", "X PIX"]
+
+
+async def test_a_node_without_gpus(node: Prepare, opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "none.yaml").write_text("{about: none, driver_version: 1.2, cuda_version: 12.2, cards: {}, gpus: []}")
+    snapshot = await look(node, opened, str(tmp_path / "none.yaml"))
+    assert (snapshot.gpus, len(snapshot.topology)) == ((), 0)
+
+
+async def test_a_library_that_is_not_there() -> None:
+    with pytest.raises(NvmlAbsent, match=r"can't be loaded: /nonexistent/libnvidia-ml\.so\.1"):
+        await Nvml(library_path="/nonexistent/libnvidia-ml.so.1").open()
+
+
+async def test_a_machine_without_a_driver(node: Prepare, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a simulated library was in use in the same process."""
+    await look(node, opened, "mixed-2")
+    monkeypatch.setattr("pynvml.CDLL", refuse)
+    with pytest.raises(NvmlAbsent, match=r"^libnvidia-ml\.so\.1 is not found: the NVIDIA driver is not installed$"):
+        await Nvml().open()
+
+
+def refuse(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+async def test_a_driver_that_is_not_loaded(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.unload_driver()
+    with pytest.raises(NvmlAbsent, match="the NVIDIA driver is not loaded"):
+        await Nvml(library_path=sim.library_path).open()
+
+
+async def test_a_driver_older_than_init_with_flags(node: Prepare, opened: Open) -> None:
+    sim = node("mixed-2")
+    sim.control.set_result("nvmlInitWithFlags", 13)
+    async with opened(sim) as nvml:
+        assert len((await nvml.snapshot()).gpus) == 2
+    sim.control.set_result("nvmlInitWithFlags", 13)
+    sim.control.set_result("nvmlInit_v2", 18)
+    with pytest.raises(DriverMismatchError):
+        await Nvml(library_path=sim.library_path).open()
+
+
+async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare, opened: Open) -> None:
+    sim = node("hgx-h100-8")
+    async with opened(sim, timeout_seconds=0.2) as nvml:
+        before = await nvml.snapshot()
+        sim.control.hang(function="nvmlDeviceGetNvLinkState")
+        with pytest.raises(NvmlError, match=r"no answer within 0\.2 s"):
+            await nvml.snapshot()
+        assert nvml.stuck_seconds > 0
+        with pytest.raises(NvmlError, match="has not answered for"):
+            await nvml.sample()
+        resting = asyncio.create_task(nvml.rest(20))
+        await asyncio.sleep(0)
+        sim.control.release()
+        await resting
+        assert await nvml.snapshot() == before
+
+
+async def test_two_nodes_in_one_process_one_after_the_other(node: Prepare, opened: Open) -> None:
+    sizes = [len((await look(node, opened, name)).gpus) for name in ("mixed-2", "hgx-16", "mixed-2")]
+    assert sizes == [2, 16, 2]
+
+
+async def test_preparing_a_folder_again_changes_the_node(tmp_path: Path, opened: Open) -> None:
+    for name, size in (("mixed-2", 2), ("pcie-a10-4", 4)):
+        async with opened(prepare(name, tmp_path / "node")) as nvml:
+            assert len((await nvml.snapshot()).gpus) == size

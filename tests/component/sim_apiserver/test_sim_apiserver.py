@@ -1,0 +1,155 @@
+"""The stand-in API server as the agent's own pod cache sees it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpumgr.allocator.pods import PodView
+from gpumgr.kubeapi.cache import PodCache
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.reflector import Pace
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+
+PACE = Pace(pause_seconds=(0.01, 0.02))
+
+
+def pod(name: str, uid: str = "", *containers: SimContainer) -> SimPod:
+    app = SimContainer(name="main", cores=30, memory_blocks=4)
+    return SimPod(namespace="team", name=name, uid=uid or f"uid-{name}", containers=containers or (app,))
+
+
+class Watched:
+    """A pod cache that follows the server, and the changes it tells."""
+
+    def __init__(self, cache: PodCache) -> None:
+        self.cache = cache
+        self._changed = asyncio.Condition()
+        self._waker: set[asyncio.Task[None]] = set()
+        cache.subscribe(self._tell)
+
+    async def until(self, names: set[str]) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: {view.name for view in self.cache.all()} == names)
+
+    def _tell(self, _before: PodView | None, _after: PodView | None) -> None:
+        task = asyncio.create_task(self._notify())
+        self._waker.add(task)
+        task.add_done_callback(self._waker.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+@asynccontextmanager
+async def watched(api: SimApiServer, folder: Path) -> AsyncIterator[Watched]:
+    server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
+    cache = PodCache(server, "node-1", pace=PACE)
+    seen = Watched(cache)
+    task = asyncio.create_task(cache.run())
+    try:
+        await asyncio.wait_for(cache.wait_synced(), 10)
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await server.close()
+
+
+async def test_a_pod_is_listed_with_all_that_the_allocator_needs(tmp_path: Path) -> None:
+    containers = (
+        SimContainer(name="fetch", kind="init", cores=10, memory_blocks=1),
+        SimContainer(name="proxy", kind="sidecar"),
+        SimContainer(name="main", cores=30, memory_blocks=4),
+    )
+    async with SimApiServer("node-1") as api:
+        refused = PodStatus(phase="Failed", reason="UnexpectedAdmissionError", message="no room")
+        api.put(pod("a", "", *containers), refused, controlled=True)
+        async with watched(api, tmp_path) as seen:
+            view = seen.cache.by_uid("uid-a")
+            assert view is not None
+            assert (view.key, view.phase, view.reason, view.controlled) == (("team", "a"), "Failed", refused.reason, True)
+            assert [(c.name, c.kind, c.cores, c.memory_blocks) for c in view.containers] == [
+                ("fetch", "init", 10, 1),
+                ("proxy", "sidecar", 0, 0),
+                ("main", "app", 30, 4),
+            ]
+            assert view.created_at > 0
+
+
+async def test_changes_are_watched(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.put(pod("a"))
+        api.put(pod("b"))
+        await seen.until({"a", "b"})
+        api.remove("uid-a")
+        await seen.until({"b"})
+        assert api.requests.count("list") == 1
+
+
+async def test_pods_of_another_node_are_not_told(tmp_path: Path) -> None:
+    async with SimApiServer("node-2") as api:
+        api.put(pod("a"))
+        async with watched(api, tmp_path) as seen:
+            assert list(seen.cache.all()) == []
+
+
+async def test_an_outage_loses_nothing(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        url = api.url
+        await api.stop()
+        api.remove("uid-a")
+        api.put(pod("b"))
+        await api.start()
+        assert api.url == url
+        await seen.until({"b"})
+
+
+async def test_a_forgotten_history_is_listed_anew(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        await api.stop()
+        api.remove("uid-a")
+        api.put(pod("b"))
+        api.forget()
+        await api.start()
+        await seen.until({"b"})
+        assert api.requests.count("list") == 2
+
+
+async def test_a_watch_ends_with_a_bookmark() -> None:
+    async with SimApiServer("node-1") as api, aiohttp.ClientSession() as client:
+        api.put(pod("a"))
+        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": "1", "timeoutSeconds": "0"}
+        async with client.get(f"{api.url}/api/v1/pods", params=query) as answer:
+            lines = [line async for line in answer.content]
+        assert b'"BOOKMARK"' in lines[-1]
+        assert b'"resourceVersion": "2"' in lines[-1]
+
+
+async def test_a_slow_server_answers_later(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
+        api.delay_seconds = 0.2
+        api.put(pod("a"))
+        assert await seen.cache.wait_for(("team", "a"), 0.02) is None
+        assert await seen.cache.wait_for(("team", "a"), 10) is not None
+
+
+@pytest.mark.parametrize(("uid", "gone"), [("uid-1", True), ("uid-0", False)])
+async def test_only_the_life_that_was_meant_is_deleted(tmp_path: Path, uid: str, gone: bool) -> None:
+    deleted: list[str] = []
+    async with SimApiServer("node-1", on_delete=deleted.append) as api, watched(api, tmp_path) as seen:
+        api.put(pod("web-0", "uid-1"))
+        await seen.until({"web-0"})
+        meant = PodView(namespace="team", name="web-0", uid=uid)
+        assert await seen.cache.delete_pod(meant) is gone
+        assert deleted == (["uid-1"] if gone else [])
+        assert await seen.cache.delete_pod(PodView(namespace="team", name="none", uid="x")) is False

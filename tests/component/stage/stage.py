@@ -1,0 +1,220 @@
+"""A node in one event loop: simulated kubelet, our servers, the agent; the durable side and the API server are plain memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.books import Books
+from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.offers import Offers
+from gpumgr.agent.writer import Agent
+from gpumgr.aio import Latest
+from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Change, Ledger
+from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.allocator.quarantine import Process
+from gpumgr.app.encode import encode_offer
+from gpumgr.deviceplugin.podresources import PodResourcesClient
+from gpumgr.deviceplugin.registration import KubeletLink
+from gpumgr.errors import CheckpointError
+from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
+from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
+from gpumgr.units import BLOCK_BYTES, KINDS, Kind
+
+
+@dataclass
+class MemoryCheckpoint:
+    """Durable memory that can be full."""
+
+    allocations: dict[str, Any] = field(default_factory=dict)
+    cards: Cards = field(default_factory=Cards)
+    full: bool = False
+
+    async def save(self, change: Change) -> None:
+        if self.full:
+            raise CheckpointError("no space left on the disk of the checkpoint")
+        for gone in change.drop:
+            self.allocations.pop(gone, None)
+        self.allocations.update({a.id: a for a in change.put})
+        self.cards = change.cards or self.cards
+
+    async def save_note(self, key: str, value: str) -> None:
+        pass
+
+
+@dataclass
+class MemoryPods:
+    """The API server's pods of this node; a pod may be late."""
+
+    views: dict[PodKey, PodView] = field(default_factory=dict)
+    synced: bool = True
+
+    def get(self, pod: PodKey) -> PodView | None:
+        return self.views.get(pod)
+
+    def by_uid(self, uid: str) -> PodView | None:
+        return next((view for view in self.views.values() if view.uid == uid), None)
+
+    def all(self) -> Iterable[PodView]:
+        return list(self.views.values())
+
+    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
+        await asyncio.sleep(0)
+        return self.views.get(pod)
+
+
+class Drift:
+    """A meter that only remembers."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def drifted(self, what: str, number: int) -> None:
+        self.seen[what] = self.seen.get(what, 0) + number
+
+
+class Clock:
+    """Time that a test turns by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def snapshot(gpus: int = 4, blocks: int = 16, *, numa: bool = False) -> NodeSnapshot:
+    cards = tuple(
+        Gpu(
+            index=i,
+            uuid=f"GPU-{i:08x}-1111-2222-3333-444444444444",
+            minor=i,
+            bus_id=f"00000000:{i:02X}:00.0",
+            model="Test",
+            memory_bytes=blocks * BLOCK_BYTES,
+            numa_node=i * 2 // gpus if numa else None,
+        )
+        for i in range(gpus)
+    )
+
+    def level(a: int, b: int) -> Level:
+        return Level.PSB if a == b else Level.PIX if a // 2 == b // 2 else Level.PHB
+
+    levels = tuple(tuple(level(a, b) for b in range(gpus)) for a in range(gpus))
+    return NodeSnapshot(gpus=cards, topology=Topology(levels, tuple((0,) * gpus for _ in range(gpus))))
+
+
+@dataclass
+class Stage:
+    """What a test holds in its hands."""
+
+    kubelet: SimKubelet
+    agent: Agent
+    pods: MemoryPods
+    checkpoint: MemoryCheckpoint
+    clock: Clock
+    drift: Drift
+    devices: dict[Kind, Latest[bytes]]
+    _uids: Iterable[int] = field(default_factory=lambda: count(1))
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.agent.books.ledger.check()
+
+    def pod(self, name: str, *containers: SimContainer, known: bool = True, created_at: float | None = None) -> SimPod:
+        """A pod bound to this node; `known`: the API server's cache has it."""
+        number = next(iter(self._uids))
+        pod = SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
+        if known:
+            self.tell(pod, created_at=created_at or float(number))
+        return pod
+
+    def tell(self, pod: SimPod, phase: str = "Pending", created_at: float = 0.0) -> None:
+        specs = tuple(
+            ContainerSpec(name=c.name, kind=c.kind, cores=c.cores, memory_blocks=c.memory_blocks) for c in pod.admission_order
+        )
+        view = PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=created_at, containers=specs)
+        self.pods.views[view.key] = view
+
+    async def run(self, pod: SimPod) -> PodStatus:
+        status = await self.kubelet.run(pod)
+        self.tell(pod, phase=status.phase)
+        return status
+
+    def delete(self, pod: SimPod) -> None:
+        self.kubelet.delete(pod.uid)
+        self.pods.views.pop((pod.namespace, pod.name), None)
+
+    def check_agreement(self, *pods: SimPod) -> None:
+        """The ids that the kubelet holds for these pods are the ledger's, under their names, and no others."""
+        ledger = self.ledger
+        for pod in pods:
+            for container in pod.containers:
+                for kind in KINDS:
+                    mine = [
+                        a for a in ledger.of((pod.namespace, pod.name), pod.uid) if a.container == container.name and a.held(kind)
+                    ]
+                    ids = {text for a in mine for text in ledger.cards.format(kind, a.held(kind))}
+                    assert ids == self.kubelet.held(pod.uid, container.name, f"tencent.com/vcuda-{kind}")
+                    assert len(mine) <= 1
+
+
+@asynccontextmanager
+async def stage(
+    folder: Path,
+    *,
+    node: NodeSnapshot | None = None,
+    known: bool = True,
+    host: HostPaths | None = None,
+    share_mode: bool = True,
+    runs: Any = lambda _process: True,
+    **kubelet_options: Any,
+) -> AsyncIterator[Stage]:
+    async with SimKubelet(folder, **kubelet_options) as kubelet:
+        clock, drift, checkpoint, pods = Clock(), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
+        devices: dict[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
+        ids = (f"{n:016x}" for n in count(1))
+        client = PodResourcesClient(kubelet.pod_resources_socket)
+
+        def publish(offer: Offer) -> None:
+            for kind, message in encode_offer(books.ledger.cards, offer).items():
+                devices[kind].set(message)
+
+        def still_runs(process: Process) -> bool:
+            return bool(runs(process))
+
+        offers = Offers(publish, clock=clock)
+        books = Books(Ledger(), checkpoint=checkpoint, offers=offers, meter=drift, runs=still_runs, policy="binpack", clock=clock)
+        admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
+        housekeeping = Housekeeping(books=books, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
+        agent = Agent(
+            books=books,
+            admission=admission,
+            housekeeping=housekeeping,
+            pods=pods,
+            share_mode=share_mode,
+            host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
+            make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
+            new_id=lambda: next(ids),
+        )
+        await books.set_snapshot(node or snapshot())
+        offers.start()
+        link = KubeletLink(kubelet.plugin_folder, agent, devices)
+        task = asyncio.create_task(link.run())
+        try:
+            await link.wait_registered()
+            for kind in KINDS:
+                await kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
+            yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices)
+        finally:
+            await link.stop(1.0)
+            await asyncio.gather(task, return_exceptions=True)
+            offers.close()
+            client.close()

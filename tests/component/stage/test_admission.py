@@ -1,0 +1,161 @@
+"""Pods through the real call order of a kubelet: placement, attribution, reuse, freeing, refusals."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gpumgr.sim.kubelet import SimContainer
+from gpumgr.units import CORE_RESOURCE
+
+from .stage import snapshot, stage
+
+
+def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+
+
+async def test_shares_pack_onto_one_gpu_and_whole_pods_take_the_rest(folder: Path) -> None:
+    async with stage(folder) as node:
+        shares = [node.pod(f"share-{n}", app(20, 3)) for n in range(5)]
+        whole = node.pod("whole", app(100))
+        pair = node.pod("pair", app(200, 20))
+        for pod in (*shares, whole, pair):
+            assert (await node.run(pod)).phase == "Running"
+        node.check_agreement(*shares, whole, pair)
+        ledger = node.ledger
+        assert {a.gpus for pod in shares for a in ledger.of(("team", pod.name))} == {("00000000",)}
+        assert [a.gpus for a in ledger.of(("team", "whole"))] == [("00000001",)]
+        assert [a.gpus for a in ledger.of(("team", "pair"))] == [("00000002", "00000003")]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_attribution_is_right_whatever_the_order_of_resources(folder: Path, seed: int) -> None:
+    random = Random(seed)
+    async with stage(folder, node=snapshot(8, 320), seed=seed) as node:
+        pods = [node.pod(f"p{n}", app(random.choice([5, 10, 20]), random.choice([5, 10, 20]))) for n in range(40)]
+        random.shuffle(pods)
+        for pod in pods:
+            assert (await node.run(pod)).phase == "Running"
+        node.check_agreement(*pods)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_apps_take_over_ids_of_init_containers(folder: Path, seed: int) -> None:
+    async with stage(folder, seed=seed) as node:
+        pod = node.pod(
+            "train",
+            SimContainer(name="fetch", cores=10, memory_blocks=4, kind="init"),
+            SimContainer(name="watch", cores=5, memory_blocks=1, kind="sidecar"),
+            app(30, 6, "main"),
+            app(20, 2, "side"),
+        )
+        assert (await node.run(pod)).phase == "Running"
+        node.check_agreement(pod)
+        assert len({gpu for a in node.ledger.of(("team", "train")) for gpu in (*a.cores, *a.blocks)}) <= 2
+
+
+async def test_a_full_node_takes_the_next_pod_as_soon_as_one_ends(folder: Path) -> None:
+    async with stage(folder) as node:
+        pods = [node.pod(f"p{n}", app(50, 8)) for n in range(8)]
+        for pod in pods:
+            assert (await node.run(pod)).phase == "Running"
+        for round_number in range(10):
+            node.delete(pods.pop(0))
+            fresh = node.pod(f"r{round_number}", app(50, 8))
+            assert (await node.run(fresh)).phase == "Running"
+            pods.append(fresh)
+            node.check_agreement(*pods)
+
+
+async def test_a_name_that_recurs_is_a_new_pod(folder: Path) -> None:
+    async with stage(folder, node=snapshot(1)) as node:
+        for _ in range(4):
+            pod = node.pod("web-0", app(100, 16))
+            assert (await node.run(pod)).phase == "Running"
+            node.check_agreement(pod)
+            assert len(node.ledger.allocations) == 1
+            node.delete(pod)
+
+
+@pytest.mark.parametrize(
+    ("container", "sentence"),
+    [
+        (app(50, 0), "50 cores asked without memory"),
+        (app(0, 4), "asked without cores"),
+        (app(150, 4), "must be a multiple of 100"),
+        (app(50, 17), "no GPU has 50 cores and 17 memory blocks free; free: GPU0 (00000000) 100 cores and 16 memory blocks"),
+    ],
+)
+async def test_refusals_are_sentences_in_the_pods_event(folder: Path, container: SimContainer, sentence: str) -> None:
+    async with stage(folder) as node:
+        status = await node.run(node.pod("wrong", container))
+        assert (status.phase, status.reason) == ("Failed", "UnexpectedAdmissionError")
+        assert sentence in (status.message or "")
+        assert not node.ledger.allocations
+        assert (await node.run(node.pod("right", app(50, 4)))).phase == "Running"
+
+
+async def test_a_full_disk_refuses_and_loses_nothing(folder: Path) -> None:
+    async with stage(folder) as node:
+        first = node.pod("first", app(50, 4))
+        await node.run(first)
+        node.checkpoint.full = True
+        status = await node.run(node.pod("second", app(50, 4)))
+        assert "no space left" in (status.message or "")
+        node.checkpoint.full = False
+        third = node.pod("third", app(50, 4))
+        assert (await node.run(third)).phase == "Running"
+        node.check_agreement(first, third)
+
+
+async def test_a_sick_gpu_is_offered_to_nobody_and_comes_back(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2)) as node:
+        uuid = node.agent.books.inventory.snapshot.gpus[0].uuid
+        await node.agent.books.set_fitness(failed={uuid: "XID 79"}, closed={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 100)
+        pods = [node.pod("a", app(60, 4)), node.pod("b", app(60, 4))]
+        assert (await node.run(pods[0])).phase == "Running"
+        status = await node.run(pods[1])
+        assert "GPU0 (00000000) not offered (XID 79)" in (status.message or "") or "devices unavailable" in (status.message or "")
+        assert [a.gpus for a in node.ledger.allocations.values()] == [("00000001",)]
+        await node.agent.books.set_fitness(failed={}, closed={})
+        await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
+        node.clock.now += 5
+        assert (await node.run(node.pod("c", app(60, 4)))).phase == "Running"
+
+
+async def test_without_an_api_server_the_order_of_calls_decides(folder: Path) -> None:
+    async with stage(folder, known=False) as node:
+        pods = [
+            node.pod("a", app(30, 4), known=False),
+            node.pod("b", app(100, 16), known=False),
+            node.pod("c", app(200), known=False),
+            node.pod("d", app(30, 4), known=False),
+        ]
+        for pod in pods:
+            status = await node.kubelet.run(pod)
+            assert status.phase == "Running", status.message
+        node.check_agreement(*pods)
+
+
+async def test_share_without_memory_is_refused_at_its_start_when_the_spec_is_not_known(folder: Path) -> None:
+    async with stage(folder, known=False) as node:
+        pod = node.pod("a", app(30), known=False)
+        with pytest.raises(Exception, match="asked without memory"):
+            await node.kubelet.run(pod)
+
+
+async def test_free_blocks_of_a_whole_gpu_are_unhealthy_and_come_back(folder: Path) -> None:
+    async with stage(folder, node=snapshot(2)) as node:
+        pod = node.pod("whole", app(100, 4))
+        assert (await node.run(pod)).phase == "Running"
+        await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-memory"].allocatable == 20)
+        node.delete(pod)
+        node.clock.now += 2
+        while not await node.agent.housekeeping.sweep():
+            node.clock.now += 1
+        node.clock.now += 2
+        await node.agent.housekeeping.sweep()
+        assert not node.ledger.allocations
+        await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-memory"].allocatable == 32)

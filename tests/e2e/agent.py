@@ -1,0 +1,138 @@
+"""The agent under test: its settings, its process, and its ledger as its own command shows it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .cluster import Cluster, free_ports
+from .manifests import CORE, MEMORY
+from .places import AGENT_STATE, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT
+from .podresources import Place, PodResources
+from .processes import wait_until
+
+SIM = "hgx-h100-8"
+
+
+def agent_config(kubeconfig: Path, port: int) -> dict[str, Any]:
+    """The agent's settings on this cluster; every key that the harness knows is here."""
+    return {
+        "node": {"name": NODE},
+        "kubelet": {"device_plugin_dir": str(DEVICE_PLUGINS), "pod_resources_socket": str(POD_RESOURCES)},
+        "kubernetes": {"kubeconfig": str(kubeconfig)},
+        "checkpoint": {"dir": str(AGENT_STATE / "checkpoint"), "gpu_manager_checkpoint": str(AGENT_STATE / "none")},
+        "process": {"lock_path": str(AGENT_STATE / "agent.lock")},
+        "container": {"allocation_dir": str(AGENT_STATE / "vm")},
+        "http": {"port": port},
+    }
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One allocation of the ledger."""
+
+    allocation: str
+    place: Place
+    core_ids: frozenset[str]
+    memory_ids: frozenset[str]
+    gpus: tuple[str, ...]
+
+
+def read_ledger(document: Mapping[str, Any]) -> list[Holding]:
+    """Normalises what `gpumgr checkpoint show --output json` prints."""
+    return [
+        Holding(
+            str(each["allocation"]),
+            (str(each["namespace"]), str(each["pod"]), str(each["container"])),
+            frozenset(each["core_ids"]),
+            frozenset(each["memory_ids"]),
+            tuple(str(gpu) for gpu in each["gpus"]),
+        )
+        for each in document["allocations"]
+    ]
+
+
+class Agent:
+    """`gpumgr run` on a simulated node, as a process of the cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._config = AGENT_STATE / "gpumgr.yaml"
+        (self.port,) = free_ports(1)
+        self._config.write_text(yaml.safe_dump(agent_config(cluster.kubeconfig("gpumgr"), self.port)))
+        self._resources = PodResources()
+        self.running = False
+        #: Ids of each resource on a node without pods; known after the first start.
+        self.offer: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Ends the agent and the connection to the kubelet."""
+        self.stop()
+        self._resources.close()
+
+    def start(self, wait: bool = True, *, slow: bool = False) -> None:
+        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms."""
+        simulated = ["--sim", SIM, "--sim-dir", str(AGENT_STATE / "sim")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.e2e.slow_agent" if slow else "gpumgr",
+            "run",
+            "--config",
+            str(self._config),
+            *simulated,
+        ]
+        self._cluster.processes.start("gpumgr", command, cwd=PROJECT)
+        self.running = True
+        if wait:
+            self.wait_offered()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._cluster.processes.kill("gpumgr")
+        self.running = False
+
+    def stop(self) -> int | None:
+        """SIGTERM; the exit status."""
+        self.running = False
+        return self._cluster.processes.stop("gpumgr")
+
+    def ensure(self) -> None:
+        """Starts the agent where a failed test left none."""
+        if self.running:
+            self._cluster.processes.check("gpumgr")
+        else:
+            self.start()
+
+    def offered(self) -> dict[str, int]:
+        """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 10 s later)."""
+        return self._resources.allocatable()
+
+    def wait_offered(self, timeout: float = 15) -> float:
+        """Waits until both resources are offered; answers when (monotonic clock) that was so."""
+
+        def both() -> bool:
+            self._cluster.processes.check("gpumgr")
+            offered = self.offered()
+            return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
+
+        wait_until("both resources offered", both, timeout, every=0.02)
+        now = time.monotonic()
+        self.offer = self.offer or self.offered()
+        return now
+
+    def ledger(self) -> list[Holding]:
+        """The ledger, read by the agent's own command from the checkpoint."""
+        command = [sys.executable, "-m", "gpumgr", "checkpoint", "show", "--config", str(self._config), "--output", "json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT)
+        return read_ledger(json.loads(done.stdout))
+
+    def wait_empty(self, timeout: float = 15) -> None:
+        """Waits until nothing is held any more."""
+        wait_until("an empty ledger", lambda: not self.ledger(), timeout, every=0.3)

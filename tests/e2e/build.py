@@ -1,0 +1,71 @@
+"""Gets what the cluster is made of: Debian packages, and the Kubernetes commands from Go modules.
+
+`python -m tests.e2e.build` does it ahead of the tests. Cold: minutes; warm: nothing but a look at the cache.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .places import GO, KUBERNETES, cache
+
+# Command, and the Debian package that brings it.
+NEEDED = {
+    "/usr/bin/containerd": "containerd",
+    "/usr/sbin/runc": "runc",
+    "/usr/bin/etcd": "etcd-server",
+    "/usr/lib/cni/loopback": "containernetworking-plugins",
+    "/bin/busybox": "busybox-static",
+    "/usr/bin/openssl": "openssl",
+    "/usr/bin/setpriv": "util-linux",
+}
+COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
+
+
+def install_packages() -> None:
+    """Installs the packages whose commands are missing."""
+    missing = sorted({package for path, package in NEEDED.items() if not Path(path).exists()})
+    if not missing:
+        return
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["apt-get", "-qq", "update"], check=True, env=quiet)
+    subprocess.run(["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing], check=True, env=quiet)
+
+
+def _stamp(paths: list[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def _go_build(out: Path, stamp: str, packages: list[str], ldflags: str) -> None:
+    """Builds `packages` into the folder `out`, unless the mark left there says that it is done."""
+    mark = out / "stamp"
+    if mark.exists() and mark.read_text() == stamp:
+        return
+    go = shutil.which("go") or "/usr/local/go/bin/go"
+    fresh = out.with_name(out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    command = [go, "build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", f"{fresh}/"]
+    subprocess.run([*command, *packages], check=True, cwd=GO, env={**os.environ, "CGO_ENABLED": "0"})
+    (fresh / "stamp").write_text(stamp)
+    shutil.rmtree(out, ignore_errors=True)
+    fresh.rename(out)
+
+
+def build() -> Path:
+    """Builds what the cache lacks; answers the cache's folder with `kubernetes/` and `floor/` in it."""
+    root = cache()
+    modules = [GO / "go.mod", GO / "go.sum"]
+    major, minor, _ = KUBERNETES.split(".")
+    version = "k8s.io/component-base/version"
+    ldflags = f"-s -w -X {version}.gitVersion=v{KUBERNETES} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
+    _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
+    _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
+    return root
+
+
+if __name__ == "__main__":
+    install_packages()
+    print(build())

@@ -1,0 +1,278 @@
+"""A one-node Kubernetes cluster of real parts: containerd, etcd, API server, scheduler, kubelet. All on 127.0.0.1."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO
+
+from . import build, image, manifests, traces
+from .api import PODS, Api, ApiError, Pods
+from .devices import make_devices
+from .manifests import Json
+from .places import CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
+from .processes import Processes, wait_until
+
+ADMISSION_OFF = "ServiceAccount,TaintNodesByCondition"  # both need the controller manager, which nothing here does
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on at this moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    try:
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class Cluster:
+    """Start it, use it, stop it; `stop` removes everything that `start` made."""
+
+    api: Api
+    pods: Pods
+
+    def __init__(self, gpus: int = 8) -> None:
+        self._gpus = gpus
+        self._lock: IO[str] | None = None
+        self._etcd, self._peer, self._server, self._kubelet = free_ports(4)
+        self._tokens = {name: secrets.token_hex(16) for name in ("admin", "node", "gpumgr")}
+        self.processes = Processes(STATE / "logs", traces.RECORD)
+        self.kubelet_url = f"http://127.0.0.1:{self._kubelet}"
+        self.url = f"https://127.0.0.1:{self._server}"
+
+    # -- life
+
+    def start(self) -> None:
+        """Installs and builds what is missing, cleans up after a killed run, starts everything, waits for the node."""
+        if os.geteuid() != 0:
+            raise PermissionError("the end-to-end cluster needs root")
+        build.install_packages()
+        self._binaries = build.build()
+        self._claim()
+        try:
+            self._start_runtime()
+            self._start_control_plane()
+            self.start_kubelet()
+            self.wait_ready()
+            self.pods = Pods(Api(self._server, self._authority, self._tokens["admin"]))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the processes and removes every trace."""
+        if hasattr(self, "pods"):
+            self.pods.stop()
+        if hasattr(self, "api"):
+            self.api.close()
+        self.processes.kill_all()
+        traces.remove()
+        if self._lock is not None:
+            LOCK.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def _claim(self) -> None:
+        """Takes the lock, removes what a killed run left, and lays out the folders."""
+        lock = LOCK.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), LOCK.stat()):
+                raise FileNotFoundError  # the holder has just removed it
+        except OSError:
+            lock.close()
+            raise traces.OccupiedError(f"another end-to-end run holds {LOCK}") from None
+        self._lock = lock
+        traces.remove()
+        traces.check_free()
+        for name in ("logs", "pki", "cni", "pod-logs"):
+            (STATE / name).mkdir(parents=True)
+        traces.claim_folders()
+        make_devices(self._gpus, traces.DEVICES)
+
+    # -- parts
+
+    @property
+    def _authority(self) -> Path:
+        return STATE / "pki" / "apiserver.crt"
+
+    def kubeconfig(self, name: str) -> Path:
+        """Kubeconfig file of `admin` (everything), `node` (the kubelet) or `gpumgr` (the agent)."""
+        path = STATE / f"{name}.kubeconfig"
+        if not path.exists():
+            config = manifests.kubeconfig(self.url, str(self._authority), self._tokens[name])
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(config))
+        return path
+
+    def _start_runtime(self) -> None:
+        (STATE / "containerd.toml").write_text(manifests.CONTAINERD)
+        (STATE / "cni" / "10-none.conflist").write_text(json.dumps(manifests.CNI))
+        self.processes.start("containerd", ["containerd", "--config", STATE / "containerd.toml"])
+        client, peer = f"http://127.0.0.1:{self._etcd}", f"http://127.0.0.1:{self._peer}"
+        self.processes.start(
+            "etcd",
+            ["etcd", "--data-dir", STATE / "etcd", "--listen-client-urls", client, "--advertise-client-urls", client,
+             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+        )  # fmt: skip
+
+    def _import_image(self) -> None:
+        archive = STATE / "image.tar"
+        image.write_image(archive, IMAGE, ["/bin/sh", "-c", manifests.SLEEP])
+        wait_until("containerd's socket", CONTAINERD_SOCKET.exists, 20)
+        self.ctr("images", "import", str(archive))
+        archive.unlink()
+
+    def _start_control_plane(self) -> None:
+        key = STATE / "pki" / "accounts.key"
+        subprocess.run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key], check=True)
+        users = STATE / "pki" / "tokens.csv"
+        users.touch(mode=0o600)
+        users.write_text(
+            f'{self._tokens["admin"]},admin,1,"system:masters"\n'
+            f'{self._tokens["node"]},system:node:{NODE},2,"system:nodes"\n'
+            f"{self._tokens['gpumgr']},gpumgr,3,\n"
+        )
+        self.processes.start(
+            "kube-apiserver",
+            [self._binaries / "kubernetes" / "kube-apiserver",
+             f"--etcd-servers=http://127.0.0.1:{self._etcd}", f"--secure-port={self._server}",
+             "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none",
+             f"--cert-dir={STATE / 'pki'}", f"--token-auth-file={users}", "--authorization-mode=Node,RBAC",
+             f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
+             "--service-account-issuer=https://e2e.invalid", "--service-cluster-ip-range=10.96.0.0/24",
+             f"--disable-admission-plugins={ADMISSION_OFF}", "--allow-privileged=true"],
+        )  # fmt: skip
+        self._import_image()
+        wait_until("the API server", self._api_ready, 90, every=0.2)
+        self.processes.start(
+            "kube-scheduler",
+            [self._binaries / "kubernetes" / "kube-scheduler", f"--kubeconfig={self.kubeconfig('admin')}",
+             "--leader-elect=false", "--secure-port=0"],
+        )  # fmt: skip
+        for path, body in manifests.agent_rights():
+            self.api.request("POST", path, body)
+
+    def _api_ready(self) -> bool:
+        self.processes.check("kube-apiserver")
+        self.processes.check("etcd")
+        if not self._authority.exists():
+            return False
+        try:
+            if not hasattr(self, "api"):
+                self.api = Api(self._server, self._authority, self._tokens["admin"])
+            self.api.request("GET", "/readyz")
+        except (OSError, ApiError):
+            return False
+        return True
+
+    # -- the kubelet
+
+    def start_kubelet(self) -> None:
+        """Starts the kubelet and waits until its device manager listens."""
+        config = STATE / "kubelet.yaml"
+        config.write_text(json.dumps(manifests.kubelet_config(self._kubelet)))
+        self.processes.start(
+            "kubelet",
+            [self._binaries / "kubernetes" / "kubelet", f"--config={config}", f"--kubeconfig={self.kubeconfig('node')}",
+             f"--hostname-override={NODE}", f"--root-dir={KUBELET_ROOT}", f"--cert-dir={KUBELET_ROOT / 'pki'}"],
+        )  # fmt: skip
+        wait_until("the kubelet's device manager", self._listens, 60)
+
+    def _listens(self) -> bool:
+        self.processes.check("kubelet")
+        with socket.socket(socket.AF_UNIX) as connection:
+            return connection.connect_ex(str(DEVICE_PLUGINS / "kubelet.sock")) == 0
+
+    def kubelet_restart(self) -> float:
+        """Stops and starts the kubelet; answers when (monotonic clock) its new socket listened."""
+        self.processes.stop("kubelet")
+        self.start_kubelet()
+        return time.monotonic()
+
+    def node(self) -> Json:
+        """The node object."""
+        return self.api.request("GET", f"/api/v1/nodes/{NODE}")
+
+    def wait_ready(self, timeout: float = 60) -> None:
+        """Waits until the node is Ready."""
+
+        def ready() -> bool:
+            self.processes.check("kubelet")
+            try:
+                conditions = self.node()["status"]["conditions"]
+            except (ApiError, KeyError):
+                return False
+            return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+        wait_until("node Ready", ready, timeout, every=0.1)
+
+    def allocatable(self) -> dict[str, int]:
+        """What the node object offers of the two resources."""
+        offered = self.node()["status"].get("allocatable", {})
+        return {name: int(offered[name]) for name in (manifests.CORE, manifests.MEMORY) if name in offered}
+
+    def wait_allocatable(self, cores: int, memory: int, timeout: float = 30) -> None:
+        """Waits until the node object offers exactly this (the kubelet publishes it every 10 s)."""
+        wanted = {manifests.CORE: cores, manifests.MEMORY: memory}
+        wait_until(f"allocatable {wanted}", lambda: self.allocatable() == wanted, timeout, every=0.2)
+
+    # -- pods
+
+    def create(self, pods: Iterable[Json]) -> None:
+        """Creates pods one after another over one connection (about 3 ms each)."""
+        for pod in pods:
+            self.api.request("POST", PODS, pod)
+
+    def delete(self, names: Iterable[str], grace: int = 1) -> None:
+        """Asks for the deletion of pods. With a grace of 0 they would vanish before the kubelet has let go."""
+        for name in names:
+            try:
+                self.api.request("DELETE", f"{PODS}/{name}?gracePeriodSeconds={grace}")
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+
+    def wait_gone(self, names: Sequence[str], timeout: float = 60) -> None:
+        """Waits until none of these pods exists."""
+        self.pods.wait("pods gone", lambda pods: not any(name in pods for name in names), timeout)
+
+    def delete_all(self, timeout: float = 120) -> None:
+        """Deletes every pod and waits until they are gone."""
+        names = [item["metadata"]["name"] for item in self.api.request("GET", PODS)["items"]]
+        self.delete(names)
+        self.wait_gone(names, timeout)
+
+    # -- tools
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """Runs kubectl as admin and answers what it printed."""
+        command = [str(self._binaries / "kubernetes" / "kubectl"), f"--kubeconfig={self.kubeconfig('admin')}", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, input=stdin).stdout
+
+    def ctr(self, *arguments: str) -> str:
+        """Runs containerd's own client in the kubelet's namespace."""
+        command = ["ctr", "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def log_of(self, pod: str, container: str = "main") -> str:
+        """What a container wrote so far."""
+        meta = self.pods.all()[pod]["metadata"]
+        folder = STATE / "pod-logs" / f"{meta['namespace']}_{pod}_{meta['uid']}" / container
+        lines = [line for path in sorted(folder.glob("*.log")) for line in path.read_text().splitlines()]
+        return "\n".join(line.split(" ", 3)[3] for line in lines)
+
+    def start_floor(self, *arguments: str) -> None:
+        """Starts the trivial plugin that offers 8 GPUs of 320 blocks and answers everything at once with nothing."""
+        self.processes.start("floor", [self._binaries / "floor" / "floor", *arguments])
+
+    def keep_logs(self, folder: Path) -> None:
+        """Copies the logs of all parts to `folder`, for a look after a failure."""
+        shutil.copytree(self.processes.logs, folder, dirs_exist_ok=True)

@@ -1,0 +1,109 @@
+"""What the tests do with the node: create pods, wait for them, and hold the books against each other."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from .agent import Agent, Holding
+from .api import phase
+from .checks import complaints
+from .cluster import Cluster
+from .manifests import CORE, MEMORY, Json
+from .podresources import Held, PodResources
+from .processes import wait_until
+
+
+class Node:
+    """The cluster and its agent, seen by a test."""
+
+    def __init__(self, cluster: Cluster, agent: Agent) -> None:
+        self.cluster = cluster
+        self.agent = agent
+        self._resources = PodResources()
+
+    def close(self) -> None:
+        """Closes the connection to the kubelet."""
+        self._resources.close()
+
+    def clear(self) -> None:
+        """Leaves no pod and nothing in the ledger."""
+        self.cluster.delete_all()
+        self.agent.wait_empty()
+
+    def offer_all(self) -> None:
+        """Waits until the node object offers everything again, so that the scheduler knows."""
+        self.cluster.wait_allocatable(self.agent.offer[CORE], self.agent.offer[MEMORY])
+
+    def run(self, pods: Sequence[Json], timeout: float = 60) -> dict[str, Json]:
+        """Creates pods and waits until each is Running; a failed pod fails the test with its message."""
+        self.cluster.create(pods)
+        return self.wait_running([each["metadata"]["name"] for each in pods], timeout)
+
+    def wait_running(self, names: Sequence[str], timeout: float = 60) -> dict[str, Json]:
+        """Waits until these pods are Running (or one has failed, which is an error)."""
+
+        def settled(pods: object) -> bool:
+            assert isinstance(pods, dict)
+            phases = [phase(pods[name]) if name in pods else "Pending" for name in names]
+            return "Failed" in phases or all(each == "Running" for each in phases)
+
+        pods = self.cluster.pods.wait(f"{len(names)} pods Running", settled, timeout)
+        failed = {name: pods[name]["status"].get("message") for name in names if phase(pods[name]) == "Failed"}
+        assert not failed, failed
+        return {name: pods[name] for name in names}
+
+    def wait_phase(self, name: str, wanted: str, timeout: float = 30) -> Json:
+        """Waits for one pod's phase."""
+        pods = self.cluster.pods.wait(f"{name} {wanted}", lambda pods: name in pods and phase(pods[name]) == wanted, timeout)
+        return pods[name]
+
+    def wait_log(self, name: str, line: str, container: str = "main") -> None:
+        """Waits until a container has written this line."""
+        wait_until(f"{line!r} of {name}", lambda: line in self.cluster.log_of(name, container).splitlines(), 10)
+
+    def wait_offered(self, wanted: Mapping[str, int], timeout: float = 10, every: float = 0.05) -> None:
+        """Waits until the kubelet has this many healthy ids of these resources."""
+        wait_until(f"{dict(wanted)} offered", lambda: wanted.items() <= self.agent.offered().items(), timeout, every)
+
+    @staticmethod
+    def count(pods: Mapping[str, Json], names: Sequence[str], wanted: str) -> int:
+        """How many of these pods are in this phase."""
+        return sum(name in pods and phase(pods[name]) == wanted for name in names)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes pods and waits until they are gone."""
+        self.cluster.delete(names)
+        self.cluster.wait_gone(names)
+
+    def event(self, name: str, reason: str, timeout: float = 10) -> str:
+        """The message of a pod's event with this reason: what `kubectl describe pod` shows."""
+        messages: list[str] = []
+
+        def there() -> bool:
+            messages[:] = [str(each["message"]) for each in self.cluster.api.events(name) if each["reason"] == reason]
+            return bool(messages)
+
+        wait_until(f"event {reason} of {name}", there, timeout, every=0.1)
+        return messages[-1]
+
+    def held(self) -> list[Held]:
+        """What the kubelet lists."""
+        return self._resources.held()
+
+    def ledger_of(self, pod: str) -> list[Holding]:
+        """The ledger's allocations of one pod."""
+        return [holding for holding in self.agent.ledger() if holding.place[1] == pod]
+
+    def check(self, patience: float = 5) -> None:
+        """Holds pods, the kubelet's list and the ledger against each other; a while for what has just ended to be swept."""
+        deadline = time.monotonic() + patience
+        while found := complaints(self.cluster.pods.all().values(), self.held(), self.agent.ledger()):
+            if time.monotonic() > deadline:
+                raise AssertionError("\n".join(found))
+            time.sleep(0.3)
+
+    def check_all_running(self, pods: Iterable[Json]) -> None:
+        """Every one of these pods runs at this moment, and the books are right."""
+        now = self.cluster.pods.all()
+        names = [each["metadata"]["name"] for each in pods]
+        assert {name: phase(now[name]) for name in names} == dict.fromkeys(names, "Running")
+        self.check()

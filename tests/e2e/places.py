@@ -1,0 +1,35 @@
+"""Where the end-to-end cluster keeps things, and what it is called."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+KUBERNETES: Final = "1.35.4"
+NODE: Final = "e2e-node"
+IMAGE: Final = "gpumgr.invalid/busybox:e2e"
+
+#: All state of a run. Short: containerd makes sockets below it, and a socket's path has 108 bytes at most.
+STATE: Final = Path("/run/gpumgr-e2e")
+#: What the agent must not lose lies on a disk, as on a real node (`/run` is memory on many).
+AGENT_STATE: Final = Path("/var/lib/gpumgr-e2e")
+#: Held for as long as a harness lives; the system lets go of it when the harness is killed.
+LOCK: Final = Path("/run/gpumgr-e2e.lock")
+
+#: The kubelet knows no other folder for device plugins, whatever its root is.
+DEVICE_PLUGINS: Final = Path("/var/lib/kubelet/device-plugins")
+KUBELET_ROOT: Final = STATE / "kubelet"
+POD_RESOURCES: Final = KUBELET_ROOT / "pod-resources" / "kubelet.sock"
+POD_LOGS: Final = STATE / "pod-logs"
+CONTAINER_LOGS: Final = Path("/var/log/containers")
+CONTAINERD_SOCKET: Final = STATE / "containerd.sock"
+CGROUPS: Final = Path("/sys/fs/cgroup")
+
+HERE: Final = Path(__file__).resolve().parent
+PROJECT: Final = HERE.parent.parent
+GO: Final = HERE / "go"
+
+
+def cache() -> Path:
+    """Folder of the binaries, outside the tree and named by version, so that the second run builds nothing."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gpumgr-e2e" / KUBERNETES

@@ -1,0 +1,127 @@
+"""The processes that the harness starts: each has a log, dies with the harness, and is remembered on disk.
+
+The record (process id and start time) lets the next run end what a killed run left, and nothing else.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class StartError(Exception):
+    """A process ended, or was not ready in time; the message carries the end of its log."""
+
+
+def start_time(pid: int) -> str | None:
+    """When process `pid` started (clock ticks after boot): with the id it names one process for good."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def end_recorded(record: Path) -> None:
+    """Kills the processes of an earlier run that are still there."""
+    if not record.exists():
+        return
+    for line in record.read_text().splitlines():
+        pid, _, started = line.partition(" ")
+        if pid.isdigit() and start_time(int(pid)) == started:
+            kill_and_wait([int(pid)])
+
+
+def kill_and_wait(pids: Sequence[int], limit: float = 5.0) -> None:
+    """SIGKILL to each, and back when they are gone (a child of ours counts as gone when it only waits to be read)."""
+    started = {pid: start_time(pid) for pid in pids}
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline and any(then is not None and start_time(pid) == then for pid, then in started.items()):
+        time.sleep(0.01)
+
+
+class Processes:
+    """Starts and stops processes by name."""
+
+    def __init__(self, logs: Path, record: Path) -> None:
+        self.logs = logs
+        self._record = record
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(
+        self, name: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> int:
+        """Starts `command`, appends its output to `<logs>/<name>.log`, and answers its process id."""
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "--", *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=None if env is None else {**os.environ, **env},
+                cwd=cwd,
+                start_new_session=True,
+            )
+        self._running[name] = process
+        with self._record.open("a") as record:
+            record.write(f"{process.pid} {start_time(process.pid)}\n")
+        return process.pid
+
+    def log(self, name: str) -> Path:
+        """The log of process `name`."""
+        return self.logs / f"{name}.log"
+
+    def pid(self, name: str) -> int:
+        """Its process id."""
+        return self._running[name].pid
+
+    def check(self, name: str) -> None:
+        """Raises StartError where `name` has ended."""
+        code = self._running[name].poll()
+        if code is not None:
+            raise StartError(f"{name} ended with {code}:\n{self.tail(name)}")
+
+    def tail(self, name: str, size: int = 4000) -> str:
+        """The end of its log."""
+        return self.log(name).read_bytes()[-size:].decode(errors="replace") if self.log(name).exists() else "(no log)"
+
+    def stop(self, name: str, grace: float = 5.0) -> int | None:
+        """SIGTERM, after `grace` seconds SIGKILL; the exit status, None where `name` never ran."""
+        process = self._running.pop(name, None)
+        if process is None:
+            return None
+        process.terminate()
+        try:
+            return process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and back when it is gone."""
+        process = self._running.pop(name)
+        process.kill()
+        process.wait()
+
+    def kill_all(self) -> None:
+        """SIGKILL to everything that still runs, the youngest first."""
+        for name in reversed(list(self._running)):
+            self.kill(name)
+
+
+def wait_until(what: str, condition: object, timeout: float, every: float = 0.05) -> None:
+    """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds."""
+    assert callable(condition)
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout:g} s")
+        time.sleep(every)

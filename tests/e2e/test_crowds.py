@@ -1,0 +1,52 @@
+"""Many pods at once, of sizes that fit in any order: all run, each with its own, and no GPU gives too much."""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+import pytest
+
+from .manifests import Json, container, gpu_pod, pod
+from .node import Node
+
+# Sizes that fit in any order: a GPU that can't take 20 more has given over 80, and 640 in all leave one that can.
+FORTY = (20, 20, 10, 20, 5, 20, 20, 20, 5, 20)  # 160 in ten, 640 in forty
+EIGHTY = (5, 5, 10, 5, 5, 20, 5, 5, 10, 10)  # 80 in ten, 640 in eighty
+BESIDE_WHOLE = (5, 5, 10, 5, 20, 5, 10, 5, 10)  # 75 in nine, 300 in thirty-six: four GPUs hold 320 in any order
+
+
+def shares(sizes: Sequence[int], number: int, bound: bool) -> list[Json]:
+    """Shares of these sizes over and over, with a CPU-only pod after each fifth."""
+    pods: list[Json] = []
+    for index, cores in enumerate(islice(cycle(sizes), number)):
+        pods.append(gpu_pod(f"share-{index}", cores, cores, bound=bound))
+        if index % 5 == 4:
+            pods.append(pod(f"cpu-{index}", [container()], bound=bound))
+    return pods
+
+
+def run_crowd(node: Node, pods: list[Json]) -> None:
+    node.run(pods, timeout=120)
+    node.check_all_running(pods)
+    gpu_pods = [each for each in pods if each["spec"]["containers"][0]["resources"]["limits"]]
+    assert len(node.agent.ledger()) == len(gpu_pods)
+
+
+@pytest.mark.parametrize("way", ["bound", "scheduled"])
+@pytest.mark.parametrize(("sizes", "number"), [(FORTY, 40), (EIGHTY, 80)], ids=["40", "80"])
+def test_shares_at_once(node: Node, sizes: Sequence[int], number: int, way: str) -> None:
+    bound = way == "bound"
+    if not bound:
+        node.offer_all()
+    run_crowd(node, shares(sizes, number, bound))
+
+
+@pytest.mark.parametrize("way", ["bound", "scheduled"])
+def test_whole_gpus_beside_shares_at_once(node: Node, way: str) -> None:
+    bound = way == "bound"
+    if not bound:
+        node.offer_all()
+    pods = shares(BESIDE_WHOLE, 36, bound)
+    for index in range(4):
+        whole = gpu_pod(f"whole-{index}", 100, 32 * (index % 2), bound=bound)
+        pods.insert(5 + 10 * index, whole)
+    run_crowd(node, pods)

@@ -1,0 +1,140 @@
+"""Removes every trace of a run: containers, mounts, cgroups, sockets, folders. Only what a harness made.
+
+It serves the end of a run and, with the same steps, the start of the next one after a run that was killed.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from .devices import remove_devices
+from .places import AGENT_STATE, CGROUPS, CONTAINER_LOGS, CONTAINERD_SOCKET, DEVICE_PLUGINS, POD_LOGS, STATE
+from .processes import end_recorded, kill_and_wait
+
+RECORD = STATE / "processes"
+DEVICES = STATE / "devices.json"
+#: Folders outside STATE that this run made, one a line, parents first.
+FOLDERS = STATE / "folders"
+
+
+class OccupiedError(Exception):
+    """Another kubelet lives on this machine: its folder of device plugins is needed."""
+
+
+def claim_folders() -> None:
+    """Makes the folders that lie outside STATE and remembers which of them are new."""
+    made: list[Path] = []
+    for wanted in (DEVICE_PLUGINS, CONTAINER_LOGS, AGENT_STATE):
+        made += [path for path in reversed([wanted, *wanted.parents]) if not path.exists()]
+        FOLDERS.write_text("".join(f"{path}\n" for path in made))
+        wanted.mkdir(parents=True, exist_ok=True)
+
+
+def check_free() -> None:
+    """Raises OccupiedError where a kubelet that is not ours runs, or ran with pods that still do."""
+    if not STATE.exists() and (_answers(DEVICE_PLUGINS / "kubelet.sock") or any(_cgroups())):
+        raise OccupiedError("this machine has a kubelet of its own; the end-to-end tests need one without")
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
+
+
+def remove() -> None:
+    """Removes what this run, or a killed one before it, made. Nothing where STATE is missing."""
+    if not STATE.exists():
+        return
+    end_recorded(RECORD)
+    _end_containers()
+    _unmount()
+    _remove_cgroups()
+    remove_devices(DEVICES)
+    _remove_links()
+    for name in ("kubelet.sock", "kubelet_internal_checkpoint"):
+        (DEVICE_PLUGINS / name).unlink(missing_ok=True)
+    for path in DEVICE_PLUGINS.glob("floor-*.sock"):
+        path.unlink(missing_ok=True)
+    if FOLDERS.exists():
+        for path in reversed([Path(line) for line in FOLDERS.read_text().splitlines()]):
+            _remove_folder(path)
+    shutil.rmtree(STATE)
+
+
+def _remove_folder(path: Path) -> None:
+    """Removes a folder that we made: the agent's and the kubelet's with all that is in it, others when empty."""
+    if path in (AGENT_STATE, DEVICE_PLUGINS):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        path.rmdir()
+    except OSError:
+        return
+
+
+def _cgroups() -> Iterator[Path]:
+    """The kubelet's tree of cgroups in each hierarchy that is mounted (v1, v2 or both)."""
+    for root in (CGROUPS, *CGROUPS.glob("*")):
+        if (root / "kubepods").is_dir():
+            yield root / "kubepods"
+
+
+def live_containers(uid: str) -> int:
+    """How many of a pod's containers have processes now, the sandbox not counted."""
+    for tree in _cgroups():
+        for pod in (*tree.glob(f"pod{uid}"), *tree.glob(f"*/pod{uid}")):
+            groups = [path.read_text().split() for path in pod.glob("*/cgroup.procs")]
+            return max(0, sum(map(bool, groups)) - 1)
+    return 0
+
+
+def _shims() -> Iterator[int]:
+    """Process ids of the shims of our containerd, told by the address of its socket."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.fsencode(CONTAINERD_SOCKET) in words and b"containerd-shim" in words[0]:
+            yield int(path.name)
+
+
+def _end_containers() -> None:
+    sockets = [
+        path.read_text().removeprefix("unix://") for path in STATE.glob("containerd/state/*runtime.v2.task/k8s.io/*/address")
+    ]
+    inside: set[int] = set()
+    for tree in _cgroups():
+        for path in tree.rglob("cgroup.procs"):
+            inside.update(int(pid) for pid in path.read_text().split() if pid != "0")
+    kill_and_wait([*_shims()])
+    kill_and_wait([*inside])
+    for name in sockets:
+        Path(name).unlink(missing_ok=True)
+    for folder in (Path("/run/containerd/s"), Path("/run/containerd")):
+        _remove_folder(folder)
+
+
+def _unmount() -> None:
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for mount in reversed(mounts):
+        if mount.startswith(f"{STATE}/"):
+            subprocess.run(["umount", "--lazy", mount], check=False, stderr=subprocess.DEVNULL)
+
+
+def _remove_cgroups() -> None:
+    for tree in _cgroups():
+        for folder, _, _ in os.walk(tree, topdown=False):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                continue
+
+
+def _remove_links() -> None:
+    for link in CONTAINER_LOGS.glob("*.log"):
+        if link.is_symlink() and os.readlink(link).startswith(f"{POD_LOGS}/"):
+            link.unlink()

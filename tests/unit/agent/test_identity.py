@@ -1,0 +1,224 @@
+"""Whose call is it? The cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
+
+import pytest
+
+from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import Refused, World
+
+ORDERS = ["core_first", "memory_first"]
+
+
+def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+
+
+def init(cores: int, blocks: int = 0, name: str = "prepare") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind="init")
+
+
+def gpus_of(world: World, pod: SimPod, container: str = "main") -> set[str]:
+    found = {
+        gpu for a in world.ledger.of(("team", pod.name), pod.uid) if a.container == container for gpu in (*a.cores, *a.blocks)
+    }
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_memory_follows_cores_that_the_topology_manager_chose(order: str) -> None:
+    """One GPU on each NUMA node. Half of GPU 0 is left and wanted: aligned ids are all taken, no preference is asked for them."""
+    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True, resource_order=order)
+    await world.run(world.pod("first", app(50, 8)))
+    second = await world.run(world.pod("second", app(50, 8)))
+    await world.sweep(2)
+    world.check_names()
+    world.check_places()
+    assert gpus_of(world, second) == {"00000000"}
+
+
+async def test_ids_of_an_ended_init_container_are_no_reuse() -> None:
+    """The kubelet hands a dead pod's ids to another without asking: they are that other pod's, not the dead one's heir's."""
+    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True, seed=1)
+    dead = await world.run(world.pod("dead", init(100, 16), app(100, 16)))
+    await world.run(world.pod("other", app(100, 16)))
+    world.end(dead, None)
+    heir = await world.run(world.pod("new", app(100, 16)))
+    await world.sweep(2)
+    world.check_names()
+    assert gpus_of(world, heir) == {"00000000"}
+    assert not world.ledger.of(("team", "dead"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_name_that_recurs_is_waited_for_like_a_new_one(order: str, seed: int) -> None:
+    """The cache hears of each pod only while somebody waits for it. A share needs its spec to be placed: GPU 0 has cores left and
+    no memory."""
+    world = await World.made(snapshot(2, 16), known="late", resource_order=order, seed=seed)
+    old = await world.run(world.pod("web-0", app(20, 2)))
+    await world.run(world.pod("big", app(20, 14)))
+    await world.run(world.pod("other", app(20, 8)))
+    for _ in range(3):
+        world.end(old, None)
+        old = await world.run(world.pod("web-0", app(30, 4)))
+        world.check_names()
+        world.check_places()
+        assert gpus_of(world, old) == {"00000001"}
+
+
+async def test_an_earlier_life_in_the_cache_takes_nothing_from_the_present_one() -> None:
+    """The cache still says Failed of the name's earlier life while the new one is admitted and runs."""
+    world = await World.made(known=False)
+    old = world.pod("web-0", app(20, 2))
+    world.tell(old, "Failed")
+    new = await world.run(world.pod("web-0", app(50, 4)))
+    for _ in range(4):
+        await world.sweep(2)
+    world.check_ids()
+    world.check_places()
+    world.tell(new, "Running")
+    await world.sweep()
+    assert {a.uid for a in world.ledger.allocations.values()} == {new.uid}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_half_of_an_earlier_life_is_not_continued(order: str) -> None:
+    """web-0 failed after one of its two calls. The next web-0 starts anew, though no spec tells them apart."""
+    world = await World.made(snapshot(1, 16), known=False, resource_order=order)
+    await world.run(world.pod("first", app(60, 10)))
+    with pytest.raises(Refused):
+        await world.admit(world.pod("web-0", app(40, 7) if order == "core_first" else app(41, 6)))
+    world.clock.now += 1.5
+    second = await world.run(world.pod("web-0", app(30, 5)))
+    world.check_names()
+    assert [(a.core_count, a.block_count) for a in world.ledger.of(("team", "web-0"), second.uid)] == [(30, 5)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_pods_without_gpus_between_confuse_nobody(order: str) -> None:
+    """Without an API server a first look shows several new pods at once; the ids tell in the end."""
+    world = await World.made(known=False, resource_order=order, seed=3)
+    pods = []
+    for number in range(6):
+        await world.admit(world.pod(f"cpu-{number}", app(0)))
+        pods.append(world.pod(f"p{number}", app(20, 3)))
+        await world.admit(pods[-1])
+        await world.admit(world.pod(f"zcpu-{number}", app(0)))
+    for pod in pods:
+        await world.start(pod)
+    world.check_names()
+    world.check_places()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_init_containers_without_an_api_server(seed: int) -> None:
+    """They are not listed and have no spec: what the kubelet passes on was theirs, and is held as long as the pod runs."""
+    world = await World.made(known=False, seed=seed)
+    pod = await world.run(world.pod("train", init(30, 6), init(10, 2, "second"), app(20, 4), app(5, 1, "last")))
+    for _ in range(4):
+        await world.sweep(2)
+        world.check_ids()
+    await world.start(pod)
+    assert {a.container for a in world.ledger.allocations.values() if not a.init} == {"main", "last"}
+    world.end(pod)
+    for _ in range(6):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+
+
+async def test_a_wrong_guess_is_corrected_by_the_next_look() -> None:
+    """Two equal pods are bound at once and the younger is admitted first; aligned ids are handed out without a preference."""
+    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
+    await world.run(world.pod("first", app(50, 8)))
+    older, younger = world.pod("older", app(50, 8)), world.pod("younger", app(50, 8))
+    world.tell(older)
+    await world.admit(younger)
+    await world.admit(older)
+    await world.sweep(2)
+    world.check_names()
+
+
+async def test_a_call_that_nobody_listed_can_have_made_is_nobodys() -> None:
+    """Every listed pod is known and has what it wants. The ids are held all the same until the kubelet offers them again."""
+    world = await World.made()
+    await world.run(world.pod("a", app(20, 2)))
+    world.clock.now += 2
+    ids = await world.agent.prefer("core", sorted(world.kubelet.healthy["tencent.com/vcuda-core"]), [], 7)
+    await world.agent.allocate("core", ids)
+    assert [(a.pod, a.container, a.core_count) for a in world.ledger.allocations.values()][1:] == [(None, None, 7)]
+    world.clock.now += 2
+    await world.run(world.pod("b", app(95, 2)))
+    await world.run(world.pod("c", app(95, 2)))
+    world.check_names()
+    assert len(world.ledger.allocations) == 3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_without_podresources_the_order_of_calls_decides(order: str) -> None:
+    """Unknown pods, and nobody to ask."""
+    world = await World.made(known=False, resource_order=order)
+    world.away = True
+    for number in range(4):
+        await world.admit(world.pod(f"p{number}", app(20, 3)))
+        world.clock.now += 0.1
+    world.check_places()
+    assert [(a.core_count, a.block_count, a.pod) for a in world.ledger.allocations.values()] == [(20, 3, None)] * 4
+
+
+async def test_without_podresources_the_cache_names_the_oldest_that_waits() -> None:
+    world = await World.made()
+    world.away = True
+    pods = [await world.run(world.pod(f"p{number}", app(20, 3))) for number in range(3)]
+    world.check_names()
+    assert len(pods) == len(world.ledger.allocations)
+
+
+async def test_whole_gpus_left_a_moment_ago_serve_a_pod_that_asks_for_memory_first() -> None:
+    """Their free blocks are still told Unhealthy, so this call's offer says nothing of them; the API server and List do."""
+    world = await World.made(snapshot(2, 16), resource_order="memory_first")
+    old = [await world.run(world.pod(f"old-{n}", app(100, 0 if n else 8))) for n in range(2)]
+    world.clock.now += 2
+    for pod in old:
+        world.end(pod, None)
+    pair = await world.run(world.pod("pair", app(200, 4)))
+    world.check_names()
+    assert gpus_of(world, pair) == {"00000000", "00000001"}
+
+
+async def test_a_full_node_says_what_is_free_where_to_a_whole_pod() -> None:
+    world = await World.made(snapshot(2, 16))
+    await world.run(world.pod("first", app(30, 10)))
+    await world.run(world.pod("second", app(30, 12)))
+    sentence = (
+        r"no GPU is entirely free; free: GPU0 \(00000000\) 70 cores and 6 memory blocks, GPU1 \(00000001\) 70 cores and 4 mem"
+    )
+    with pytest.raises(Refused, match=sentence):
+        await world.admit(world.pod("whole", app(100)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_ids_in_flight_that_somebody_elses_list_lets_loose_are_not_given_twice(seed: int) -> None:
+    """Every Allocate meets an ended pod and a List of another client, after which the kubelet offers the same ids again."""
+    world = await World.made(snapshot(4, 64), seed=seed)
+    pods: list[SimPod] = []
+
+    def strike() -> None:
+        if len(pods) > 3:
+            world.end(pods.pop(0))
+        world.free_ended()
+
+    world.in_flight = strike
+    offered = 0
+    for number in range(40):
+        pod = world.pod(f"p{number}", app(10, 4))
+        try:
+            await world.admit(pod)
+        except Refused as refused:
+            assert "nothing was given twice" in str(refused) or "healthy" in str(refused) or "no GPU has" in str(refused)  # noqa: PT017
+            continue
+        offered += 1
+        pods.append(pod)
+        world.check_ids()
+        world.check_names()
+    assert offered > 30

@@ -1,0 +1,118 @@
+"""PreStartContainer: the last look before a container runs, at every start."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.errors import Refusal
+from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
+from tests.unit.agent.world import World
+
+
+def app(cores: int = 20, blocks: int = 2) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+
+
+async def test_the_allocations_folder_is_made() -> None:
+    world = await World.made()
+    await world.run(world.pod("a", app()))
+    (allocation,) = world.ledger.allocations
+    assert set(world.folders) == {f"/nonexistent/{allocation}"}
+
+
+async def test_the_folders_of_all_containers_that_share_ids_are_made() -> None:
+    """The ids tell the init container from its heir no more, and either mounts a folder of its own."""
+    world = await World.made()
+    containers = [SimContainer(name=f"init-{n}", cores=20, memory_blocks=2, kind="init") for n in range(2)]
+    pod = world.pod("a", *containers, app())
+    await world.admit(pod)
+    world.clock.now += 2
+    await world.kubelet.pre_start(pod, containers[0])
+    assert {os.path.basename(folder) for folder in world.folders} == set(world.ledger.allocations)
+    assert len(world.ledger.allocations) == 3
+
+
+async def test_a_known_container_costs_no_look() -> None:
+    world = await World.made()
+    pod = await world.run(world.pod("a", app()))
+    looks = world.lists
+    await world.start(pod)
+    assert world.lists == looks
+
+
+async def test_an_unknown_one_is_looked_up_and_remembered() -> None:
+    world = await World.made(known=False)
+    pod = await world.run(world.pod("a", app()))
+    world.check_names()
+    assert [(a.pod, a.container) for a in world.checkpoint.allocations.values()] == [(("team", "a"), "main")]
+    looks = world.lists
+    await world.start(pod)
+    assert world.lists == looks
+
+
+async def test_ids_that_nobody_here_holds_are_adopted_if_the_kubelet_shows_them() -> None:
+    world = await World.made()
+    pod = await world.run(world.pod("a", app()))
+    await world.books.commit(world.ledger.free(world.ledger.allocations))
+    await world.start(pod)
+    world.check_names()
+
+
+async def test_and_refused_otherwise() -> None:
+    world = await World.made()
+    with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) are in nobody's name here"):
+        await world.agent.pre_start("core", ["00000000-c00", "00000000-c01"])
+
+
+async def test_ids_that_were_never_offered_are_refused() -> None:
+    world = await World.made()
+    with pytest.raises(Refusal, match="ids that this node never offered") as refused:
+        await world.agent.pre_start("memory", ["deadbeef-m0"])
+    assert refused.value.code == "unknown_device"
+
+
+@pytest.mark.parametrize(("cores", "blocks", "sentence"), [(30, 0, "without memory"), (0, 3, "without cores")])
+async def test_a_request_that_nobody_could_judge_before_is_judged_now(cores: int, blocks: int, sentence: str) -> None:
+    world = await World.made(known=False)
+    pod = world.pod("a", app(cores, blocks))
+    await world.admit(pod)
+    with pytest.raises(SimKubeletError, match=sentence):
+        await world.start(pod)
+
+
+async def test_a_folder_that_can_not_be_made_is_told() -> None:
+    world = await World.made()
+    pod = world.pod("a", app())
+    await world.admit(pod)
+    world.host_error = OSError(28, "No space left on device")
+    with pytest.raises(SimKubeletError, match=r"the container's folder /nonexistent/.* can't be made: No space left on device"):
+        await world.start(pod)
+
+
+async def test_a_name_that_can_not_be_remembered_stops_no_container() -> None:
+    world = await World.made(known=False)
+    pod = world.pod("a", app(100, 0))
+    await world.admit(pod)
+    world.clock.now += 2
+    world.checkpoint.full = True
+    with capture_logs() as logs:
+        await world.start(pod)
+    assert "name_not_remembered" in {line["event"] for line in logs}
+
+
+async def test_a_refusal_gets_its_line_in_the_log() -> None:
+    world = await World.made()
+    with capture_logs() as logs, pytest.raises(Refusal):
+        await world.agent.allocate("core", [])
+    (line,) = (line for line in logs if line["event"] == "refused")
+    assert (line["call"], line["code"], line["resource"]) == ("allocate", "invalid_request", "core")
+
+
+async def test_a_node_that_does_not_share() -> None:
+    world = await World.made(share_mode=False, resource_order="core_first")
+    pod = world.pod("a", app())
+    with pytest.raises(Exception, match="this node does not share GPUs"):
+        await world.admit(pod)
+    await world.run(world.pod("b", replace(app(100, 16))))

@@ -1,0 +1,358 @@
+"""A node without sockets: the kubelet's device manager calls the agent directly, so a test sees hundreds of pods a second."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.books import Books
+from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.offers import Offers
+from gpumgr.agent.writer import Agent
+from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.ledger import Allocation, Change, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.allocator.quarantine import Process
+from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.errors import CheckpointError, KubeletError, Refusal
+from gpumgr.sim.kubelet_devices import DeviceManager
+from gpumgr.sim.kubelet_plugins import DeviceList
+from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
+from gpumgr.topology.devices import NodeSnapshot
+from gpumgr.units import KIND_OF, KINDS, RESOURCE_OF, Kind
+from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot
+
+
+class Refused(Exception):
+    """The kubelet failed the pod, with this text."""
+
+
+@dataclass
+class LatePods(MemoryPods):
+    """A pod cache that hears of a pod only while somebody waits for it, or when the test says so."""
+
+    coming: dict[PodKey, PodView] = field(default_factory=dict)
+
+    async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
+        if pod in self.coming:
+            self.views[pod] = self.coming.pop(pod)
+        return self.views.get(pod)
+
+
+@dataclass
+class NotedCheckpoint(MemoryCheckpoint):
+    """With the notes in it, and an event for each try to write."""
+
+    notes: dict[str, str] = field(default_factory=dict)
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def save(self, change: Change) -> None:
+        self.tried.set()
+        await super().save(change)
+
+    async def save_note(self, key: str, value: str) -> None:
+        if self.full:
+            raise CheckpointError("no space left on the disk of the checkpoint")
+        self.notes[key] = value
+
+
+class _Plugin:
+    """The device manager's client of one resource, without a socket between."""
+
+    options = SimpleNamespace(get_preferred_allocation_available=True, pre_start_required=True)
+
+    def __init__(self, world: "World", kind: Kind) -> None:
+        self._world, self._kind = world, kind
+
+    async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> set[str]:
+        return set(await self._answered(self._world.agent.prefer(self._kind, available, must_include, size)))
+
+    async def allocate(self, ids: Sequence[str]) -> bytes:
+        if self._world.in_flight is not None:
+            self._world.in_flight()
+        self._world.answers.append(await self._answered(self._world.agent.allocate(self._kind, ids)))
+        return b""
+
+    async def pre_start(self, ids: Sequence[str]) -> None:
+        await self._answered(self._world.agent.pre_start(self._kind, ids))
+
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await call
+        except Refusal as refusal:
+            raise SimKubeletError(str(refusal)) from refusal
+
+
+class _PodResources:
+    def __init__(self, world: "World") -> None:
+        self._world = world
+
+    async def list(self) -> Listing:
+        return self._world.listing()
+
+
+class World:
+    """Everything at hand. `known`: the cache has each pod before its admission ("late": only when waited for; False: never)."""
+
+    def __init__(
+        self,
+        node: NodeSnapshot | None = None,
+        *,
+        seed: int = 0,
+        known: bool | str = True,
+        ledger: Ledger | None = None,
+        folder: Path = Path("/nonexistent"),
+        share_mode: bool = True,
+        **kubelet: Any,
+    ) -> None:
+        self.node = node or snapshot()
+        self.known = known
+        self.random = Random(seed)
+        self.kubelet = DeviceManager(self.random, **kubelet)
+        self.kubelet.clients = {RESOURCE_OF[kind]: _Plugin(self, kind) for kind in KINDS}  # type: ignore[misc]
+        self.clock, self.drift, self.checkpoint, self.pods = (
+            Clock(),
+            Drift(),
+            NotedCheckpoint(),
+            LatePods(synced=known is not False),
+        )
+        self.wall = 1_000_000.0
+        self.active: dict[str, SimPod] = {}
+        self.folders: list[str] = []
+        self.host_error: OSError | None = None
+        self.answers: list[ContainerResponse] = []
+        self.in_flight: Any = None
+        self.processes: set[Process] = set()
+        self.away = False
+        self.sources_ready = True
+        self.lists = 0
+        self._folder, self._share_mode = folder, share_mode
+        self._numbers = count(1)
+        self._ids = (f"{n:016x}" for n in count(1))
+        self._build(ledger or Ledger())
+
+    def _build(self, ledger: Ledger) -> None:
+        self.offers = Offers(self._publish, clock=self.clock)
+        self.books = Books(
+            ledger,
+            checkpoint=self.checkpoint,
+            offers=self.offers,
+            meter=self.drift,
+            runs=self.runs,
+            policy="binpack",
+            clock=self.clock,
+        )
+        self.admission = Admission(self.pods, _PodResources(self), pod_wait_seconds=0.01, clock=self.clock)
+        self.housekeeping = Housekeeping(
+            books=self.books,
+            admission=self.admission,
+            pods=self.pods,
+            new_id=lambda: next(self._ids),
+            clock=self.clock,
+            wall_clock=lambda: self.wall,
+        )
+        self.agent = Agent(
+            books=self.books,
+            admission=self.admission,
+            housekeeping=self.housekeeping,
+            pods=self.pods,
+            host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
+            make_dir=self.make_dir,
+            new_id=lambda: next(self._ids),
+            share_mode=self._share_mode,
+            wall_clock=lambda: self.wall,
+        )
+
+    def make_dir(self, path: str) -> None:
+        if self.host_error is not None:
+            raise self.host_error
+        self.folders.append(path)
+
+    def runs(self, process: Process) -> bool:
+        return process in self.processes
+
+    async def restart(self, *, lost: bool = False) -> Rebuilt:
+        """The agent dies and starts again from its checkpoint, or without one, and asks the kubelet what it knows."""
+        self.offers.close()
+        self._build(Ledger() if lost else Ledger(self.checkpoint.cards, dict(self.checkpoint.allocations)))
+        if lost:
+            self.checkpoint.allocations.clear()
+        await self.books.set_snapshot(self.node)
+        self.offers.start()
+        entries = [
+            KubeletEntry(uid=uid, container=container, kind=KIND_OF[resource], device_ids=tuple(sorted(holding.ids)))
+            for uid, containers in self.kubelet.held.items()
+            for container, resources in containers.items()
+            for resource, holding in resources.items()
+        ]
+        return await self.housekeeping.adopt(entries)
+
+    @classmethod
+    async def made(cls, node: NodeSnapshot | None = None, **options: Any) -> "World":
+        world = cls(node, **options)
+        await world.books.set_snapshot(world.node)
+        world.offers.start()
+        return world
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.books.ledger.check()
+
+    # -- the kubelet's side ------------------------------------------------------------------------------------------------
+
+    def _publish(self, offer: Offer) -> None:
+        cards = self.books.ledger.cards
+        for kind in KINDS:
+            devices: DeviceList = {
+                text: (bool(healthy >> number & 1), frozenset() if card.numa_node is None else frozenset({card.numa_node}))
+                for card in offer
+                for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
+                for number, text in enumerate(cards.ids[kind][card.card.name])
+            }
+            self.kubelet.update(RESOURCE_OF[kind], devices)
+
+    def free_ended(self) -> None:
+        if self.sources_ready:
+            self.kubelet.free_ended(list(self.active))
+
+    def listing(self) -> Listing:
+        """PodResources `List`: active pods in random order, no ordinary init containers."""
+        self.lists += 1
+        if self.away:
+            raise KubeletError("no PodResources socket")
+        self.free_ended()
+        pods = list(self.active.values()) if self.sources_ready else []
+        self.random.shuffle(pods)
+        return Listing.of(
+            {
+                (pod.namespace, pod.name): {
+                    c.name: {r: sorted(h.ids) for r, h in self.kubelet.held.get(pod.uid, {}).get(c.name, {}).items()}
+                    for c in pod.admission_order
+                    if c.kind != "init"
+                }
+                for pod in pods
+            }
+        )
+
+    def held(self, pod: SimPod, container: str, kind: Kind) -> frozenset[str]:
+        holding = self.kubelet.held.get(pod.uid, {}).get(container, {}).get(RESOURCE_OF[kind])
+        return holding.ids if holding else frozenset()
+
+    # -- pods --------------------------------------------------------------------------------------------------------------
+
+    def pod(self, name: str, *containers: SimContainer) -> SimPod:
+        number = next(self._numbers)
+        return SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
+
+    def view(self, pod: SimPod, phase: str = "Pending") -> PodView:
+        specs = tuple(
+            ContainerSpec(name=c.name, kind=c.kind, cores=c.cores, memory_blocks=c.memory_blocks) for c in pod.admission_order
+        )
+        number = float(pod.uid.removeprefix("uid-"))
+        return PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=number, containers=specs)
+
+    def tell(self, pod: SimPod, phase: str = "Pending") -> None:
+        self.pods.views[pod.namespace, pod.name] = self.view(pod, phase)
+
+    async def admit(self, pod: SimPod) -> None:
+        """Raises Refused; the pod is over then."""
+        if self.known == "late":
+            self.pods.coming[pod.namespace, pod.name] = self.view(pod)
+        elif self.known:
+            self.tell(pod)
+        self.active[pod.uid] = pod
+        try:
+            for container in pod.admission_order:
+                await self.kubelet.allocate(pod, container, self.free_ended)
+        except SimKubeletError as error:
+            del self.active[pod.uid]
+            if self.known:
+                self.pods.coming.pop((pod.namespace, pod.name), None)
+                self.tell(pod, "Failed")
+            raise Refused(str(error)) from error
+        if (pod.namespace, pod.name) in self.pods.coming:
+            del self.pods.coming[pod.namespace, pod.name]
+            self.tell(pod)
+
+    async def start(self, pod: SimPod) -> None:
+        """All containers start, a while after their admission. Raises SimKubeletError."""
+        self.clock.now += 2
+        for container in pod.admission_order:
+            await self.kubelet.pre_start(pod, container)
+
+    async def run(self, pod: SimPod) -> SimPod:
+        await self.admit(pod)
+        await self.start(pod)
+        return pod
+
+    def end(self, pod: SimPod, phase: str | None = "Succeeded") -> None:
+        """The pod is over; `phase` None: also deleted from the API server."""
+        self.active.pop(pod.uid, None)
+        key = (pod.namespace, pod.name)
+        self.pods.coming.pop(key, None)
+        if key in self.pods.views and self.pods.views[key].uid == pod.uid:
+            if phase is None:
+                del self.pods.views[key]
+            else:
+                self.tell(pod, phase)
+
+    async def sweep(self, seconds: float = 1.0) -> None:
+        self.clock.now += seconds
+        assert await self.housekeeping.sweep()
+
+    # -- what must hold ----------------------------------------------------------------------------------------------------
+
+    def mine(self, pod: SimPod, container: str, kind: Kind) -> list[Allocation]:
+        found = self.ledger.of((pod.namespace, pod.name), pod.uid)
+        return [a for a in found if a.container == container and a.held(kind)]
+
+    def check_ids(self) -> None:
+        """The ids that the kubelet has given to live pods are held in the ledger, and no two live pods have one in common."""
+        for kind in KINDS:
+            held = set(self.ledger.cards.format(kind, self.ledger.held(kind)))
+            owner: dict[str, str] = {}
+            for pod in self.active.values():
+                for container in pod.containers:
+                    for text in self.held(pod, container.name, kind):
+                        assert text in held, f"{text} of {pod.name} is not in the ledger"
+                        assert owner.setdefault(text, pod.uid) == pod.uid, f"{text} is held twice"
+
+    def check_names(self) -> None:
+        """Every live container's ids stand under its name, in one allocation."""
+        for pod in self.active.values():
+            for container in pod.containers:
+                if container.kind == "init" and self.known is not True:
+                    continue
+                allocations = set()
+                for kind in KINDS:
+                    ids = self.held(pod, container.name, kind)
+                    mine = self.mine(pod, container.name, kind)
+                    allocations |= {a.id for a in mine}
+                    texts = [set(self.ledger.cards.format(kind, a.held(kind))) for a in mine]
+                    if self.known is True:
+                        assert texts == ([set(ids)] if ids else []), (pod.name, container.name, kind)
+                    else:  # an earlier life of the name may not be swept yet
+                        assert not ids or set(ids) in texts, (pod.name, container.name, kind)
+                assert len(allocations) <= 1 or self.known is not True
+
+    def check_places(self) -> None:
+        """What a container was given lies together."""
+        for a in self.ledger.allocations.values():
+            if a.cores and a.blocks and not a.whole and not a.anonymous:
+                assert set(a.gpus) <= set(a.cores) | set(a.blocks)
+        for pod in self.active.values():
+            if any(c.kind == "init" for c in pod.containers):
+                continue
+            for c in pod.containers:
+                places = {kind: set(self.ledger.cards.known(kind, self.held(pod, c.name, kind))) for kind in KINDS}
+                if c.cores and c.memory_blocks:
+                    assert places["memory"] <= places["core"], (pod.name, places)
+                assert len(places["core"]) == -(-c.cores // 100), (pod.name, places)

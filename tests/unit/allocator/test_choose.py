@@ -1,0 +1,183 @@
+"""GetPreferredAllocation: whole containers are placed, one call at a time. The evaluators have their own tests."""
+
+import pytest
+
+from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.choose import Ask, Choice, choose
+from gpumgr.allocator.ids import ALL_CORES, Masks, count
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.pods import ContainerSpec, chain_needs
+from gpumgr.errors import Refusal
+from gpumgr.units import Kind
+
+from .nodes import app, empty, init, node_of, pod, sidecar
+
+ONE, TWO, THREE, FOUR = "00000000", "00000001", "00000002", "00000003"
+
+
+def low(number: int) -> int:
+    return (1 << number) - 1
+
+
+def asked(
+    ledger: Ledger,
+    kind: Kind,
+    size: int,
+    *containers: ContainerSpec,
+    who: Caller | None = None,
+    available: Masks | None = None,
+    must: Masks | None = None,
+    **node: object,
+) -> Choice:
+    view = pod("new", *containers)
+    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else NOBODY)
+    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.cards.cards}
+    ask = Ask(kind=kind, available=every if available is None else available, must=must or {}, size=size)
+    choice = choose(node_of(ledger.cards, **node), ledger, caller, ask)  # type: ignore[arg-type]
+    assert count(choice.masks) == size
+    return choice
+
+
+def on(gpu: str, cores: int, blocks: int) -> Allocation:
+    return Allocation(
+        id=f"x-{gpu}", pod=("team", f"x-{gpu}"), container="main", cores={gpu: low(cores)}, blocks={gpu: low(blocks)}, gpus=(gpu,)
+    )
+
+
+def test_the_whole_container_is_placed_whichever_resource_is_asked_first() -> None:
+    """GPU 0 is the fuller one and has cores, but too little memory."""
+    ledger = empty().occupy(on(ONE, 60, 14)).occupy(on(TWO, 20, 2))
+    assert asked(ledger, "core", 30, app(30, 4)).masks == {TWO: low(30) << 20}
+    assert asked(ledger, "memory", 4, app(30, 4)).masks == {TWO: 0b1111 << 2}
+
+
+def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:
+    visible = {ONE: 0, TWO: 0b1111}
+    assert asked(empty(), "core", 30, app(30, 4), visible=visible).gpus == (TWO,)
+    with pytest.raises(Refusal, match="no GPU has 30 cores and 5 memory blocks free"):
+        asked(empty(), "core", 30, app(30, 5), visible=visible)
+
+
+def test_only_offered_ids_are_candidates() -> None:
+    assert asked(empty(), "core", 30, app(30, 4), available={THREE: ALL_CORES}).gpus == (THREE,)
+
+
+def test_an_offered_id_whose_holder_lives_is_never_preferred() -> None:
+    """The kubelet's double hand-out."""
+    ledger = empty([16]).occupy(on(ONE, 60, 4))
+    choice = asked(ledger, "core", 30, app(30, 4), available={ONE: ALL_CORES})
+    assert choice.masks == {ONE: low(30) << 60}
+    with pytest.raises(Refusal, match="no GPU has 50 cores"):
+        asked(ledger, "core", 50, app(50, 4), available={ONE: ALL_CORES})
+
+
+def test_what_must_be_among_them_pins_the_gpu() -> None:
+    assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
+
+
+def test_a_share_that_must_span_two_gpus_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"GPU0 \(00000000\), GPU1 \(00000001\) must be among them"):
+        asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
+
+
+def test_a_gpu_that_must_be_among_them_and_is_gone() -> None:
+    ledger = empty()
+    node = node_of(ledger.cards)
+    rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
+    hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
+    view = pod("new", app(30, 4))
+    ask = Ask(kind="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
+    with pytest.raises(Refusal, match="GPU 00000000 is gone, and the container holds ids of it") as refused:
+        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
+    assert refused.value.code == "gpu_unhealthy"
+
+
+def test_memory_beside_whole_gpus_is_spread_and_stays_on_them() -> None:
+    assert asked(empty(), "memory", 6, app(200, 6)).masks == {ONE: 0b111, TWO: 0b111}
+    uneven = empty([2, 16, 16, 16])
+    assert asked(uneven, "memory", 10, app(200, 10), available={ONE: 0b11, TWO: low(16)}).masks == {ONE: 0b11, TWO: low(8)}
+
+
+def test_only_the_gpus_with_such_memory_are_taken_whole() -> None:
+    assert asked(empty([4, 16, 4, 16]), "core", 100, app(100, 10)).gpus == (TWO,)
+    assert asked(empty([4, 16, 4, 16]), "core", 200, app(200, 30)).gpus == (TWO, FOUR)
+
+
+def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
+    """Memory that the kubelet no longer offers for a GPU that the container's cores already lie on."""
+    half = Allocation(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
+    with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
+        asked(empty().occupy(half), "memory", 8, app(100, 8), available={ONE: 0b1})
+    assert refused.value.code == "no_fit"
+
+
+def test_a_full_chain_of_containers_is_thought_of_at_its_first_call() -> None:
+    """The app container after the init container takes its ids over and needs more: GPU 0 is too full for that."""
+    ledger = empty().occupy(on(ONE, 60, 4))
+    assert asked(ledger, "core", 10, init(10, 1), app(30, 2)).gpus == (ONE,)
+    assert asked(ledger, "core", 10, init(10, 1), app(50, 2)).gpus == (TWO,)
+
+
+def test_a_chain_that_no_gpu_can_hold_is_told_so() -> None:
+    with pytest.raises(Refusal, match="container prepare and the containers after it need 100 cores on one GPU"):
+        asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(80, 1))
+
+
+def test_the_gpus_that_a_chain_needs_in_the_end_must_be_there() -> None:
+    with pytest.raises(Refusal, match="need 3 entirely free GPUs one after another and this node has 2"):
+        asked(empty([16, 16]), "core", 100, init(100), sidecar(50, 1), app(200))
+
+
+# -- without a spec --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_spec_cores_go_where_some_memory_is() -> None:
+    ledger = empty([16, 16]).occupy(on(ONE, 50, 16))
+    assert asked(ledger, "core", 10).gpus == (TWO,)
+    assert asked(ledger, "core", 100).gpus == (TWO,)
+
+
+def test_without_a_spec_memory_goes_where_most_cores_are() -> None:
+    ledger = empty([16, 16, 16]).occupy(on(ONE, 10, 4)).occupy(on(TWO, 20, 0))
+    choice = asked(ledger, "memory", 4)
+    assert (choice.gpus, choice.evaluator) == ((THREE,), "share")
+
+
+def test_without_a_spec_more_memory_than_one_gpu_has_goes_to_free_gpus() -> None:
+    ledger = empty([16, 16, 16]).occupy(on(ONE, 10, 4))
+    assert asked(ledger, "memory", 20).masks == {TWO: low(10), THREE: low(10)}
+    with pytest.raises(
+        Refusal, match=r"40 memory blocks are not free together on the GPUs that fit .*GPU1 \(00000001\) 16, GPU2"
+    ):
+        asked(ledger, "memory", 40)
+    with pytest.raises(Refusal, match=r"\(free there: none\)"):
+        asked(empty([16]).occupy(on(ONE, 10, 4)), "memory", 15)
+
+
+def test_without_a_spec_the_second_call_follows_the_first() -> None:
+    half = Allocation(id="own", cores={FOUR: low(30)}, gpus=(FOUR,))
+    ledger = empty().occupy(half)
+    assert asked(ledger, "memory", 4, who=Caller(continues="own")).gpus == (FOUR,)
+    memory = Allocation(id="own", blocks={FOUR: 0b1111}, gpus=(FOUR,))
+    assert asked(empty().occupy(memory), "core", 30, who=Caller(continues="own")).gpus == (FOUR,)
+
+
+# -- chains ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("containers", "needs"),
+    [
+        ((app(30, 4),), (30, 4, 30)),
+        ((app(30, 4), app(50, 2)), (30, 4, 30)),
+        ((init(30, 4), app(50, 2)), (50, 4, 50)),
+        ((init(30, 4), init(40, 1), app(20, 6)), (40, 6, 40)),
+        ((init(30, 4), sidecar(10, 1), app(50, 4)), (60, 5, 50)),
+        ((init(30, 0), app(0, 2), app(30, 1)), (30, 1, 30)),
+        ((init(100, 0), app(100, 4), app(100, 4)), (100, 4, 100)),
+        ((), (0, 0, 0)),
+    ],
+)
+def test_what_a_chain_needs(containers: tuple[ContainerSpec, ...], needs: tuple[int, int, int]) -> None:
+    found = chain_needs(containers)
+    assert (found.cores, found.memory_blocks, found.most_cores) == needs

@@ -1,0 +1,94 @@
+"""The id code and sets of ids."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.allocator.ids import (
+    ALL_CORES,
+    Cards,
+    bits,
+    common,
+    count,
+    gpu_name,
+    lowest,
+    minus,
+    union,
+    within,
+)
+from gpumgr.errors import Refusal
+from gpumgr.units import KINDS
+
+from .nodes import cards_of
+
+MASKS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 2**100), max_size=3)
+
+
+def test_ids_name_their_gpu() -> None:
+    cards = Cards().meet("GPU-1f2e3d4c-0000-0000-0000-000000000000", 3)
+    assert cards.ids["core"]["1f2e3d4c"][:2] == ("1f2e3d4c-c00", "1f2e3d4c-c01")
+    assert cards.ids["core"]["1f2e3d4c"][-1] == "1f2e3d4c-c99"
+    assert cards.ids["memory"]["1f2e3d4c"] == ("1f2e3d4c-m0", "1f2e3d4c-m1", "1f2e3d4c-m2")
+
+
+def test_names_that_collide_take_more_digits_and_never_change() -> None:
+    cards = Cards().meet("GPU-aaaaaaaa-1111", 1).meet("GPU-aaaaaaaa-2222", 1).meet("GPU-AAAAAAAA-1111", 1)
+    assert [card.name for card in cards.cards] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
+    assert gpu_name("GPU-aaaaaaaa", ["aaaaaaaa", "aaaaaaaax0"]) == "aaaaaaaax1"
+
+
+def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
+    cards = cards_of([4, 4])
+    first, second = cards.cards
+    assert cards.meet(first.uuid, 2) is cards
+    grown = cards.meet(first.uuid, 6)
+    assert [(card.name, card.memory_blocks) for card in grown.cards] == [(first.name, 6), (second.name, 4)]
+    assert grown.ids["memory"][first.name][:4] == cards.ids["memory"][first.name]
+
+
+@given(st.data())
+def test_ids_and_masks_say_the_same(data: st.DataObject) -> None:
+    cards = cards_of([5, 7])
+    for kind in KINDS:
+        every = [text for texts in cards.ids[kind].values() for text in texts]
+        chosen = data.draw(st.lists(st.sampled_from(every), unique=True))
+        masks = cards.parse(kind, chosen)
+        assert sorted(cards.format(kind, masks)) == sorted(chosen)
+        assert masks == cards.known(kind, [*chosen, "stranger-c00"])
+        assert count(masks) == len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("ids", "code", "sentence"),
+    [
+        (["00000000-c00", "nonsense"], "unknown_device", "device id 'nonsense' is none of this node's core ids"),
+        (["00000000-m0"], "unknown_device", "none of this node's core ids"),
+        (["00000000-c100"], "unknown_device", "none of this node's core ids"),
+        (["00000000-c00", "00000001-c00", "00000000-c00"], "invalid_request", "'00000000-c00' stands twice in one request"),
+        (["00000000-c00"] * 100_000, "invalid_request", "stands twice"),
+        ([f"{n}-c00" for n in range(100_000)], "unknown_device", "'0-c00'"),
+    ],
+)
+def test_ids_that_make_no_sense_are_named(ids: list[str], code: str, sentence: str) -> None:
+    with pytest.raises(Refusal, match=sentence) as refused:
+        cards_of([4, 4]).parse("core", ids)
+    assert refused.value.code == code
+
+
+@given(MASKS, MASKS)
+def test_sets_of_ids_are_sets(left: dict[str, int], right: dict[str, int]) -> None:
+    assert count(union(left, right)) == count(left) + count(right) - count(common(left, right))
+    assert union(minus(left, right), common(left, right)) == left
+    assert within(common(left, right), right)
+    assert within(left, right) == (common(left, right) == left)
+    assert not common(minus(left, right), right)
+
+
+@given(st.integers(0, 2**100), st.integers(0, 110))
+def test_the_lowest_bits(mask: int, wanted: int) -> None:
+    found = list(bits(mask))[:wanted]
+    assert lowest(mask, wanted) == sum(1 << bit for bit in found)
+
+
+def test_all_cores() -> None:
+    assert list(bits(ALL_CORES)) == list(range(100))

@@ -1,0 +1,222 @@
+"""A ledger out of what others remember."""
+
+from itertools import count
+
+import pytest
+
+from gpumgr.allocator.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
+from gpumgr.allocator.ids import ALL_CORES
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, migrate, names_of
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
+
+from .nodes import app, empty, init, pod
+
+ONE, TWO = "00000000", "00000001"
+
+
+def entry(
+    kind: Kind, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
+) -> KubeletEntry:
+    ids = tuple(f"{gpu}-c{n:02}" if kind == "core" else f"{gpu}-m{n}" for n in numbers)
+    return KubeletEntry(uid=uid, container=container, kind=kind, device_ids=ids, allocation_id=name)
+
+
+def adopted(ledger: Ledger, *entries: KubeletEntry, listing: Listing | None = None, views: tuple[PodView, ...] = ()) -> Rebuilt:
+    ids = (f"n{n}" for n in count(len(ledger.allocations)))
+    rebuilt = adopt(ledger, entries, listing, {v.uid: v for v in views}.get, new_id=lambda: next(ids), now=7.0)
+    rebuilt.ledger.check()
+    return rebuilt
+
+
+def listing_of(*ids: str, name: str = "a") -> Listing:
+    return Listing.of(
+        {("team", name): {"main": {CORE_RESOURCE: [i for i in ids if "-c" in i], MEMORY_RESOURCE: [i for i in ids if "-m" in i]}}}
+    )
+
+
+def test_both_resources_of_a_container_become_one_allocation_under_its_old_id() -> None:
+    view = pod("a", app(2, 1))
+    (a,) = adopted(empty(), entry("memory", 3), entry("core", 1, 2, name="old"), views=(view,)).added
+    assert (a.id, a.pod, a.uid, a.container, a.cores, a.blocks, a.gpus) == (
+        "old",
+        ("team", "a"),
+        "uid-a",
+        "main",
+        {ONE: 0b110},
+        {ONE: 0b1000},
+        (ONE,),
+    )
+    assert (a.granted_at, a.why) == (7.0, "as the kubelet remembers")
+
+
+def test_what_is_known_is_not_added_again() -> None:
+    first = adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1)),))
+    assert not adopted(first.ledger, entry("core", 1)).added
+    assert not adopted(first.ledger, listing=listing_of(f"{ONE}-c01")).added
+
+
+def test_pods_that_ended_and_ids_of_others_are_left_out() -> None:
+    assert not adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1), phase="Failed"),)).added
+    assert not adopted(empty(), KubeletEntry(uid="u", container="c", kind="core", device_ids=("gpu-manager-1",))).added
+
+
+def test_podresources_alone_are_enough() -> None:
+    (a,) = adopted(empty(), listing=listing_of(f"{ONE}-c01", f"{ONE}-m2")).added
+    assert (a.pod, a.uid, a.container, a.core_count, a.block_count) == (("team", "a"), None, "main", 1, 1)
+
+
+def test_podresources_give_a_nameless_entry_its_pod() -> None:
+    (a,) = adopted(empty(), entry("core", 1), entry("memory", 2), listing=listing_of(f"{ONE}-c01", f"{ONE}-m2")).added
+    assert (a.pod, a.uid, a.init) == (("team", "a"), "uid-a", False)
+
+
+def test_what_podresources_do_not_show_was_an_init_containers() -> None:
+    """Without specs, or the two would contradict each other."""
+    entries = (entry("core", 1, 2, container="prepare"), entry("core", 1))
+    added = adopted(empty(), *entries, listing=listing_of(f"{ONE}-c01")).added
+    assert {(a.container, a.init, a.pod) for a in added} == {("prepare", True, ("team", "a")), ("main", False, ("team", "a"))}
+    assert len(adopted(empty(), *entries).problems) == 1
+
+
+def test_specs_tell_init_containers() -> None:
+    view = pod("a", init(2, 1), app(1, 1))
+    added = adopted(empty(), entry("core", 1, 2, container="prepare"), entry("core", 1), views=(view,)).added
+    assert {(a.container, a.init) for a in added} == {("prepare", True), ("main", False)}
+
+
+def test_a_half_is_completed() -> None:
+    view = pod("a", app(1, 1))
+    half = adopted(empty(), entry("core", 1), views=(view,))
+    both = adopted(half.ledger, entry("core", 1), entry("memory", 2), views=(view,))
+    assert [a.id for a in both.added] == [a.id for a in half.added]
+    assert [a.block_count for a in both.ledger.allocations.values()] == [1]
+
+
+def test_a_contradiction_is_told_and_left_out() -> None:
+    held = adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1)),)).ledger
+    rebuilt = adopted(held, entry("core", 1, 2, uid="uid-b"), views=(pod("b", app(2, 1)),))
+    assert rebuilt.problems == ("team/b (main): team/b (main) and team/a (main) hold the same core ids",)
+    assert rebuilt.ledger == held
+
+
+def test_whole_gpus_come_back_whole() -> None:
+    ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
+    merged = KubeletEntry(uid="uid-a", container="main", kind="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
+    (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
+    assert (a.gpus, a.whole) == ((ONE, TWO), True)
+
+
+# -- gpu-manager's checkpoint ----------------------------------------------------------------------------------------------
+
+
+def moved(ledger: Ledger, *records: AnonymousRecord) -> Rebuilt:
+    ids = (f"n{n}" for n in count())
+    rebuilt = migrate(ledger, records, {0: ONE, 3: TWO}, new_id=lambda: next(ids), now=7.0)
+    rebuilt.ledger.check()
+    return rebuilt
+
+
+def record(*minors: int, cores: int = 30, blocks: int = 4) -> AnonymousRecord:
+    return AnonymousRecord(uid="uid-a", container="main", minors=minors, cores=cores, memory_blocks=blocks)
+
+
+def test_a_share_takes_room_on_the_gpu_of_its_minor_number() -> None:
+    (a,) = moved(empty(), record(3)).added
+    assert (a.gpus, a.cores, a.blocks, a.anonymous, a.pod, a.uid) == (
+        (TWO,),
+        {TWO: (1 << 30) - 1},
+        {TWO: 0b1111},
+        True,
+        None,
+        "uid-a",
+    )
+
+
+def test_whole_gpus_are_taken_whole() -> None:
+    (a,) = moved(empty(), record(0, 3, cores=200, blocks=0)).added
+    assert a.cores == {ONE: ALL_CORES, TWO: ALL_CORES}
+
+
+def test_a_share_without_memory_takes_cores() -> None:
+    (a,) = moved(empty(), record(0, blocks=0)).added
+    assert a.blocks == {}
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [
+        ((record(7),), "pod uid uid-a (main): /dev/nvidia7 is none of this node's GPUs"),
+        ((record(),), "pod uid uid-a (main): /dev/nvidia? is none of this node's GPUs"),
+        ((record(0, cores=80), record(0, cores=80)), "pod uid uid-a (main): its GPU has no such room left"),
+        (
+            (record(0), record(0, cores=100)),
+            "pod uid uid-a (main): pod uid uid-a (main) and pod uid uid-a (main) hold the same core",
+        ),
+    ],
+)
+def test_records_that_do_not_fit_are_told(records: tuple[AnonymousRecord, ...], sentence: str) -> None:
+    rebuilt = moved(empty(), *records)
+    assert len(rebuilt.added) == len(records) - 1
+    assert rebuilt.problems[0].startswith(sentence)
+
+
+def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:
+    listing = Listing.of({("team", "a"): {"main": {CORE_RESOURCE: ["x", "y"], MEMORY_RESOURCE: []}}})
+    entries = [
+        ("uid-a", "main", frozenset({"y", "x"})),
+        ("uid-b", "main", frozenset({"z"})),
+        ("uid-c", "side", frozenset({"x", "y"})),
+    ]
+    assert names_of(entries, listing) == {"uid-a": ("team", "a")}
+
+
+# -- what a container gets -------------------------------------------------------------------------------------------------
+
+GPUS = {ONE: GrantedGpu(uuid="GPU-0", minor=0), TWO: GrantedGpu(uuid="GPU-1", minor=None)}
+WHOLE = Allocation(id="a1", cores={ONE: ALL_CORES, TWO: ALL_CORES}, blocks={ONE: 0b111}, gpus=(ONE, TWO))
+SHARE = Allocation(id="a2", cores={ONE: 0b111}, blocks={ONE: 0b1}, gpus=(ONE,))
+
+
+def test_everything_is_named_as_gpu_manager_names_it() -> None:
+    host = HostPaths(
+        exists=lambda _: True, share_driver_dir="/share", whole_driver_dir="/whole", extra_devices=("/dev/infiniband/x",)
+    )
+    answer = core_answer(WHOLE, GPUS, host)
+    assert answer.envs == {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64", "NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
+    assert [node.host_path for node in answer.devices] == [
+        "/dev/nvidia0",
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+        "/dev/infiniband/x",
+    ]
+    assert {(m.container_path, m.host_path) for m in answer.mounts} == {
+        ("/usr/local/nvidia", "/whole"),
+        ("/etc/vcuda", "/etc/gpu-manager/vm/a1"),
+    }
+    assert answer.annotations == {CORE_RESOURCE: "200", "tencent.com/vcuda-device": "/dev/nvidia0"}
+    assert {m.host_path for m in core_answer(SHARE, GPUS, host).mounts} == {"/share", "/etc/gpu-manager/vm/a2"}
+    assert memory_answer(WHOLE).annotations == {MEMORY_RESOURCE: str(3 * 256 * 1024 * 1024)}
+
+
+def test_only_what_the_host_has_is_named() -> None:
+    host = HostPaths(exists=lambda path: path == "/host/dev/nvidia0", device_root="/host/dev", share_driver_dir="/share")
+    answer = core_answer(SHARE, GPUS, host)
+    assert [(node.container_path, node.host_path) for node in answer.devices] == [("/dev/nvidia0", "/host/dev/nvidia0")]
+    assert [m.container_path for m in answer.mounts] == ["/etc/vcuda"]
+    assert all(f"/dev/{name}" not in {d.container_path for d in answer.devices} for name in CONTROL_NODES)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "found"),
+    [
+        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1"}, "a1"),
+        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1/"}, "a1"),
+        ({"/etc/vcuda": "/"}, None),
+        ({"/usr/local/nvidia": "/share"}, None),
+    ],
+)
+def test_the_allocations_id_stands_in_its_answer(mounts: dict[str, str], found: str | None) -> None:
+    assert allocation_id_in(mounts) == found

@@ -1,0 +1,294 @@
+"""Freeing and naming by PodResources, case by case; whole histories are in tests/unit/agent and tests/property."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from gpumgr.allocator.callers import Caller, find_caller, handed_on, next_container, oldest_waiting, waits_for
+from gpumgr.allocator.ids import ALL_CORES, Masks
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.allocator.sweep import freed_by_offer, named_by, shown, sweep
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+
+from .nodes import app, empty, init, pod
+
+ONE, TWO = "00000000", "00000001"
+
+
+def held(
+    name: str,
+    cores: Masks | None = None,
+    blocks: Masks | None = None,
+    *,
+    owner: str | None = "a",
+    uid: str | None = "uid-a",
+    container: str | None = "main",
+    init: bool = False,
+    anonymous: bool = False,
+) -> Allocation:
+    return Allocation(
+        id=name,
+        pod=("team", owner) if owner else None,
+        uid=uid,
+        container=container,
+        init=init,
+        anonymous=anonymous,
+        cores=cores or {},
+        blocks=blocks or {},
+        gpus=(ONE,),
+    )
+
+
+SHARE = held("a", {ONE: 0b11}, {ONE: 0b1})
+
+
+def ledger_of(*allocations: Allocation) -> Ledger:
+    ledger = empty()
+    for allocation in allocations:
+        ledger = ledger.occupy(allocation)
+    return ledger
+
+
+def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
+    """Pods of the namespace `team`; each container "main" holds what the allocation does."""
+    return Listing.of(
+        {
+            ("team", name): {
+                "main": {
+                    CORE_RESOURCE: ledger.cards.format("core", a.cores),
+                    MEMORY_RESOURCE: ledger.cards.format("memory", a.blocks),
+                    "other.example/device": ["x"],
+                }
+                if a
+                else {}
+            }
+            for name, a in pods.items()
+        }
+    )
+
+
+def knows(*views: PodView) -> Mapping[PodKey, PodView]:
+    return {view.key: view for view in views}
+
+
+def test_what_list_shows_in_masks() -> None:
+    ledger = ledger_of(SHARE)
+    listing = listed(ledger, a=SHARE, b=None)
+    assert shown(ledger.cards, listing) == {(("team", "a"), "main"): {"core": {ONE: 0b11}, "memory": {ONE: 1}}}
+    assert shown(ledger.cards, listing, [("team", "b")]) == {}
+
+
+# -- freed by an offer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offered", "shows", "free"),
+    [
+        ({ONE: 0b10}, False, True),
+        ({ONE: 0b10}, True, False),
+        ({ONE: 0b100}, False, False),
+        ({TWO: ALL_CORES}, False, False),
+    ],
+    ids=["offered and gone", "offered but shown", "gone but not offered", "others offered"],
+)
+def test_either_alone_proves_nothing(offered: Masks, shows: bool, free: bool) -> None:
+    ledger = ledger_of(SHARE)
+    listing = listed(ledger, a=SHARE if shows else None)
+    after = freed_by_offer(ledger, listing, knows().get, "core", offered)
+    assert bool(after.allocations) is not free
+    assert free or after is ledger
+
+
+def test_the_rest_of_an_ended_pod_goes_with_it() -> None:
+    """Its init container, and a sidecar on another GPU."""
+    prepare, side = held("i", {ONE: 0b111}, init=True, container="prepare"), held("s", {TWO: 0b1}, {TWO: 0b1}, container="side")
+    ledger = ledger_of(SHARE, prepare, side, held("b", {TWO: 0b10}, owner="b", uid="uid-b"))
+    after = freed_by_offer(ledger, listed(ledger), knows().get, "core", {ONE: 1})
+    assert list(after.allocations) == ["b"]
+
+
+def test_an_init_container_lives_as_long_as_its_own_pod() -> None:
+    prepare = held("i", {ONE: 0b111}, init=True, container="prepare")
+    ledger = ledger_of(prepare)
+    listing, same, another = listed(ledger, a=None), pod("a"), pod("a", uid="uid-2")
+    assert freed_by_offer(ledger, listing, knows(same).get, "core", {ONE: 1}).allocations
+    assert not freed_by_offer(ledger, listing, knows(another).get, "core", {ONE: 1}).allocations
+    assert not freed_by_offer(ledger, listed(ledger, b=None), knows().get, "core", {ONE: 1}).allocations
+
+
+def test_a_later_life_of_a_name_is_not_freed_with_the_earlier_one() -> None:
+    old, old_init = held("old", {ONE: 0b11}, uid=None), held("old-init", {ONE: 0b1100}, uid=None, container=None, init=True)
+    new = held("new", {TWO: ALL_CORES}, uid=None, container=None)
+    ledger = ledger_of(old_init, old, new)
+    after = freed_by_offer(ledger, listed(ledger, a=None), knows().get, "core", {ONE: 0b1})
+    assert list(after.allocations) == ["new"]
+
+
+def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
+    ledger = ledger_of(held("g", {ONE: ALL_CORES}, owner=None, anonymous=True))
+    assert freed_by_offer(ledger, listed(ledger), knows().get, "core", {ONE: ALL_CORES}) is ledger
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_list_names_what_has_no_name() -> None:
+    nameless = held("n", {ONE: 0b11}, owner=None, uid=None, container=None)
+    ledger = ledger_of(nameless)
+    listing = listed(ledger, b=nameless)
+    named = named_by(ledger, listing, knows(pod("b")).get, None).allocations["n"]
+    assert (named.pod, named.container, named.uid) == (("team", "b"), "main", "uid-b")
+    unknown = named_by(ledger, listing, knows(pod("b", phase="Failed")).get, None).allocations["n"]
+    assert (unknown.pod, unknown.uid) == (("team", "b"), None)
+
+
+def test_a_guess_about_the_latest_is_corrected() -> None:
+    ledger = ledger_of(SHARE)
+    listing = listed(ledger, a=None, b=SHARE)
+    assert named_by(ledger, listing, knows().get, None) is ledger
+    assert named_by(ledger, listing, knows().get, "a").allocations["a"].pod == ("team", "b")
+
+
+def test_a_right_name_reads_one_pod_of_the_list_only() -> None:
+    ledger = ledger_of(SHARE)
+    full = listed(ledger, a=SHARE)
+
+    def read(key: PodKey) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        assert key == ("team", "a")
+        return full.containers(key)
+
+    listing = Listing([("team", "b"), ("team", "a"), ("team", "c")], read)
+    assert named_by(ledger, listing, knows(pod("a")).get, "a") is ledger
+
+
+def test_who_shares_ids_with_what_list_names_was_its_init_container_or_is_refuted() -> None:
+    mine = held("n", {ONE: 0b11}, owner=None, uid=None, container=None)
+    init_of_it = held("i", {ONE: 0b111}, owner="x", uid=None, container=None, init=True)
+    refuted = held("r", {ONE: 0b111}, owner="y", uid="uid-y", init=True)
+    for other, stays in ((init_of_it, True), (refuted, False)):
+        ledger = Ledger(empty().cards, {a.id: a for a in (other, mine)})
+        after = named_by(ledger, listed(ledger, b=mine), knows(pod("b")).get, "n").check()
+        assert (other.id in after.allocations) is stays
+        assert {a.pod for a in after.allocations.values()} == {("team", "b")}
+
+
+@pytest.mark.parametrize(
+    ("guessed", "container", "expected"),
+    [
+        (None, "main", (("team", "b"), "main", False)),
+        (None, "prepare", (("team", "b"), "prepare", True)),
+        ("x", "prepare", (("team", "b"), "main", False)),
+    ],
+    ids=["an app after all", "an init container with an heir", "another pod's app"],
+)
+def test_an_init_container_that_list_shows(guessed: str | None, container: str, expected: tuple[PodKey, str, bool]) -> None:
+    a = held("i", {ONE: 0b11}, owner=guessed, container=container, init=True)
+    ledger = ledger_of(a)
+    swept = sweep(ledger, listed(ledger, b=a), knows().get, knows().get, absent={}, patience=9)  # type: ignore[arg-type]
+    named = swept.ledger.allocations["i"]
+    assert (named.pod, named.container, named.init) == expected
+
+
+def test_a_uid_alone_gets_its_name_from_the_cache() -> None:
+    a = held("g", {ONE: ALL_CORES}, owner=None, anonymous=True)
+    ledger = ledger_of(a)
+    swept = sweep(ledger, listed(ledger, a=None), knows().get, {"uid-a": pod("a")}.get, absent={}, patience=1)
+    assert swept.ledger.allocations["g"].pod == ("team", "a")
+    assert not swept.freed
+
+
+# -- sweeps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ended_pod_holds_nothing_although_it_is_listed() -> None:
+    ledger = ledger_of(SHARE)
+    ended = pod("a", phase="Failed")
+    swept = sweep(ledger, listed(ledger, a=SHARE), knows(ended).get, lambda _: ended, absent={}, patience=5)
+    assert [a.id for a in swept.freed] == ["a"]
+
+
+def test_an_earlier_life_that_ended_takes_nothing_from_this_one() -> None:
+    a = held("a", {ONE: 0b11}, uid=None)
+    ledger = ledger_of(a)
+    swept = sweep(ledger, listed(ledger, a=a), knows(pod("a", phase="Failed")).get, lambda _: None, absent={}, patience=1)
+    assert not swept.freed
+
+
+def test_half_a_share_without_a_name_belongs_to_nobody_for_long() -> None:
+    half = held("h", {ONE: 0b11}, uid=None, container=None)
+    whole = held("w", {TWO: ALL_CORES}, uid=None, container=None)
+    ledger = ledger_of(half, whole)
+    swept = sweep(ledger, listed(ledger, a=None), knows().get, lambda _: None, absent={"h": 1}, patience=2)
+    assert [a.id for a in swept.freed] == ["h"]
+
+
+# -- whose turn it is --------------------------------------------------------------------------------------------------------
+
+
+def test_containers_take_their_turns() -> None:
+    view = pod("a", init(10, 1), app(0, name="idle"), app(30, 2), app(20, 2, name="second"))
+    turns = []
+    ledger = empty()
+    while (spec := next_container(ledger, view)) is not None:
+        turns.append(spec.name)
+        ledger = ledger.occupy(held(f"{spec.name}-c", {ONE: 1 << 50 * len(turns) % 97}, {ONE: 1}, container=spec.name))
+    assert turns == ["prepare", "main", "second"]
+
+
+def test_a_call_fits_a_container_by_kind_and_size() -> None:
+    view = pod("a", app(30, 2))
+    assert waits_for(empty(), view, "core", 30) is view.containers[0]
+    assert waits_for(empty(), view, "core", 20) is None
+    half = empty().occupy(held("h", {ONE: 0b1}))
+    assert waits_for(half, view, "core", 30) is None
+    assert waits_for(half, view, "memory", 2) is view.containers[0]
+    assert waits_for(empty(), pod("a", app(30, 2), phase="Running"), "core", 30) is None
+
+
+def test_a_listed_container_that_has_its_ids_does_not_wait() -> None:
+    """The ledger lost it; it is not under admission."""
+    running, coming = pod("a", app(30, 2), created_at=2.0), pod("b", app(30, 2), created_at=1.0)
+    ledger = empty()
+    listing = listed(ledger, a=held("x", {ONE: 0b1}), b=None, c=None)
+    found = find_caller(ledger, listing, knows(running, coming).get, "core", 30, {})
+    assert found is not None
+    assert found.pod == coming.key
+    assert find_caller(ledger, listing, knows(running).get, "core", 30, {}) is None
+
+
+def test_the_newest_of_several_by_sight_then_by_birth() -> None:
+    views = [pod(name, app(30, 2), created_at=at) for name, at in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
+    listing = listed(empty(), a=None, b=None, c=None)
+
+    def found(seen: Mapping[PodKey, int]) -> str:
+        caller = find_caller(empty(), listing, knows(*views).get, "core", 30, seen)
+        assert caller is not None
+        assert caller.pod is not None
+        return caller.pod[1]
+
+    assert found({("team", "a"): 1, ("team", "b"): 2, ("team", "c"): 2}) == "b"
+    assert found({("team", "a"): 1, ("team", "b"): 1}) == "c"
+
+
+def test_without_list_the_one_that_waits_longest() -> None:
+    views = [pod("a", app(30, 2), created_at=2.0), pod("b", app(30, 2), created_at=1.0), pod("c", app(40, 2))]
+    caller = oldest_waiting(empty(), views, "core", 30)
+    assert caller is not None
+    assert (caller.pod, caller.container, caller.uid) == (("team", "b"), "main", "uid-b")
+    assert oldest_waiting(empty(), views, "core", 99) is None
+
+
+def test_ids_that_are_passed_on_were_an_init_containers() -> None:
+    ledger = ledger_of(held("n", {ONE: 0b11}, uid=None, container=None), held("m", {ONE: 0b1100}))
+    assert handed_on(ledger, "core", {ONE: 0b1}, ("team", "a")).allocations["n"].init
+    for masks, owner in (({ONE: 0b100}, ("team", "a")), ({ONE: 0b1}, ("team", "b")), ({ONE: 0b1}, None)):
+        assert handed_on(ledger, "core", masks, owner) is ledger
+
+
+def test_a_caller_without_a_spec_owns_nothing() -> None:
+    caller = Caller(pod=("team", "a"))
+    assert not caller.owns(SHARE)
+    assert caller.chain == ()
+    assert (caller.uid, caller.container, caller.init) == (None, None, False)

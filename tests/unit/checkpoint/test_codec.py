@@ -1,0 +1,50 @@
+"""Allocations survive the way into a row and back; a row that was damaged is never read as another allocation."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, encode_allocation
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+MASKS = st.dictionaries(NAMES, st.integers(1, (1 << 800) - 1), max_size=3)
+ALLOCATIONS = st.builds(
+    Allocation,
+    id=NAMES,
+    pod=st.none() | st.tuples(NAMES, NAMES),
+    uid=st.none() | NAMES,
+    container=st.none() | NAMES,
+    init=st.booleans(),
+    cores=MASKS,
+    blocks=MASKS,
+    gpus=st.lists(NAMES, max_size=3).map(tuple),
+    granted_at=st.floats(0, 1e12),
+    why=NAMES,
+    anonymous=st.booleans(),
+)
+
+
+@given(ALLOCATIONS)
+def test_round_trip(allocation: Allocation) -> None:
+    assert decode_allocation(*encode_allocation(allocation)) == allocation
+
+
+@given(ALLOCATIONS, st.data())
+def test_a_damaged_row_is_never_read(allocation: Allocation, data: st.DataObject) -> None:
+    allocation_id, record, sum_ = encode_allocation(allocation)
+    place = data.draw(st.integers(0, len(record) - 1))
+    damaged = record[:place] + chr(ord(record[place]) ^ 1) + record[place + 1 :]
+    with pytest.raises(CorruptRowError, match="its checksum is wrong"):
+        decode_allocation(allocation_id, damaged, sum_)
+    with pytest.raises(CorruptRowError):
+        decode_allocation(allocation_id + "x", record, sum_)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", "{", "null", '{"cores": {"g": "xyz"}}', '{"cores": {"g": 5}}', '{"pod": ["a"]}', '{"surprise": 1}', "[" * 5000],
+)
+def test_a_row_that_makes_no_sense_is_named(record: str) -> None:
+    with pytest.raises(CorruptRowError, match="the row of allocation 'a1' can't be read"):
+        decode_allocation("a1", record, checksum("a1", record))

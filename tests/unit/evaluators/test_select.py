@@ -1,0 +1,160 @@
+"""What requests mean, what refusals say, and what is required or scarce."""
+
+import pytest
+
+from gpumgr.errors import Refusal
+from gpumgr.evaluators import partition
+from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.link import choose_set
+from gpumgr.evaluators.select import check_request, place
+from gpumgr.topology.devices import Level, Topology
+from tests.unit.evaluators.nodes import capacities, node
+
+PAIRS = node(4, lambda a, b: (Level.PIX if a // 2 == b // 2 else Level.SYS, 0))
+
+
+def gpu(index: int, cores: int = 100, blocks: int = 320, healthy: bool = True, note: str | None = None) -> GpuCapacity:
+    whole = (cores, blocks) == (100, 320)
+    return GpuCapacity(index=index, cores_free=cores, memory_blocks_free=blocks, entirely_free=whole, healthy=healthy, note=note)
+
+
+@pytest.mark.parametrize(("cores", "blocks"), [(1, 1), (99, 1), (100, 0), (100, 5), (200, 0), (800, 1)])
+def test_sound_requests_pass(cores: int, blocks: int) -> None:
+    check_request(cores, blocks)
+
+
+@pytest.mark.parametrize(
+    ("cores", "blocks", "words"),
+    [
+        (0, 0, "nothing asked"),
+        (0, 4, "4 memory blocks asked without cores"),
+        (50, 0, "50 cores asked without memory"),
+        (101, 4, "must be a multiple of 100"),
+        (150, 0, "150 cores asked"),
+        (-1, 4, "less than 0"),
+        (100, -4, "less than 0"),
+    ],
+)
+def test_unsound_requests_are_refused(cores: int, blocks: int, words: str) -> None:
+    with pytest.raises(Refusal, match=words) as caught:
+        check_request(cores, blocks)
+    assert caught.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize("cores", [0, -100, 101, 250])
+def test_place_itself_refuses_unsound_cores(cores: int) -> None:
+    with pytest.raises(Refusal) as caught:
+        place(PAIRS, capacities(4), cores=cores, memory_blocks=0)
+    assert caught.value.code == "invalid_request"
+
+
+def refused(gpus: list[GpuCapacity], cores: int, blocks: int, required: tuple[int, ...] = ()) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        place(PAIRS, gpus, cores=cores, memory_blocks=blocks, required=required)
+    return caught.value
+
+
+def test_a_share_that_fits_nowhere_is_told_what_is_free_where() -> None:
+    refusal = refused([gpu(0, 40, 100), gpu(1, 100, 10)], 50, 20)
+    assert refusal.code == "no_fit"
+    assert str(refusal) == (
+        "no GPU has 50 cores and 20 memory blocks free; free: GPU0 40 cores and 100 memory blocks, GPU1 100 cores and 10 memory blocks"
+    )
+
+
+def test_whole_gpus_that_fit_nowhere() -> None:
+    refusal = refused([gpu(0), gpu(1, 40, 100)], 200, 0)
+    assert str(refusal) == (
+        "2 entirely free GPUs asked, 1 of 2 are free; free: GPU0 entirely (320 memory blocks), GPU1 40 cores and 100 memory blocks"
+    )
+
+
+def test_unhealthy_gpus_are_no_candidates_and_say_why() -> None:
+    gpus = [gpu(0, healthy=False, note="XID 79"), gpu(1, 0, 0)]
+    refusal = refused(gpus, 100, 0)
+    assert refusal.code == "gpu_unhealthy"
+    assert "GPU0 not offered (XID 79)" in str(refusal)
+    assert refused(gpus, 200, 0).code == "no_fit"
+
+
+def test_labels_stand_in_refusals() -> None:
+    whole = GpuCapacity(index=0, cores_free=5, memory_blocks_free=1, entirely_free=False, label="GPU0 (1f2e3d4c)")
+    assert "GPU0 (1f2e3d4c) 5 cores and 1 memory block" in str(refused([whole], 50, 20))
+
+
+def test_no_gpus_at_all() -> None:
+    assert "there is no GPU" in str(refused([], 50, 20))
+
+
+def test_a_long_list_is_cut() -> None:
+    topology = node(20, lambda _a, _b: (Level.SYS, 0))
+    with pytest.raises(Refusal, match="and 4 more GPUs"):
+        place(topology, capacities(20, range(20)), cores=10, memory_blocks=1)
+
+
+def test_policies() -> None:
+    gpus = [gpu(0), gpu(1, 50, 300), gpu(2, 50, 200), gpu(3, 20, 320)]
+    assert place(PAIRS, gpus, cores=30, memory_blocks=10).gpus == (2,)
+    assert place(PAIRS, gpus, cores=30, memory_blocks=250).gpus == (1,)
+    assert place(PAIRS, gpus, cores=30, memory_blocks=10, policy="spread").gpus == (0,)
+    assert place(PAIRS, gpus[1:], cores=30, memory_blocks=10, policy="spread").gpus == (1,)
+
+
+def test_a_share_without_memory_is_placed_by_cores() -> None:
+    assert place(PAIRS, [gpu(0), gpu(1, 50, 0)], cores=30, memory_blocks=0).gpus == (1,)
+
+
+def test_a_required_gpu_wins_over_the_rule() -> None:
+    gpus = [gpu(0), gpu(1, 50, 100), gpu(2), gpu(3)]
+    assert place(PAIRS, gpus, cores=30, memory_blocks=10, required={2}).gpus == (2,)
+    assert place(PAIRS, gpus, cores=100, memory_blocks=0, required={3}).gpus == (3,)
+    assert place(PAIRS, gpus, cores=200, memory_blocks=0, required={0}).gpus == (0, 2)
+    assert "GPU1 must be among them" in str(refused(gpus, 60, 10, required=(1,)))
+    assert refused(gpus, 60, 10, required=(0, 2)).code == "no_fit"
+    assert refused(gpus, 200, 0, required=(1,)).code == "no_fit"
+
+
+def test_memory_beside_whole_gpus_comes_from_the_granted_ones() -> None:
+    small = [GpuCapacity(index=i, cores_free=100, memory_blocks_free=64 if i < 2 else 320, entirely_free=True) for i in range(4)]
+    assert place(PAIRS, small, cores=100, memory_blocks=64).gpus == (0,)
+    assert place(PAIRS, small, cores=100, memory_blocks=65).gpus == (2,)
+    assert place(PAIRS, small, cores=200, memory_blocks=128).gpus == (0, 1)
+    assert place(PAIRS, small, cores=200, memory_blocks=129).gpus == (2, 3)
+    assert place(PAIRS, small, cores=200, memory_blocks=129, required={0}).gpus == (0, 2)
+    assert refused(small, 200, 641).code == "no_fit"
+
+
+def test_a_partly_used_gpu_is_not_whole() -> None:
+    assert place(PAIRS, [gpu(0, 100, 319), gpu(1)], cores=100, memory_blocks=0).gpus == (1,)
+
+
+def test_only_listed_gpus_are_candidates() -> None:
+    assert place(PAIRS, [gpu(3), gpu(1)], cores=200, memory_blocks=0).gpus == (1, 3)
+
+
+def test_why_names_the_group_and_the_score() -> None:
+    placement = place(PAIRS, capacities(4), cores=200, memory_blocks=0)
+    assert (placement.score, placement.why.endswith("within PIX, score 50")) == (50, True)
+
+
+def unlike(n: int) -> Topology:
+    """GPUs of which no two are alike."""
+    return node(n, lambda a, b: (list(Level)[(3 * a + 5 * b + a * b) % 6], (7 * a + 11 * b) % 5))
+
+
+def test_a_search_that_is_too_long_ends_in_grown_sets() -> None:
+    topology = unlike(40)
+    free = tuple(range(40))
+    with pytest.raises(partition.TooManySets):
+        partition.PartitionSearch(((0,) * 40,) * 40, free, 8, (), {gpu: gpu for gpu in free})
+    chosen = choose_set(topology, free, 8, (5, 11), (320,) * 40, 0)
+    assert chosen is not None
+    assert (len(chosen), {5, 11} <= set(chosen), chosen == tuple(sorted(chosen))) == (8, True, True)
+
+
+def test_grown_sets_find_the_memory() -> None:
+    blocks = tuple(320 if index % 5 == 0 else 10 for index in range(40))
+    chosen = choose_set(unlike(40), tuple(range(40)), 8, (1,), blocks, 7 * 320 + 10)
+    assert chosen is not None
+    assert sum(blocks[index] for index in chosen) == 7 * 320 + 10
+    assert choose_set(unlike(40), tuple(range(40)), 8, (1,), blocks, 8 * 320) is None

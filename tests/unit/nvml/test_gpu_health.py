@@ -1,0 +1,152 @@
+from functools import reduce
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.nvml.health import (
+    APPLICATION_XIDS,
+    DOUBTFUL_XIDS,
+    DoubleBitError,
+    Failed,
+    GpuHealth,
+    HealthRules,
+    Held,
+    Looked,
+    Observation,
+    Reason,
+    Released,
+    Xid,
+    new_health,
+    step,
+)
+
+GOOD = Looked(mig_enabled=False, double_bit_errors=0, recovery_action=0)
+LOST = Failed(reason="lost", message="nvmlDeviceGetMemoryInfo: GPU is lost (NVML error 15)")
+DOUBT = Failed(reason="error", message="nvmlDeviceGetMemoryInfo: Unknown Error (NVML error 999)")
+
+
+def after(*observations: Observation, rules: HealthRules | None = None) -> GpuHealth:
+    health = new_health(0.0)
+    for now, observation in enumerate(observations, start=1):
+        health = step(health, observation, float(now), rules)
+    return health
+
+
+@pytest.mark.parametrize(
+    ("observation", "reason"),
+    [
+        (Xid(number=79), "xid"),
+        (Xid(number=48), "xid"),
+        (Xid(number=12345), "xid"),
+        (DoubleBitError(), "ecc"),
+        (LOST, "lost"),
+        (Failed(reason="reset", message=""), "reset"),
+        (Failed(reason="missing", message=""), "missing"),
+        (Failed(reason="nvml_down", message=""), "nvml_down"),
+        (Looked(mig_enabled=True), "mig"),
+        (Looked(recovery_action=1), "reset"),
+        (Looked(recovery_action=99), "reset"),
+        (Looked(double_bit_errors=2), "ecc"),
+        (Held(message="broken fan"), "operator"),
+    ],
+)
+def test_a_certain_fault_withdraws_the_gpu_at_once(observation: Observation, reason: str) -> None:
+    health = after(observation)
+    assert (health.state, health.reason, health.since) == ("unhealthy", reason, 1.0)
+    assert not health.offered
+
+
+@pytest.mark.parametrize("number", sorted(APPLICATION_XIDS))
+def test_xids_of_applications_are_ignored(number: int) -> None:
+    assert after(Xid(number=number)) == new_health(0.0)
+
+
+def test_ignored_xids_can_be_named_or_all() -> None:
+    only_79 = HealthRules(ignored_xids=frozenset({79}))
+    assert after(Xid(number=79), rules=only_79).state == "healthy"
+    assert after(Xid(number=31), rules=only_79).state == "unhealthy"
+    assert after(Xid(number=48), rules=HealthRules(ignored_xids=None)).state == "healthy"
+
+
+@pytest.mark.parametrize("number", sorted(DOUBTFUL_XIDS))
+def test_a_doubtful_xid_leaves_the_verdict_to_the_next_look(number: int) -> None:
+    suspect = after(Xid(number=number))
+    assert (suspect.state, suspect.reason, suspect.offered) == ("suspect", "xid", True)
+    assert after(Xid(number=number), GOOD).state == "healthy"
+    assert after(Xid(number=number), Looked(recovery_action=1)).state == "unhealthy"
+
+
+def test_doubtful_errors_count_only_in_a_row() -> None:
+    assert [after(*[DOUBT] * n).state for n in (1, 2, 3)] == ["suspect", "suspect", "unhealthy"]
+    assert after(DOUBT, DOUBT, GOOD, DOUBT, DOUBT).state == "suspect"
+
+
+def test_recovery_takes_good_looks_in_a_row() -> None:
+    assert [after(LOST, *[GOOD] * n).state for n in range(4)] == ["unhealthy", "probation", "probation", "healthy"]
+    assert not after(LOST, GOOD, GOOD).offered
+    assert after(LOST, GOOD, GOOD, DOUBT).state == "unhealthy"
+    assert after(LOST, GOOD, GOOD, DOUBT, GOOD, GOOD).state == "probation"
+    assert after(LOST, GOOD, rules=HealthRules(good_looks=1)).state == "healthy"
+
+
+def test_a_known_recovery_action_overrides_the_error_counter() -> None:
+    assert after(Looked(double_bit_errors=2, recovery_action=0)).state == "healthy"
+    assert after(DoubleBitError(), *[Looked(double_bit_errors=1)] * 9).state == "unhealthy"
+    assert after(DoubleBitError(), *[Looked(double_bit_errors=0)] * 3).state == "healthy"
+
+
+def test_a_driver_that_tells_nothing_is_believed() -> None:
+    assert after(Looked()).state == "healthy"
+
+
+def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> None:
+    health = after(Xid(number=79), LOST)
+    assert (health.reason, health.since) == ("lost", 1.0)
+    assert after(LOST, DOUBT).reason == "lost"
+
+
+def test_only_the_operator_ends_a_hold() -> None:
+    held = Held(message="broken fan")
+    assert after(held, *[GOOD] * 9, LOST).reason == "operator"
+    assert after(held, Released()).state == "probation"
+    assert after(held, Released(), *[GOOD] * 3).state == "healthy"
+    assert after(LOST, Released()).reason == "lost"
+
+
+reasons = st.sampled_from([reason for reason in get_args(Reason) if reason != "operator"])
+observations = st.one_of(
+    st.builds(
+        Looked,
+        mig_enabled=st.none() | st.booleans(),
+        double_bit_errors=st.none() | st.integers(0, 3),
+        recovery_action=st.none() | st.integers(0, 8),
+    ),
+    st.builds(Failed, reason=reasons, message=st.just("")),
+    st.builds(Xid, number=st.integers(1, 160)),
+    st.just(DoubleBitError()),
+)
+
+
+@given(st.lists(observations))
+def test_every_gpu_comes_back_after_enough_good_looks(history: list[Observation]) -> None:
+    assert after(*history, GOOD, GOOD, GOOD).state == "healthy"
+
+
+@given(st.lists(observations | st.just(Held(message="")) | st.just(Released())))
+def test_what_is_shown_agrees_with_the_state(history: list[Observation]) -> None:
+    health = after(*history)
+    assert (health.reason is None) == (health.state == "healthy")
+    assert 0.0 <= health.since <= len(history)
+
+
+@given(st.lists(observations))
+def test_a_state_is_dated_by_its_beginning(history: list[Observation]) -> None:
+    def check(health: GpuHealth, dated: tuple[int, Observation]) -> GpuHealth:
+        now, observation = dated
+        following = step(health, observation, float(now))
+        assert following.since == (health.since if following.state == health.state else now)
+        return following
+
+    reduce(check, enumerate(history, start=1), new_health(0.0))

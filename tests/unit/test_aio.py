@@ -1,0 +1,131 @@
+"""Concurrency shapes: conflation, shielded work, daemons."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.aio import DaemonExitedError, Latest, every, finish_shielded, forever, run_shielded
+
+
+async def test_a_reader_sees_the_current_value_first() -> None:
+    latest = Latest(1)
+    with latest.subscribe() as values:
+        assert await anext(values) == 1
+
+
+async def test_a_slow_reader_sees_only_the_newest_value() -> None:
+    latest = Latest(0)
+    with latest.subscribe() as values:
+        assert await anext(values) == 0
+        for value in range(1, 100):
+            latest.set(value)
+        assert await anext(values) == 99
+
+
+async def test_an_equal_value_wakes_nobody() -> None:
+    latest = Latest(b"a")
+    with latest.subscribe() as values:
+        await anext(values)
+        waiting = asyncio.ensure_future(anext(values))
+        latest.set(bytes(bytearray(b"a")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        latest.set(b"b")
+        assert await waiting == b"b"
+
+
+async def test_readers_leave_no_trace() -> None:
+    latest = Latest(0)
+
+    async def read() -> None:
+        with latest.subscribe() as values:
+            async for _ in values:
+                pass
+
+    readers = [asyncio.create_task(read()) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert latest.readers == 20
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    assert latest.readers == 0
+
+
+async def test_a_closed_subscription_ends() -> None:
+    latest = Latest(0)
+    with latest.subscribe() as values:
+        waiting = asyncio.create_task(_collect(values))
+        await asyncio.sleep(0)
+        values.close()
+        assert await waiting == [0]
+
+
+async def _collect(values: object) -> list[int]:
+    return [value async for value in values]  # type: ignore[attr-defined]
+
+
+async def test_shielded_work_outlives_its_caller() -> None:
+    began, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        await go_on.wait()
+        done.set()
+
+    caller = asyncio.create_task(run_shielded(work(), name="work"))
+    await began.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert not await finish_shielded(0)
+    go_on.set()
+    assert await finish_shielded(5)
+    assert done.is_set()
+
+
+async def test_shielded_work_returns_and_raises() -> None:
+    async def work(value: int) -> int:
+        return 10 // value
+
+    assert await run_shielded(work(2), name="work") == 5
+    with pytest.raises(ZeroDivisionError):
+        await run_shielded(work(0), name="work")
+    assert await finish_shielded(0)
+
+
+async def test_a_failure_that_nobody_waits_for_is_logged() -> None:
+    go_on = asyncio.Event()
+
+    async def work() -> None:
+        await go_on.wait()
+        raise ValueError("too late")
+
+    caller = asyncio.create_task(run_shielded(work(), name="work"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    caller.cancel()
+    with capture_logs() as logs:
+        await asyncio.wait([caller])
+        go_on.set()
+        assert await finish_shielded(5)
+    assert [(line["event"], line["task"], line["error"]) for line in logs] == [("unheard_failure", "work", "too late")]
+
+
+async def test_a_daemon_that_returns_is_an_error() -> None:
+    with pytest.raises(DaemonExitedError, match="the daemon sweeper returned"):
+        await forever("sweeper", lambda: asyncio.sleep(0))
+
+
+async def test_every_retries_weather_and_tells_each_text_once() -> None:
+    said = iter(["rain", "rain", "hail", None])
+
+    async def work() -> None:
+        text = next(said)
+        if text is not None:
+            raise OSError(text)
+        raise LookupError("a bug")
+
+    with capture_logs() as logs, pytest.raises(LookupError, match="a bug"):
+        await every(0, work, name="walk", weather=(OSError,))
+    assert [line["error"] for line in logs] == ["rain", "hail"]
