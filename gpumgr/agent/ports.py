@@ -8,6 +8,9 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.quarantine import Process
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.units import Kind
 
 
 class Checkpoint(Protocol):
@@ -39,6 +42,22 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None: ...
+
+
+class Enforcement(Protocol):
+    """Limits of containers that share a GPU."""
+
+    def plan(self, pod: PodView | None) -> tuple[str, ...]:
+        """Names of the mechanisms for a container of this pod (None = unknown), kept with its allocation."""
+        ...
+
+    def prepare(self, tenant: Tenant, mechanisms: tuple[str, ...], kind: Kind) -> ContainerResponse:
+        """What this kind of ids brings for the limits, beside devices and folder. Depends on the arguments alone."""
+        ...
+
+    async def start(self, tenant: Tenant, mechanisms: tuple[str, ...], base: ContainerResponse) -> None:
+        """The container is about to start (again). `base` is what Allocate answered beside the limits. Raises Refusal."""
+        ...
 
 
 class Meter(Protocol):

@@ -22,6 +22,16 @@ NodeName = Annotated[
         extra={"allowed": "a node's name: lower-case letters, digits, '-' and '.', 253 at most"},
     ),
 ]
+_SUBJECT = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+BackendName = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
+Override = Annotated[
+    str,
+    Meta(
+        pattern=rf"^{_SUBJECT}(/[a-z0-9]([a-z0-9.-]*[a-z0-9])?)?=(mps|hami-core|vcuda|nvml-memory|none)$",
+        extra={"allowed": "namespace=mechanism or namespace/serviceaccount=mechanism, such as batch=none"},
+    ),
+]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", extra={"allowed": "64 hexadecimal digits, as sha256sum prints them"})]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
 
@@ -95,6 +105,63 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     extra_devices: tuple[Path, ...] = ()
 
 
+class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: What keeps containers within their shares. auto: the strongest that this node can carry.
+    backend: Literal["auto", "mps", "hami-core", "vcuda", "nvml-memory", "none"] = "auto"
+    #: Another mechanism, or none, for pods of a namespace or of one of its service accounts; the most exact entry counts.
+    overrides: tuple[Override, ...] = ()
+    #: How containers get devices, files and environment: in the answer itself, or by the name of a CDI device.
+    injection: Literal["mounts", "cdi"] = "mounts"
+    #: Where CDI specs are written; the container runtime must read that folder.
+    cdi_dir: Path = Path("/var/run/cdi")
+    #: Sockets, shared memory and region files of running containers; on a tmpfs. The path is short: it is part of sockets' names.
+    run_dir: Path = Path("/run/gpumgr")
+    #: How long files of a container that is gone are kept.
+    orphan_grace_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    #: So many samples in a row over its memory make a container an offender.
+    over_limit_samples: Annotated[int, Meta(ge=1, le=3600)] = 5
+    #: Memory beyond the limit that is not held against a container (contexts, rounding).
+    over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576)] = 256
+    #: Evict the pods of offenders.
+    evict: bool = False
+
+
+class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: NVIDIA's control program; a name is looked up in PATH.
+    control_program: Annotated[str, Meta(min_length=1)] = "nvidia-cuda-mps-control"
+    #: 3 where the program has it, else 2.
+    protocol: Literal["auto", "2", "3"] = "auto"
+    #: A GPU's daemon ends so long after its last container.
+    idle_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    #: Put a GPU in EXCLUSIVE_PROCESS mode while it is shared, so that nobody gets past the daemon.
+    exclusive_process: bool = True
+
+
+class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: libvgpu.so, built and supplied by the operator.
+    library_path: Path | None = None
+    #: Its SHA-256; another file is refused.
+    library_sha256: Sha256 | None = None
+
+
+class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: libcuda-control.so, built and supplied by the operator; for images with CUDA 11 or older.
+    library_path: Path | None = None
+    #: Its SHA-256; another file is refused.
+    library_sha256: Sha256 | None = None
+    #: The program that the library runs to register its process. Null: gpumgr's own.
+    client_path: Path | None = None
+    #: The list of driver files that containers get, in gpu-manager's format.
+    volume_conf: Path = Path("/etc/gpu-manager/volume.conf")
+
+
+class CriSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Socket of the container runtime.
+    socket: Path = Path("/run/containerd/containerd.sock")
+    #: Where the host's cgroup hierarchies are mounted.
+    cgroup_root: Path = Path("/sys/fs/cgroup")
+
+
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Where /metrics, /healthz and the others listen.
     address: HostName = "127.0.0.1"
@@ -125,6 +192,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     nvml: NvmlSettings = NvmlSettings()
     placement: PlacementSettings = PlacementSettings()
     container: ContainerSettings = ContainerSettings()
+    enforcement: EnforcementSettings = EnforcementSettings()
+    mps: MpsSettings = MpsSettings()
+    hami_core: HamiCoreSettings = HamiCoreSettings()
+    vcuda: VcudaSettings = VcudaSettings()
+    cri: CriSettings = CriSettings()
     http: HttpSettings = HttpSettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()

@@ -1,0 +1,24 @@
+"""Containers as the runtime has them, and where their processes are found."""
+
+from dataclasses import dataclass
+
+from gpumgr.allocator.pods import PodKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """One started container. `attempt` counts its restarts from 0.
+
+    `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading
+    slash; None while it is not known. `pid` is the host's number of its first process, None if it does not run.
+    """
+
+    id: str
+    pod: PodKey
+    pod_uid: str
+    name: str
+    attempt: int = 0
+    running: bool = True
+    pid: int | None = None
+    cgroup: str | None = None
+    created_at: float = 0.0
