@@ -48,13 +48,19 @@ class Offers:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
-    def visible_blocks(self) -> Masks:
-        """Memory blocks that were sent as Healthy long enough ago and still are."""
+    def hurry(self) -> bool:
+        """Lets out what is held back. True if the kubelet is told of Healthy blocks that don't count as seen yet."""
+        self._send()
+        visible = self.visible_blocks()
+        return any(card.healthy_blocks & ~visible[card.card.name] for card in self._sent)
+
+    def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
+        """Memory blocks that were sent as Healthy so long ago and still are."""
         now = self._clock()
         result = {}
         for card in self._sent:
             gpu = card.card.name
-            settled = now - self._changed_at.get(gpu, float("-inf")) >= SETTLE_SECONDS
+            settled = now - self._changed_at.get(gpu, float("-inf")) >= settle_seconds
             result[gpu] = card.healthy_blocks if settled else card.healthy_blocks & self._seen_before[gpu]
         return result
 

@@ -18,7 +18,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
 from gpumgr.allocator.callers import NOBODY, Caller
-from gpumgr.allocator.choose import Ask, choose
+from gpumgr.allocator.choose import Ask, Choice, choose
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -110,10 +110,20 @@ class Agent:
                 books.put(ledger)
             self._asking = caller
             self._refuse_share(kind, size)
-            choice = choose(books.node(), books.ledger, caller, ask)
+            choice = await self._choose(caller, ask)
             self.admission.pending = Pending(kind=kind, size=size, caller=caller, choice=choice)
             self.housekeeping.preferred()
             return cards.format(kind, choice.masks)
+
+    async def _choose(self, caller: Caller, ask: Ask) -> Choice:
+        """What fits now; else what fits with blocks that came free this moment."""
+        books = self.books
+        try:
+            return choose(books.node(), books.ledger, caller, ask)
+        except Refusal as refusal:
+            if refusal.code != "no_fit" or (node := await books.node_in_haste()) is None:
+                raise
+        return choose(node, books.ledger, caller, ask)
 
     def _refuse_share(self, kind: Kind, size: int) -> None:
         if kind == "core" and size < CORES_PER_GPU and not self._share_mode:

@@ -25,9 +25,11 @@ class Node:
         self._resources.close()
 
     def clear(self) -> None:
-        """Leaves no pod and nothing in the ledger."""
+        """Leaves no pod and nothing in the ledger, and everything offered by the kubelet: pods that the test binds by itself meet the
+        kubelet without a scheduler before it."""
         self.cluster.delete_all()
         self.agent.wait_empty()
+        self.wait_offered(self.agent.offer)
 
     def offer_all(self) -> None:
         """Waits until the node object offers everything again, so that the scheduler knows."""

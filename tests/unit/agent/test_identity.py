@@ -222,3 +222,15 @@ async def test_ids_in_flight_that_somebody_elses_list_lets_loose_are_not_given_t
         world.check_ids()
         world.check_names()
     assert offered > 30
+
+
+async def test_a_share_gets_the_blocks_of_a_whole_gpu_that_ended_this_moment() -> None:
+    """The kubelet has not been told yet that the blocks are free again; there is no other place, so it is told in haste."""
+    world = await World.made(snapshot(1, 16), resource_order="core_first")
+    whole = await world.run(world.pod("whole", app(100, 0)))
+    await world.sweep(2)
+    assert world.offers.visible_blocks() == {"00000000": 0}
+    world.end(whole, None)
+    share = await world.run(world.pod("share", app(30, 8)))
+    assert gpus_of(world, share) == {"00000000"}
+    world.check_ids()

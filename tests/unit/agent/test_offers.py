@@ -130,6 +130,24 @@ async def test_blocks_that_flicker_are_not_seen_until_they_settle() -> None:
     assert kubelet.seen == ALL
 
 
+async def test_in_haste_what_is_held_back_is_told_and_counts() -> None:
+    kubelet = Kubelet()
+    kubelet.offers.update(offer(blocks=0b0001))
+    kubelet.offers.update(offer())
+    assert kubelet.heard == [offer(blocks=0b0001)]
+    assert kubelet.offers.hurry()
+    assert kubelet.heard[-1] == offer()
+    assert kubelet.seen == 0b0001
+    assert kubelet.offers.visible_blocks(0)[CARD.name] == ALL
+
+
+async def test_there_is_no_haste_when_everything_was_seen() -> None:
+    kubelet = Kubelet()
+    kubelet.offers.update(offer())
+    assert not kubelet.offers.hurry()
+    assert kubelet.heard == [offer()]
+
+
 async def test_after_the_close_nothing_is_told() -> None:
     kubelet = Kubelet()
     kubelet.offers.update(offer())
