@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
-from gpumgr.allocator.ledger import Change
+from gpumgr.allocator.ledger import AllocationId, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
 from gpumgr.allocator.pods import PodKey, PodView
@@ -45,18 +45,22 @@ class Pods(Protocol):
 
 
 class Enforcement(Protocol):
-    """Limits of containers that share a GPU."""
+    """Limits of containers that share a GPU, and the way in which containers get what they are given."""
 
     def plan(self, pod: PodView | None) -> tuple[str, ...]:
-        """Names of the mechanisms for a container of this pod (None = unknown), kept with its allocation."""
+        """Names of the mechanisms for a share of this pod (None = unknown); kept with the allocation."""
         ...
 
-    def prepare(self, tenant: Tenant, mechanisms: tuple[str, ...], kind: Kind) -> ContainerResponse:
-        """What this kind of ids brings for the limits, beside devices and folder. Depends on the arguments alone."""
+    def answer(
+        self, base: ContainerResponse, kind: Kind, allocation: AllocationId, tenant: Tenant | None, mechanisms: tuple[str, ...]
+    ) -> ContainerResponse:
+        """The answer to one Allocate: `base` with what the limits need. `tenant` None: whole GPUs. Depends on the arguments alone."""
         ...
 
-    async def start(self, tenant: Tenant, mechanisms: tuple[str, ...], base: ContainerResponse) -> None:
-        """The container is about to start (again). `base` is what Allocate answered beside the limits. Raises Refusal."""
+    async def start(
+        self, base: ContainerResponse, allocation: AllocationId, tenant: Tenant | None, mechanisms: tuple[str, ...]
+    ) -> None:
+        """The container is about to start (again). `base`: what both its calls were answered beside the limits. Raises Refusal."""
         ...
 
 

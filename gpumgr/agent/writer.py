@@ -7,7 +7,7 @@ the kubelet hangs up meanwhile (the servers shield it), or disk and memory would
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -15,7 +15,8 @@ from gpumgr.agent.admission import Admission, Pending
 from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.ports import Pods
+from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.tenants import tenant_of
 from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
 from gpumgr.allocator.callers import NOBODY, Caller
 from gpumgr.allocator.choose import Ask, Choice, choose
@@ -23,10 +24,11 @@ from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.response import ContainerResponse
+from gpumgr.allocator.response import ContainerResponse, merged
+from gpumgr.allocator.tenant import Tenant
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.evaluators.select import check_request
-from gpumgr.units import CORES_PER_GPU, Kind
+from gpumgr.units import CORES_PER_GPU, KINDS, Kind
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +52,7 @@ class Agent:
         admission: Admission,
         housekeeping: Housekeeping,
         pods: Pods,
+        enforcement: Enforcement,
         host: HostPaths,
         make_dir: Callable[[str], None],
         new_id: Callable[[], AllocationId],
@@ -57,7 +60,8 @@ class Agent:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.books, self.admission, self.housekeeping = books, admission, housekeeping
-        self._pods, self._host, self._make_dir, self._new_id = pods, host, make_dir, new_id
+        self._pods, self._enforcement, self._host = pods, enforcement, host
+        self._make_dir, self._new_id = make_dir, new_id
         self._share_mode, self._wall_clock = share_mode, wall_clock
         self._asking = NOBODY
 
@@ -153,6 +157,7 @@ class Agent:
             allocation = grant(
                 books.node(), books.ledger, caller, kind, masks, new_id=self._new_id(), now=self._wall_clock(), why=why
             )
+            allocation = self._with_mechanisms(allocation, caller)
             try:
                 await books.commit(books.ledger.occupy(allocation))
             except CheckpointError as error:
@@ -160,7 +165,7 @@ class Agent:
             self.admission.granted(caller, allocation)
             self._mind_memory(kind, allocation, caller)
             books.tell()
-            answer = memory_answer(allocation) if kind == "memory" else self._core_answer(allocation)
+            answer = self._answer(allocation, kind)
             self.housekeeping.answered()
         self._log_grant(kind, allocation, len(device_ids), evaluator)
         return answer
@@ -172,8 +177,27 @@ class Agent:
         if kind == "core" and allocation.whole and not allocation.blocks and wants_memory:
             self.books.leave_open(allocation.id)
 
-    def _core_answer(self, allocation: Allocation) -> ContainerResponse:
+    def _with_mechanisms(self, allocation: Allocation, caller: Caller) -> Allocation:
+        """Decided at the first of the two calls; whole GPUs have no limits."""
+        if allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU):
+            return replace(allocation, mechanisms=())
+        return allocation if allocation.mechanisms else replace(allocation, mechanisms=self._enforcement.plan(caller.view))
+
+    def _answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
+        base, tenant = self._base_answer(allocation, kind), self._tenant(allocation)
+        return self._enforcement.answer(base, kind, allocation.id, tenant, allocation.mechanisms)
+
+    def _base_answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
+        """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
+        if kind == "memory":
+            return memory_answer(allocation)
         return core_answer(allocation, self.books.inventory.granted(self.books.ledger.cards), self._host)
+
+    def _tenant(self, allocation: Allocation) -> Tenant | None:
+        if not allocation.mechanisms:
+            return None
+        view = self._pods.get(allocation.pod) if allocation.pod else None
+        return tenant_of(allocation, self.books.ledger.cards, self.books.inventory, view)
 
     def _log_grant(self, kind: Kind, allocation: Allocation, size: int, evaluator: str | None) -> None:
         pod = "/".join(allocation.pod) if allocation.pod else None
@@ -223,6 +247,10 @@ class Agent:
                 books.close_open()
                 books.tell()
         self._make_folders(holders)
+        if kind == "core":  # every share has cores; one of the container's two calls is enough
+            for holder in holders:
+                base = merged(*(self._base_answer(holder, each) for each in KINDS if holder.held(each)))
+                await self._enforcement.start(base, holder.id, self._tenant(holder), holder.mechanisms)
 
     def _make_folders(self, allocations: Sequence[Allocation]) -> None:
         for allocation in allocations:

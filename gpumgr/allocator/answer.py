@@ -14,6 +14,8 @@ from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
 LIBRARY_PATH = "/usr/local/nvidia"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
+#: Names of what keeps the container within its share, joined by "+".
+ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 
@@ -79,6 +81,12 @@ def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
     """The allocation id in an earlier answer (container path -> host path), as a rebuild finds it in the kubelet's checkpoint."""
     folder = mounts.get(ALLOCATION_PATH)
     return folder.rstrip("/").rpartition("/")[2] or None if folder else None
+
+
+def mechanisms_in(annotations: Mapping[str, str]) -> tuple[str, ...]:
+    """The mechanisms of an earlier answer's limits."""
+    text = annotations.get(ENFORCEMENT_ANNOTATION)
+    return tuple(text.split("+")) if text else ()
 
 
 def _inside(path: str, host: HostPaths) -> str:

@@ -26,7 +26,8 @@ class Allocation:
 
     `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was given, which may be fewer than
     those its ids lie on (a container that takes over an init container's ids gets one, or as many as it asked for).
-    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU.
+    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU. `mechanisms` are
+    the names of what keeps a share within its limits, as they were when it was granted: what its container was answered never changes.
     """
 
     id: AllocationId
@@ -40,6 +41,7 @@ class Allocation:
     granted_at: float = 0.0
     why: str = ""
     anonymous: bool = False
+    mechanisms: tuple[str, ...] = ()
 
     def held(self, kind: Kind) -> Masks:
         return self.cores if kind == "core" else self.blocks

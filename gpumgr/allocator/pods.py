@@ -34,6 +34,7 @@ class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
     `created_at` is in unix seconds; `phase` and `reason` are the API's words. `controlled`: some controller would replace the pod.
+    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most.
     """
 
     namespace: str
@@ -44,6 +45,8 @@ class PodView:
     controlled: bool = False
     created_at: float = 0.0
     containers: tuple[ContainerSpec, ...] = ()
+    service_account: str | None = None
+    core_limit: int | None = None
 
     @property
     def key(self) -> PodKey:

@@ -17,13 +17,15 @@ from gpumgr.units import CORES_PER_GPU, KINDS, GpuName, Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
-    """One container's ids of one resource as the kubelet remembers them. `allocation_id` is read from its stored answer."""
+    """One container's ids of one resource as the kubelet remembers them. `allocation_id` and `mechanisms` (of its limits) are read
+    from its stored answer."""
 
     uid: str
     container: str
     kind: Kind
     device_ids: tuple[str, ...]
     allocation_id: AllocationId | None = None
+    mechanisms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,11 @@ def _claims(
         )
         if view is not None:
             names[view.key] = entry.uid
-        claims[key] = replace(old.with_held(entry.kind, masks), id=old.id or entry.allocation_id or "")
+        claims[key] = replace(
+            old.with_held(entry.kind, masks),
+            id=old.id or entry.allocation_id or "",
+            mechanisms=old.mechanisms or entry.mechanisms,
+        )
     visible = shown(cards, listing) if listing else {}
     for (pod, container), held in visible.items():
         by_uid = (names.get(pod, ""), container)

@@ -34,3 +34,15 @@ class ContainerResponse:
     devices: tuple[DeviceNode, ...] = ()
     annotations: Mapping[str, str] = field(default_factory=dict)
     cdi_devices: tuple[str, ...] = ()
+
+
+def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerResponse:
+    """All of them in one. Of two values for one variable, annotation or path in the container the later one counts."""
+    every = (first, *others)
+    return ContainerResponse(
+        envs={key: value for each in every for key, value in each.envs.items()},
+        mounts=tuple({mount.container_path: mount for each in every for mount in each.mounts}.values()),
+        devices=tuple({node.container_path: node for each in every for node in each.devices}.values()),
+        annotations={key: value for each in every for key, value in each.annotations.items()},
+        cdi_devices=tuple(dict.fromkeys(name for each in every for name in each.cdi_devices)),
+    )

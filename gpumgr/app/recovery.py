@@ -7,7 +7,7 @@ import structlog
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.housekeeping import Housekeeping
-from gpumgr.allocator.answer import allocation_id_in
+from gpumgr.allocator.answer import allocation_id_in, mechanisms_in
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate, names_of
 from gpumgr.app.podside import PodSide
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
@@ -39,6 +39,7 @@ async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Seque
             kind=kind,
             device_ids=e.device_ids,
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
+            mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
         )
         for e in entries
         if (kind := KIND_OF.get(e.resource)) is not None

@@ -27,6 +27,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     granted_at: float = 0.0
     why: str = ""
     anonymous: bool = False
+    mechanisms: tuple[str, ...] = ()
 
 
 _decoder = msgspec.json.Decoder(_Row)
@@ -47,6 +48,7 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
             granted_at=allocation.granted_at,
             why=allocation.why,
             anonymous=allocation.anonymous,
+            mechanisms=allocation.mechanisms,
         )
     ).decode()
     return allocation.id, record, checksum(allocation.id, record)
@@ -70,6 +72,7 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
             granted_at=row.granted_at,
             why=row.why,
             anonymous=row.anonymous,
+            mechanisms=row.mechanisms,
         )
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error

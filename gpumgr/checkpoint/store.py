@@ -128,6 +128,7 @@ def _open(path: Path, *, fresh: bool) -> tuple[sqlite3.Connection, Loaded]:
         loaded = tables.read(connection)
         if broken := loaded.ledger.broken_laws():
             raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
+        _transact(connection, lambda: tables.upgrade(connection))
         return connection, loaded
     except sqlite3.Error as error:
         connection.close()

@@ -12,8 +12,8 @@ from gpumgr.checkpoint.codec import checksum, decode_allocation, encode_allocati
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
 
-#: Raised with every change that an older gpumgr would misread.
-SCHEMA_VERSION: Final = 1
+#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms.
+SCHEMA_VERSION: Final = 2
 
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
@@ -65,6 +65,11 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
             f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one knows {SCHEMA_VERSION}): "
             "start that version again, or move the file away; what the kubelet knows is then rebuilt from its PodResources"
         )
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Marks the file as this version's, which reads all older ones as they are. To be called inside a transaction."""
+    connection.execute("UPDATE schema SET version = ?", (SCHEMA_VERSION,))
 
 
 def read(connection: sqlite3.Connection) -> Loaded:

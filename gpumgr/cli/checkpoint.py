@@ -74,6 +74,7 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
         "core_ids": ledger.cards.format("core", a.cores),
         "memory_ids": ledger.cards.format("memory", a.blocks),
         "anonymous": a.anonymous,
+        "mechanisms": list(a.mechanisms),
         "granted_at": a.granted_at,
         "why": a.why,
     }

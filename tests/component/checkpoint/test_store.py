@@ -232,7 +232,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 7")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 7, this one knows 1\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 7, this one knows 2\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 

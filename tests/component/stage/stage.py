@@ -23,6 +23,8 @@ from gpumgr.allocator.quarantine import Process
 from gpumgr.app.encode import encode_offer
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink
+from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.nothing import Nothing
 from gpumgr.errors import CheckpointError
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
@@ -88,6 +90,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def unlimited() -> Limits:
+    """A node on which nothing enforces."""
+    return Limits(
+        [Nothing(lambda _tenant, _message: None)],
+        setting="none",
+        overrides=(),
+        cdi_dir=None,
+        orphan_grace_seconds=0,
+        clock=Clock(),
+    )
 
 
 def snapshot(gpus: int = 4, blocks: int = 16, *, numa: bool = False) -> NodeSnapshot:
@@ -199,6 +213,7 @@ async def stage(
             admission=admission,
             housekeeping=housekeeping,
             pods=pods,
+            enforcement=unlimited(),
             share_mode=share_mode,
             host=host or HostPaths(exists=lambda _path: False, allocation_dir=str(folder / "vm")),
             make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),

@@ -28,7 +28,7 @@ from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.units import KIND_OF, KINDS, RESOURCE_OF, Kind
-from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot
+from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot, unlimited
 
 
 class Refused(Exception):
@@ -164,6 +164,7 @@ class World:
             admission=self.admission,
             housekeeping=self.housekeeping,
             pods=self.pods,
+            enforcement=unlimited(),
             host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
             make_dir=self.make_dir,
             new_id=lambda: next(self._ids),

@@ -1,0 +1,33 @@
+"""Allocations as enforcement sees them."""
+
+from gpumgr.agent.inventory import Inventory
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.units import BLOCK_BYTES
+
+
+def tenant_of(allocation: Allocation, cards: Cards, inventory: Inventory, view: PodView | None) -> Tenant | None:
+    """The tenant, if this allocation shares a GPU; None for whole GPUs and for gpu-manager's records, whose limits are not ours.
+
+    `view` is the allocation's pod, if it is known.
+    """
+    if allocation.whole or allocation.anonymous or not allocation.gpus:
+        return None
+    card = cards.by_name[allocation.gpus[0]]
+    gpu = inventory.gpus(cards).get(card.name)
+    return Tenant(
+        allocation=allocation.id,
+        gpu=card.name,
+        uuid=card.uuid,
+        minor=gpu.minor if gpu else None,
+        bus_id=gpu.bus_id if gpu else None,
+        gpu_memory_bytes=gpu.memory_bytes if gpu else None,
+        cores=allocation.core_count,
+        memory_bytes=allocation.block_count * BLOCK_BYTES,
+        pod=allocation.pod,
+        pod_uid=allocation.uid,
+        container=allocation.container,
+        core_limit=view.core_limit if view else None,
+    )

@@ -1,0 +1,64 @@
+"""Which mechanisms a share gets: the node's choice, and the operator's exceptions. Nothing that a tenant can write plays a part.
+
+`auto` takes for memory the driver's own limits where it has them. For the rest, an operator who configured a library wants it used;
+else NVIDIA's Multi-Process Service; and if there is nothing at all, nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpumgr.allocator.pods import PodView
+from gpumgr.units import Kind
+
+Mechanisms = tuple[str, ...]
+
+NOTHING: Mechanisms = ("none",)
+#: Those that keep cores as well as memory, in the order in which `auto` tries them.
+COMPLETE: Sequence[str] = ("hami-core", "vcuda", "mps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What this node uses. `obstacles`: why it can't carry the others, by name."""
+
+    mechanisms: Mechanisms = NOTHING
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self, limits: Mapping[str, frozenset[Kind]]) -> str:
+        """For the log and the node's annotation: "nvml-memory (memory) + mps (cores)"."""
+        words: list[str] = []
+        taken: set[Kind] = set()
+        for name in self.mechanisms:
+            mine = [kind for kind in ("core", "memory") if kind in limits.get(name, frozenset()) and kind not in taken]
+            taken |= set(mine)  # type: ignore[arg-type]
+            told = " and ".join({"core": "cores", "memory": "memory"}[kind] for kind in mine)
+            words.append(f"{name} ({told})" if told else name)
+        return " + ".join(words)
+
+
+def choose(setting: str, obstacles: Mapping[str, str | None]) -> Choice:
+    """`obstacles`: for each backend, why this node can't carry it, or None if it can. What the operator names is taken even if it
+    can't be carried: containers are then refused with that reason, which is better than running them without limits."""
+    able = [name for name, obstacle in obstacles.items() if obstacle is None]
+    named = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
+    return Choice(mechanisms=expand(setting, able), obstacles=named)
+
+
+def expand(setting: str, able: Sequence[str]) -> Mechanisms:
+    """Mechanisms behind one word of the settings, the one for memory alone first."""
+    if setting == "nvml-memory":
+        return ("nvml-memory", *(["mps"] if "mps" in able else []))
+    if setting != "auto":
+        return (setting,)
+    first = ["nvml-memory"] if "nvml-memory" in able else []
+    complete = next((name for name in COMPLETE if name in able), None)
+    return tuple(first + ([complete] if complete else [])) or NOTHING
+
+
+def override_for(overrides: Sequence[str], pod: PodView | None) -> str | None:
+    """The word that the operator chose for this pod's service account, else for its namespace."""
+    if pod is None:
+        return None
+    rules = dict(rule.split("=", 1) for rule in overrides)
+    account = f"{pod.namespace}/{pod.service_account or 'default'}"
+    return rules.get(account, rules.get(pod.namespace))
