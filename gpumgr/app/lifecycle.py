@@ -114,6 +114,7 @@ async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
         async with asyncio.timeout(FIRST_NEWS_SECONDS):
             await asyncio.gather(station.news.known.wait(), podside.wait_synced(FIRST_PODS_SECONDS))
     station.books.restore_quarantine(loaded.notes)
+    await station.limits.choose()
     settings = station.settings
     entries = await read_entries(settings.kubelet.device_plugin_dir)
     await reconcile(station.housekeeping, podside, entries, lost=loaded.lost)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from gpumgr import __version__
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
@@ -20,7 +22,9 @@ from gpumgr.aio import Latest
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.tenant import Tenant
 from gpumgr.app.encode import encode_offer
+from gpumgr.app.enforcing import build_limits
 from gpumgr.app.listener import News
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
@@ -34,6 +38,8 @@ from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import KINDS, RESOURCE_OF, Kind
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,7 @@ class Station:
             clock=time.monotonic,
             on_freed=self._remove_folder,
         )
+        self.limits = build_limits(settings, warn=self._warn)
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
         self.admission = Admission(
             pods, self.pod_resources, pod_wait_seconds=settings.kubernetes.pod_wait_milliseconds / 1000, clock=time.monotonic
@@ -74,6 +81,7 @@ class Station:
             admission=self.admission,
             housekeeping=self.housekeeping,
             pods=pods,
+            enforcement=self.limits,
             host=_host_paths(settings),
             make_dir=_make_dir,
             new_id=_new_id,
@@ -150,6 +158,10 @@ class Station:
     def close(self) -> None:
         self.offers.close()
         self.pod_resources.close()
+
+    def _warn(self, tenant: Tenant, reason: str, message: str) -> None:
+        """Says something about a container that its owner should know."""
+        log.warning("tenant_warned", allocation=tenant.allocation, holder=tenant.describe(), reason=reason, message=message)
 
     # -- news --------------------------------------------------------------------------------------------------------------
 
