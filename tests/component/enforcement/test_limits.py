@@ -1,0 +1,245 @@
+"""The mechanisms as one: what is answered, put on disk, and removed."""
+
+import json
+import os
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.response import ContainerResponse, Mount
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement import cdi
+from gpumgr.enforcement.backend import BackendName, Finding, Running
+from gpumgr.enforcement.leftovers import mounted
+from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.nothing import Nothing
+from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.units import Kind
+from gpumgr.usage.containers import Container
+from tests.component.stage.stage import Clock
+
+ID = "00112233445566ff"
+BASE = ContainerResponse(
+    envs={"NVIDIA_VISIBLE_DEVICES": "GPU-1"},
+    mounts=(Mount(container_path="/etc/vcuda", host_path=f"/vm/{ID}", read_only=True),),
+    annotations={"tencent.com/vcuda-core": "30"},
+)
+
+
+def tenant(allocation: str = ID) -> Tenant:
+    return Tenant(
+        allocation=allocation,
+        gpu="0000abcd",
+        uuid="GPU-0000abcd",
+        cores=30,
+        memory_bytes=1 << 30,
+        pod=("team", "p"),
+        container="main",
+    )
+
+
+@dataclass
+class Files:
+    """A mechanism that keeps one file for each tenant."""
+
+    folder: Path
+    name: BackendName = "mps"
+    limits: frozenset[Kind] = frozenset({"core", "memory"})
+    obstacle: str | None = None
+    error: Exception | None = None
+    seen: list[list[str]] = field(default_factory=list)
+    recovered: list[str] = field(default_factory=list)
+
+    async def unavailable(self) -> str | None:
+        return self.obstacle
+
+    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:
+        if kind == "memory":
+            return ContainerResponse(envs={"MEMORY": str(tenant.memory_bytes)})
+        return ContainerResponse(envs={"CORES": str(tenant.cores), "NVIDIA_VISIBLE_DEVICES": "void"})
+
+    async def start(self, tenant: Tenant) -> None:
+        if self.error is not None:
+            raise self.error
+        (self.folder / tenant.allocation).write_text("here")
+
+    async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
+        self.seen.append([each.tenant.allocation for each in running])
+        if self.error is not None:
+            raise self.error
+        return [Finding(allocation=each.tenant.allocation, code="tampered", message="it did") for each in running]
+
+    async def adjust(self, running: Sequence[Running]) -> None:  # noqa: ARG002
+        if self.error is not None:
+            raise self.error
+
+    def remains(self) -> Collection[str]:
+        return os.listdir(self.folder)
+
+    async def cleanup(self, allocation: str) -> None:
+        (self.folder / allocation).unlink(missing_ok=True)
+
+    async def recover(self, tenants: Sequence[Tenant]) -> None:
+        self.recovered = [each.allocation for each in tenants]
+
+    def own_pids(self) -> Collection[int]:
+        return (17,)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Made:
+    limits: Limits
+    files: Files
+    clock: Clock
+    told: list[str]
+    used: set[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mps").mkdir()
+    return tmp_path
+
+
+def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), with_cdi: bool = False) -> Made:
+    clock, told, used = Clock(), list[str](), set[str]()
+    files = Files(folder / "mps")
+    limits = Limits(
+        [files, Nothing(lambda _tenant, message: told.append(message))],
+        setting=setting,
+        overrides=overrides,
+        cdi_dir=folder / "cdi" if with_cdi else None,
+        orphan_grace_seconds=60,
+        in_use=lambda names: used & set(names),
+        clock=clock,
+    )
+    return Made(limits, files, clock, told, used)
+
+
+async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.choose()
+    mechanisms = made.limits.plan(None)
+    assert mechanisms == ("mps",)
+    core = made.limits.answer(BASE, "core", ID, tenant(), mechanisms)
+    assert core.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30"}
+    assert core.mounts == BASE.mounts
+    assert core.annotations == {"tencent.com/vcuda-core": "30", "gpumgr.io/enforcement": "mps"}
+    memory = made.limits.answer(ContainerResponse(), "memory", ID, tenant(), mechanisms)
+    assert memory.envs == {"MEMORY": str(1 << 30)}
+
+
+async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
+    made = make(folder)
+    assert made.limits.answer(BASE, "core", ID, None, ()) == BASE
+
+
+async def test_with_cdi_the_answer_is_a_name_and_the_file_says_the_rest(folder: Path) -> None:
+    made = make(folder, with_cdi=True)
+    core = made.limits.answer(BASE, "core", ID, tenant(), ("mps",))
+    assert core.cdi_devices == (f"gpumgr.io/gpu={ID}",)
+    assert (core.envs, core.devices, core.mounts) == ({}, (), BASE.mounts)
+    memory = made.limits.answer(ContainerResponse(annotations={"m": "1"}), "memory", ID, tenant(), ("mps",))
+    assert memory == ContainerResponse(annotations={"m": "1", "gpumgr.io/enforcement": "mps"})
+    await made.limits.start(BASE, ID, tenant(), ("mps",))
+    document = json.loads((folder / "cdi" / cdi.file_name(ID)).read_text())
+    assert document["devices"][0]["containerEdits"]["env"] == [
+        "CORES=30",
+        f"MEMORY={1 << 30}",
+        "NVIDIA_VISIBLE_DEVICES=void",
+    ]
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_a_container_without_limits_is_told_of(folder: Path) -> None:
+    made = make(folder, overrides=["team=none"])
+    await made.limits.choose()
+    mechanisms = made.limits.plan(PodView(namespace="team", name="p", uid="u"))
+    assert mechanisms == ("none",)
+    await made.limits.start(BASE, ID, tenant(), mechanisms)
+    assert made.told == [
+        "nothing on this node keeps container main within its 30 cores and 1024 MiB of GPU memory (enforcement backend none); "
+        "`gpumgr doctor` on the node says what could"
+    ]
+
+
+async def test_a_start_that_fails_is_a_refusal_that_says_where(folder: Path) -> None:
+    made = make(folder)
+    made.files.error = OSError(28, "No space left on device", "/run/x")
+    with pytest.raises(Refusal, match="limits can't be put in place: /run/x: No space left on device"):
+        await made.limits.start(BASE, ID, tenant(), ("mps",))
+
+
+async def test_a_mechanism_of_another_version_is_refused(folder: Path) -> None:
+    made = make(folder)
+    with pytest.raises(Refusal, match="no enforcement backend 'green'"):
+        await made.limits.start(BASE, ID, tenant(), ("green",))
+
+
+async def test_each_mechanism_sees_its_own_tenants(folder: Path, running: Running) -> None:
+    made = make(folder)
+    findings = await made.limits.observe([(running, ("mps",)), (running, ("none",))])
+    assert made.files.seen == [[ID]]
+    assert [(name, finding.code) for name, finding in findings] == [("mps", "tampered")]
+    made.files.error = GpumgrError("away")
+    assert await made.limits.observe([(running, ("mps",))]) == []
+    await made.limits.adjust([(running, ("mps",))])
+    assert made.limits.own_pids() == {17}
+
+
+@pytest.fixture
+def running() -> Running:
+    return Running(tenant=tenant(), container=Container(id="c", pod=("team", "p"), pod_uid="u", name="main"))
+
+
+async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_process(folder: Path) -> None:
+    made = make(folder, with_cdi=True)
+    for each in (ID, "ffffffffffffffff"):
+        await made.limits.start(BASE, each, tenant(each), ("mps",))
+    await made.limits.tend({ID})
+    made.clock.now += 59
+    await made.limits.tend({ID})
+    assert len(made.files.remains()) == 2
+    made.clock.now += 2
+    made.used.add("ffffffffffffffff")
+    await made.limits.tend({ID})
+    assert len(made.files.remains()) == 2
+    made.used.clear()
+    await made.limits.tend({ID})
+    assert made.files.remains() == [ID]
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_recovery_gives_each_mechanism_its_tenants(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
+    assert made.files.recovered == [ID]
+
+
+def test_a_mounted_folder_is_in_use(tmp_path: Path) -> None:
+    """As root in a mount namespace of its own; what a process has mounted, by whatever name, is found in its mountinfo."""
+    folder = tmp_path / ID
+    folder.mkdir()
+    if os.geteuid() != 0:
+        proc = tmp_path / "proc" / "1"
+        (proc / "ns").mkdir(parents=True)
+        (proc / "ns" / "mnt").symlink_to("mnt:[1]")
+        (proc / "mountinfo").write_text(f"1 2 0:1 /vm/{ID} /etc/vcuda ro - ext4 /dev/x rw\n")
+        assert mounted([ID, "0" * 16], tmp_path / "proc") == {ID}
+        return
+    script = f"mount --bind {folder} /mnt && echo ready && read line"
+    child = subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        assert mounted([ID, "0" * 16]) == {ID}
+    finally:
+        child.communicate("\n", timeout=10)
+    assert mounted([ID]) == frozenset()

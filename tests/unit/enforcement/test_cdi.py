@@ -1,0 +1,57 @@
+"""CDI specs: valid against the interface's own schema, and saying all that the answer would have said."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from referencing import Registry
+from referencing.jsonschema import DRAFT7
+
+from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.enforcement import cdi
+
+SCHEMAS = Path(__file__).parents[2] / "data" / "cdi"
+ID = "00112233445566ff"
+FULL = ContainerResponse(
+    envs={"NVIDIA_VISIBLE_DEVICES": "GPU-1", "A": "x=y"},
+    mounts=(Mount(container_path="/etc/vcuda", host_path="/vm/1", read_only=True), Mount(container_path="/w", host_path="/w1")),
+    devices=(DeviceNode(container_path="/dev/nvidia0", host_path="/host/dev/nvidia0", permissions="rw"),),
+    annotations={"tencent.com/vcuda-core": "10"},
+)
+
+
+def validator() -> jsonschema.Draft7Validator:
+    load = {name: json.loads((SCHEMAS / name).read_text()) for name in ("schema.json", "defs.json")}
+    registry: Registry = Registry().with_resource("defs.json", DRAFT7.create_resource(load["defs.json"]))
+    return jsonschema.Draft7Validator(load["schema.json"], registry=registry)
+
+
+@pytest.mark.parametrize("response", [FULL, ContainerResponse()])
+def test_specs_are_valid(response: ContainerResponse) -> None:
+    validator().validate(json.loads(cdi.spec(ID, response)))
+
+
+def test_the_schema_would_find_a_mistake() -> None:
+    document = json.loads(cdi.spec(ID, FULL))
+    del document["devices"][0]["containerEdits"]["mounts"][0]["hostPath"]
+    with pytest.raises(jsonschema.ValidationError, match="hostPath"):
+        validator().validate(document)
+
+
+def test_everything_of_the_answer_is_there() -> None:
+    document = json.loads(cdi.spec(ID, FULL))
+    (device,) = document["devices"]
+    assert f"{document['kind']}={device['name']}" == cdi.device_name(ID)
+    edits = device["containerEdits"]
+    assert edits["env"] == ["A=x=y", "NVIDIA_VISIBLE_DEVICES=GPU-1"]
+    assert edits["deviceNodes"] == [{"path": "/dev/nvidia0", "hostPath": "/host/dev/nvidia0", "permissions": "rw"}]
+    assert [(mount["containerPath"], mount["hostPath"], mount["options"][0]) for mount in edits["mounts"]] == [
+        ("/etc/vcuda", "/vm/1", "ro"),
+        ("/w", "/w1", "rw"),
+    ]
+
+
+def test_files_say_whose_they_are() -> None:
+    assert cdi.allocation_of(cdi.file_name(ID)) == ID
+    assert cdi.allocation_of("nvidia.yaml") is None
