@@ -22,6 +22,7 @@ from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt
 from gpumgr.allocator.response import ContainerResponse
+from gpumgr.enforcement.limits import Limits
 from gpumgr.errors import CheckpointError, KubeletError, Refusal
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
@@ -111,6 +112,7 @@ class World:
         ledger: Ledger | None = None,
         folder: Path = Path("/nonexistent"),
         share_mode: bool = True,
+        limits: Limits | None = None,
         **kubelet: Any,
     ) -> None:
         self.node = node or snapshot()
@@ -135,6 +137,7 @@ class World:
         self.sources_ready = True
         self.lists = 0
         self._folder, self._share_mode = folder, share_mode
+        self.limits = limits or unlimited()
         self._numbers = count(1)
         self._ids = (f"{n:016x}" for n in count(1))
         self._build(ledger or Ledger())
@@ -164,7 +167,7 @@ class World:
             admission=self.admission,
             housekeeping=self.housekeeping,
             pods=self.pods,
-            enforcement=unlimited(),
+            enforcement=self.limits,
             host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
             make_dir=self.make_dir,
             new_id=lambda: next(self._ids),

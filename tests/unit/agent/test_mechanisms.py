@@ -1,0 +1,118 @@
+"""Shares carry the names of what limits them, from the grant to every start of their containers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.nothing import Nothing
+from gpumgr.sim.kubelet_pods import SimContainer
+from gpumgr.units import BLOCK_BYTES, Kind
+from tests.component.stage.stage import Clock, snapshot
+from tests.unit.agent.world import World
+
+ORDERS = ["core_first", "memory_first"]
+
+
+class Recorded(Nothing):
+    """A mechanism that keeps both kinds and remembers what it was asked."""
+
+    name = "mps"  # type: ignore[misc]
+    limits = frozenset({"core", "memory"})  # type: ignore[misc]
+
+    def __init__(self) -> None:
+        super().__init__(lambda _tenant, _message: None)
+        self.started: list[Tenant] = []
+        self.prepared: list[tuple[Kind, Tenant]] = []
+
+    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:
+        self.prepared.append((kind, tenant))
+        return ContainerResponse(envs={f"LIMIT_{kind}": str(tenant.cores if kind == "core" else tenant.memory_bytes)})
+
+    async def start(self, tenant: Tenant) -> None:
+        self.started.append(tenant)
+
+
+def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Limits:
+    nothing = Nothing(lambda _tenant, _message: None)
+    return Limits([backend, nothing], setting="mps", overrides=overrides, cdi_dir=None, orphan_grace_seconds=0, clock=Clock())
+
+
+async def limited(backend: Recorded, overrides: Sequence[str] = (), **options: object) -> World:
+    limits = limits_with(backend, overrides)
+    await limits.choose()
+    return await World.made(snapshot(2, 16), limits=limits, **options)
+
+
+def app(cores: int, blocks: int = 0, kind: str = "app", name: str = "main") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind=kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: str) -> None:
+    backend = Recorded()
+    world = await limited(backend, resource_order=order)
+    await world.run(world.pod("share", app(30, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    assert allocation.mechanisms == ("mps",)
+    envs = {key: value for answer in world.answers for key, value in answer.envs.items() if key.startswith("LIMIT")}
+    assert envs == {"LIMIT_core": "30", "LIMIT_memory": str(8 * BLOCK_BYTES)}
+    assert [answer.annotations["gpumgr.io/enforcement"] for answer in world.answers] == ["mps", "mps"]
+    (started,) = backend.started
+    assert (started.allocation, started.cores, started.memory_bytes) == (allocation.id, 30, 8 * BLOCK_BYTES)
+    assert (started.pod, started.container, started.uuid) == (("team", "share"), "main", world.node.gpus[0].uuid)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("known", [True, False])
+async def test_whole_gpus_have_no_limits(order: str, known: bool) -> None:
+    backend = Recorded()
+    world = await limited(backend, resource_order=order, known=known)
+    await world.run(world.pod("whole", app(100, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    assert allocation.mechanisms == ()
+    assert backend.started == []
+    core = next(answer for answer in world.answers if "tencent.com/vcuda-core" in answer.annotations)
+    assert "gpumgr.io/enforcement" not in core.annotations
+
+
+async def test_the_operators_exception_holds_from_the_grant_on() -> None:
+    backend = Recorded()
+    world = await limited(backend, overrides=["team=none"])
+    pod = await world.run(world.pod("share", app(30, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    assert allocation.mechanisms == ("none",)
+    world.limits = limits_with(backend)
+    await world.restart()
+    await world.start(pod)
+    assert world.ledger.allocations[allocation.id].mechanisms == ("none",)
+    assert backend.started == []
+
+
+async def test_a_container_that_starts_again_is_prepared_again() -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    pod = await world.run(world.pod("share", app(30, 8)))
+    await world.start(pod)
+    first, second = backend.started
+    assert first == second
+
+
+async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its_own_size() -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    await world.run(world.pod("stages", app(40, 8, "init", "prepare"), app(20, 4)))
+    sizes = {tenant.container: (tenant.cores, tenant.memory_bytes // BLOCK_BYTES) for tenant in backend.started}
+    assert sizes == {"prepare": (40, 8), "main": (20, 4)}
+
+
+async def test_what_allocate_answers_depends_on_no_name() -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    await world.run(world.pod("share", app(30, 8)))
+    nameless = [(kind, replace(t, pod=None, pod_uid=None, container=None, core_limit=None)) for kind, t in backend.prepared]
+    again = Recorded()
+    assert [again.prepare(t, kind) for kind, t in nameless] == [again.prepare(t, kind) for kind, t in backend.prepared]
