@@ -7,13 +7,15 @@ below, bytes become text, capabilities that this driver lacks become None. All o
 import contextlib
 import ctypes
 from collections import Counter
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import pynvml
 
 from gpumgr.errors import NvmlAbsent, NvmlError
 
 # NVML's return codes (nvmlReturn_t) that we act upon.
+SUCCESS: Final = 0
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
@@ -34,6 +36,10 @@ DEPRECATED: Final = 26
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver as a whole is gone.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
+#: Codes by which a function answers "none so far": nothing went wrong. (The binding raises even success where it finds no list.)
+_NONE_YET: Final = frozenset(
+    {("nvmlDeviceGetProcessUtilization", SUCCESS), ("nvmlDeviceGetProcessUtilization", NOT_FOUND), ("nvmlEventSetWait", TIMEOUT)}
+)
 
 MEMORY_V2: Final = 0x02000028
 EVENT_DOUBLE_BIT_ECC: Final = 0x2
@@ -43,14 +49,15 @@ FIELD_RECOVERY_ACTION: Final = 230
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 
 Handle = Any
+T = TypeVar("T")
 
 
 class CallError(NvmlError):
-    """An NVML function answered with an error about its subject (a GPU, a link)."""
+    """An NVML function answered with an error about its subject (a GPU, a link). `gpu` is the GPU's UUID where it is known."""
 
-    def __init__(self, function: str, code: int, text: str) -> None:
-        super().__init__(f"{function}: {text} (NVML error {code})")
-        self.code = code
+    def __init__(self, function: str, code: int, text: str, gpu: str | None = None) -> None:
+        super().__init__(f"{function}{f' of {gpu}' if gpu else ''}: {text} (NVML error {code})")
+        self.function, self.code, self.text = function, code, text
 
 
 class DriverDown(NvmlAbsent):
@@ -107,6 +114,20 @@ class Binding:
                 return None
             raise
 
+    def invoke(self, function: str, *arguments: Any) -> None:
+        """Like `call`, with C's own arguments, past the binding: for functions that it has only in newer versions than we need."""
+        try:
+            pynvml._nvmlCheckReturn(pynvml._nvmlGetFunctionPointer(function)(*arguments))
+        except pynvml.NVMLError as exc:
+            raise self._translated(function, exc) from exc
+
+    def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
+        """What `fn` makes of this GPU's handle. A CallError names the GPU."""
+        try:
+            return fn(self.call("nvmlDeviceGetHandleByUUID", uuid))
+        except CallError as exc:
+            raise CallError(exc.function, exc.code, exc.text, uuid) from exc
+
     def is_capability(self, error: CallError) -> bool:
         """Whether the error says "can't" rather than "went wrong"."""
         return error.code in _CAPABILITY
@@ -118,7 +139,7 @@ class Binding:
     def _translated(self, function: str, error: Any) -> NvmlError:
         # The binding's errors are unhashable and compare badly: nothing but their value is looked at.
         code = int(error.value)
-        if code not in _CAPABILITY:
+        if code not in _CAPABILITY and (function, code) not in _NONE_YET:
             self.errors[function, code] += 1
         if code == LIBRARY_NOT_FOUND:
             return NvmlAbsent("libnvidia-ml.so.1 is not found: the NVIDIA driver is not installed")

@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from gpumgr.nvml.binding import Binding
+from gpumgr.nvml.binding import Binding, Handle
 from gpumgr.nvml.events import EventThread, OnEvent, register_events
 from gpumgr.nvml.health import Observation
+from gpumgr.nvml.memory_limits import limits_obstacle, read_limit, set_limit
 from gpumgr.nvml.sampling import read_health, read_sample
 from gpumgr.nvml.snapshot import read_snapshot
+from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.nvml.worker import NvmlWorker
-from gpumgr.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.topology.devices import MemoryLimit, NodeSample, NodeSnapshot
 
 T = TypeVar("T")
 
@@ -24,14 +26,22 @@ class Nvml:
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
     Every coroutine raises NvmlError when the driver gives an error or no answer within `timeout_seconds`, NvmlAbsent when
-    there is no driver, DriverMismatchError when only a new process can go on.
+    there is no driver, DriverMismatchError when only a new process can go on. `cgroup_root` is where cgroup v2 is mounted.
     """
 
-    def __init__(self, *, library_path: str | None = None, timeout_seconds: float = 5.0, sysfs_root: Path = Path("/sys")) -> None:
+    def __init__(
+        self,
+        *,
+        library_path: str | None = None,
+        timeout_seconds: float = 5.0,
+        sysfs_root: Path = Path("/sys"),
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
+    ) -> None:
         self._binding = Binding(library_path)
         self._worker = NvmlWorker()
         self._timeout_seconds = timeout_seconds
-        self._sysfs_root = sysfs_root
+        self._sysfs_root, self._cgroup_root = sysfs_root, cgroup_root
+        self._utilization = ProcessUtilization()
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
         self._opened = False
@@ -61,9 +71,15 @@ class Nvml:
         }
         return snapshot
 
-    async def sample(self) -> NodeSample:
-        """What the GPUs do now."""
-        return await self._call(lambda: read_sample(self._binding, seen=self._seen))
+    async def sample(self, *, utilization: bool = False) -> NodeSample:
+        """What the GPUs do now; with `utilization` also how busy each process kept its GPU since the sample before."""
+
+        def read() -> NodeSample:
+            if not utilization:
+                self._utilization.forget()
+            return read_sample(self._binding, seen=self._seen, utilization=self._utilization if utilization else None)
+
+        return await self._call(read)
 
     async def look(self) -> Mapping[str, Observation]:
         """How each GPU is, by UUID, GPUs included that the last snapshot lacks. One that is gone altogether is not among them."""
@@ -82,6 +98,28 @@ class Nvml:
         if before is not None:  # ended only now, so that no event falls between the two
             await before.stop(timeout_seconds=_STOP_SECONDS)
         return frozenset(uuids.values()) if event_set is None else event_set.unmonitored
+
+    async def compute_mode(self, uuid: str) -> int:
+        """The GPU's compute mode, as NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
+        return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
+
+    async def set_compute_mode(self, uuid: str, mode: int) -> None:
+        """Needs root. Stands until somebody sets another, or the driver is loaded anew."""
+        await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
+
+    async def memory_limits_supported(self) -> str | None:
+        """Why the driver can't limit the memory of cgroups on any of the node's GPUs, and what to do; None if it can."""
+        return await self._call(lambda: limits_obstacle(self._binding, cgroup_root=self._cgroup_root))
+
+    async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
+        """Limits what the processes of a cgroup (its folder's full path) may have on the GPU; MemoryLimit says what the numbers
+        mean. Needs root."""
+        limit = MemoryLimit(soft_bytes=soft_bytes, hard_bytes=hard_bytes)
+        await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, limit))
+
+    async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
+        """What is set for the cgroup on the GPU."""
+        return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def rest(self, seconds: float) -> None:
         """Waits so long, or until a hanging driver answers at last."""
@@ -105,6 +143,9 @@ class Nvml:
         if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
             self._events = None
         return self._events is None
+
+    async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
+        return await self._call(lambda: self._binding.on_gpu(uuid, fn))
 
     async def _call(self, fn: Callable[[], T]) -> T:
         return await self._worker.call(fn, timeout_seconds=self._timeout_seconds)

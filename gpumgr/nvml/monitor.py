@@ -73,6 +73,8 @@ class Monitor:
 
         `on_xid` hears of every XID (UUID, None if the driver names no GPU), `on_batch` how many seconds a sample took.
         """
+        #: Whether samples tell how busy each process keeps its GPU. May be switched at any time; from the next sample on.
+        self.watch_processes = False
         self._nvml = nvml
         self._listener = listener
         self._rules = rules or HealthRules()
@@ -157,7 +159,7 @@ class Monitor:
         snapshot = await self._take_snapshot()
         while True:
             begun = time.perf_counter()
-            sample = await self._nvml.sample()
+            sample = await self._nvml.sample(utilization=self.watch_processes)
             self._on_batch(time.perf_counter() - begun)
             await self._listener.sample_taken(sample)
             await self._pause()

@@ -16,6 +16,7 @@ from gpumgr.nvml.binding import (
 )
 from gpumgr.nvml.health import Failed, Looked, Observation, Reason
 from gpumgr.nvml.snapshot import read_mig_enabled
+from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 
 _SENSOR_DIE: Final = 0
@@ -39,7 +40,8 @@ def _handles(nvml: Binding, seen: Mapping[int, str]) -> Iterator[tuple[str, Hand
                 yield seen[index], exc
 
 
-def read_sample(nvml: Binding, *, seen: Mapping[int, str]) -> NodeSample:
+def read_sample(nvml: Binding, *, seen: Mapping[int, str], utilization: ProcessUtilization | None = None) -> NodeSample:
+    """One round over all GPUs. `utilization` None: how busy single processes keep them is not asked."""
     gpus: dict[str, GpuSample] = {}
     failures: dict[str, str] = {}
     for uuid, handle in _handles(nvml, seen):
@@ -47,13 +49,13 @@ def read_sample(nvml: Binding, *, seen: Mapping[int, str]) -> NodeSample:
             failures[uuid] = str(handle)
             continue
         try:
-            gpus[uuid] = _read_gpu_sample(nvml, uuid, handle)
+            gpus[uuid] = _read_gpu_sample(nvml, uuid, handle, utilization)
         except CallError as exc:
             failures[uuid] = str(exc)
     return NodeSample(gpus=gpus, failures=failures)
 
 
-def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle) -> GpuSample:
+def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
     reserved = None if memory is None else int(memory.reserved)
     if memory is None:  # the first version counts what the driver reserves as used
@@ -68,7 +70,7 @@ def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle) -> GpuSample:
         memory_copy_ratio=None if rates is None else rates.memory / 100,
         temperature_celsius=_read_celsius(nvml, handle),
         power_watts=None if milliwatts is None else milliwatts / 1000,
-        processes=read_processes(nvml, handle),
+        processes=read_processes(nvml, handle, None if utilization is None else utilization.read(nvml, uuid, handle)),
     )
 
 
@@ -79,8 +81,11 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
     return None if value is None else float(value)
 
 
-def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast."""
+def read_processes(nvml: Binding, handle: Handle, busy: Mapping[int, float] | None) -> tuple[GpuProcess, ...] | None:
+    """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast.
+
+    `busy` has the ratios of those that ran something; None = nobody's is known.
+    """
     compute = _read_list(nvml, _COMPUTE, handle)
     if compute is None:
         return None
@@ -88,7 +93,10 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
     for function in _OTHER:
         for pid, memory_bytes in (_read_list(nvml, (function,), handle) or {}).items():
             found.setdefault(pid, memory_bytes)
-    return tuple(GpuProcess(pid=pid, memory_bytes=memory_bytes) for pid, memory_bytes in sorted(found.items()))
+    return tuple(
+        GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=None if busy is None else busy.get(pid, 0.0))
+        for pid, memory_bytes in sorted(found.items())
+    )
 
 
 def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> dict[int, int | None] | None:

@@ -11,24 +11,32 @@ the file again when it is replaced. Each change replaces it at once (rename), un
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not tell)
     event NUMBER GPU TYPE DATA          (delivered once to each event set that was there before it)
+
+The library itself writes what callers have set, which ends only with the driver:
+
+    computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
 """
 
 import fcntl
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from gpumgr.topology.devices import MemoryLimit
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
 
 #: How many words after the verb belong to a fact's subject; the others' is one.
-_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2}
+_SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "memorylimit": 2}
+_SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit"})
+_UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 
 Key = tuple[str, ...]
 Facts = dict[Key, str]
@@ -36,7 +44,8 @@ Facts = dict[Key, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimProcess:
-    """A process on a simulated GPU. `memory_bytes` None = the driver does not tell."""
+    """A process on a simulated GPU. `memory_bytes` None = the driver does not tell. `sm_percent` is how busy it keeps the GPU; at 0
+    the driver has no sample of it."""
 
     pid: int
     memory_bytes: int | None = 0
@@ -102,6 +111,30 @@ class SimControl:
         """So many processes start between the first question for the size of the list and the call that fetches it."""
         self._set(("grow", str(gpu)), str(extra))
 
+    # -- what callers have set -------------------------------------------------------------------------------------------
+
+    def compute_mode(self, gpu: int) -> int:
+        """As NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
+        return int(self._read().get(("computemode", str(gpu)), "0"))
+
+    def set_compute_mode(self, gpu: int, mode: int) -> None:
+        """As another administrator would."""
+        self._set(("computemode", str(gpu)), str(mode))
+
+    def memory_limits(self, gpu: int) -> Mapping[str, MemoryLimit]:
+        """By the cgroup's full path; what was set stays here when the cgroup is gone."""
+        limits: dict[str, MemoryLimit] = {}
+        for key, value in self._read().items():
+            if key[:2] == ("memorylimit", str(gpu)):
+                soft, hard = map(int, value.split())
+                limits[key[2]] = MemoryLimit(soft_bytes=soft, hard_bytes=None if hard == _UNLIMITED else hard)
+        return limits
+
+    def set_memory_limit(self, gpu: int, cgroup: str, limit: MemoryLimit) -> None:
+        """As another administrator would."""
+        hard = _UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
+        self._set(("memorylimit", str(gpu), cgroup), f"{limit.soft_bytes} {hard}")
+
     # -- the driver ------------------------------------------------------------------------------------------------------
 
     def hang(self, seconds: float = math.inf, *, function: str = "*") -> None:
@@ -125,11 +158,12 @@ class SimControl:
             self._drop(lambda other: other == key)
 
     def unload_driver(self) -> None:
-        """All calls fail until `load_driver`; sessions from before stay stale even then."""
+        """All calls fail until `load_driver`; sessions from before stay stale even then, and what callers had set is gone."""
 
         def change(facts: Facts) -> None:
             facts[("loaded",)] = "0"
             facts[("generation",)] = str(int(facts.get(("generation",), "0")) + 1)
+            _remove(facts, lambda key: key[0] in _SET_BY_CALLERS)
 
         self._change(change)
 
@@ -144,8 +178,8 @@ class SimControl:
         self._change(change)
 
     def clear(self) -> None:
-        """Takes every fault and script back. Events are spent and sessions stale all the same."""
-        self._drop(lambda key: key[0] not in {"generation", "event"})
+        """Takes every fault and script back. Events are spent and sessions stale all the same, and what callers have set stands."""
+        self._drop(lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS)
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
@@ -165,9 +199,12 @@ class SimControl:
     def _drop(self, matches: Callable[[Key], bool]) -> None:
         self._change(lambda facts: _remove(facts, matches))
 
+    def _read(self) -> Facts:
+        return _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+
     def _change(self, change: Callable[[Facts], None]) -> None:
         with _locked(self.path.with_suffix(".lock")):
-            facts = _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+            facts = self._read()
             change(facts)
             fresh = self.path.with_suffix(".new")
             fresh.write_text("".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), encoding="utf-8")

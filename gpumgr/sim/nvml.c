@@ -1,7 +1,7 @@
 /* A simulated libnvidia-ml.so.1: the NVML ABI over two text files that lie beside this library.
  *
  *   node.txt     what the node is; read at nvmlInit (a node changes only when its driver is loaded anew)
- *   control.txt  what is wrong or going on right now; read again whenever it is replaced
+ *   control.txt  what is wrong or going on right now, and what callers have set; read again whenever it is replaced
  *
  * Each line is a fact: a verb, its subject, its value (gpumgr/sim/library.py and control.py write them and say what they mean).
  * The folder is found through dladdr, so every copy of this library is a node of its own and any process can load it.
@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/inotify.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -25,7 +26,8 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64 };
+enum { MAX_GPUS = 64, MAX_LINKS = 36, MAX_PROCESSES = 1024, MAX_FAULTS = 256, MAX_EVENTS = 64, MAX_SETS = 64, MAX_LIMITS = 512 };
+enum { MAX_CGROUP = 512, MAX_LINE = 1024 };
 
 typedef enum {
     OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9,
@@ -47,6 +49,8 @@ typedef struct { unsigned pid; unsigned long long timestamp; unsigned sm, memory
 typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } event_t;
 typedef struct { uint32_t field, scope; int64_t timestamp, latency; unsigned type; int result; union { unsigned ui; unsigned long long ull; } value; } field_t;
 typedef struct { unsigned version, sensor; int celsius; } temperature_t;
+typedef struct { const char *cgroup; unsigned long long soft, hard; } set_limits_t;
+typedef struct { const char *cgroup; unsigned long long soft, hard, used; } get_limits_t;
 
 /* ---- what the two files say ------------------------------------------------------------------------------------------ */
 
@@ -65,7 +69,7 @@ typedef struct {
 typedef struct { unsigned pid; long long used; unsigned sm; } running_t;
 
 typedef struct {
-    int lost, mig, recovery, grow;
+    int lost, mig, recovery, grow, compute_mode;
     long long used; /* -1 = the sum of the processes */
     unsigned celsius, milliwatts, busy, memory_busy;
     unsigned long long double_bit_errors;
@@ -76,6 +80,7 @@ typedef struct {
 typedef struct { char function[64]; int gpu; int code; } refusal_t;
 typedef struct { char function[64]; double value; } delay_t; /* latency: milliseconds; hang: until this CLOCK_MONOTONIC second */
 typedef struct { unsigned long long number; int gpu; unsigned long long type, data; } fault_event_t;
+typedef struct { int gpu; char cgroup[MAX_CGROUP]; unsigned long long soft, hard; } limit_t;
 
 static struct {
     char driver[64], nvml[64];
@@ -92,7 +97,8 @@ static struct {
     refusal_t refusal[MAX_FAULTS];
     delay_t latency[MAX_FAULTS], hang[MAX_FAULTS];
     fault_event_t event[MAX_EVENTS];
-    int refusals, latencies, hangs, events;
+    limit_t limit[MAX_LIMITS];
+    int refusals, latencies, hangs, events, limits;
 } control;
 
 static struct { int open; unsigned long long seen; unsigned long long types[MAX_GPUS]; } sets[MAX_SETS];
@@ -197,6 +203,7 @@ static void read_gpu_fact(const char *verb, const char *rest) {
     else if (!strcmp(verb, "mig")) g->mig = (int)value;
     else if (!strcmp(verb, "recovery")) g->recovery = (int)value;
     else if (!strcmp(verb, "grow")) g->grow = (int)value;
+    else if (!strcmp(verb, "computemode")) g->compute_mode = (int)value;
     else if (!strcmp(verb, "ecc")) g->double_bit_errors = (unsigned long long)value;
     else if (!strcmp(verb, "memory")) g->used = value;
     else if (!strcmp(verb, "temperature")) g->celsius = (unsigned)value;
@@ -218,6 +225,7 @@ static void read_delay(delay_t *list, int *count, const char *rest) {
 static void read_fact(const char *verb, const char *rest) {
     refusal_t refusal;
     fault_event_t e;
+    limit_t limit;
     if (!strcmp(verb, "generation")) control.generation = strtoul(rest, NULL, 10);
     else if (!strcmp(verb, "loaded")) control.loaded = atoi(rest);
     else if (!strcmp(verb, "driver")) snprintf(control.driver, sizeof control.driver, "%.60s", rest);
@@ -229,6 +237,9 @@ static void read_fact(const char *verb, const char *rest) {
     } else if (!strcmp(verb, "event")) {
         if (control.events < MAX_EVENTS && sscanf(rest, "%llu %d %llu %llu", &e.number, &e.gpu, &e.type, &e.data) == 4)
             control.event[control.events++] = e;
+    } else if (!strcmp(verb, "memorylimit")) {
+        if (control.limits < MAX_LIMITS && sscanf(rest, "%d %511s %llu %llu", &limit.gpu, limit.cgroup, &limit.soft, &limit.hard) == 4)
+            control.limit[control.limits++] = limit;
     } else read_gpu_fact(verb, rest);
 }
 
@@ -236,7 +247,7 @@ static void read_fact(const char *verb, const char *rest) {
 static void refresh(void) {
     static struct stat last;
     static int known;
-    char path[PATH_MAX + 32], line[512], verb[32];
+    char path[PATH_MAX + 32], line[MAX_LINE], verb[32];
     struct stat s;
     snprintf(path, sizeof path, "%s/control.txt", folder());
     if (stat(path, &s)) memset(&s, 0, sizeof s);
@@ -253,6 +264,27 @@ static void refresh(void) {
         if (sscanf(line, "%31s %n", verb, &used) == 1) read_fact(verb, line + used);
     }
     fclose(file);
+}
+
+/* Puts a fact in the place of the one that begins with `subject`, as control.py does: under its lock, at once. */
+static result_t keep_fact(const char *subject, const char *value) {
+    char path[PATH_MAX + 32], fresh_path[PATH_MAX + 32], line[MAX_LINE];
+    snprintf(path, sizeof path, "%s/control.lock", folder());
+    int turn = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    if (turn < 0) return OPERATING_SYSTEM;
+    flock(turn, LOCK_EX);
+    snprintf(path, sizeof path, "%s/control.txt", folder());
+    snprintf(fresh_path, sizeof fresh_path, "%s/control.new", folder());
+    FILE *old = open_beside("control.txt"), *fresh = fopen(fresh_path, "we");
+    while (old && fresh && fgets(line, sizeof line, old))
+        if (strncmp(line, subject, strlen(subject))) fputs(line, fresh);
+    int kept = fresh && fprintf(fresh, "%s%s\n", subject, value) > 0;
+    if (fresh && fclose(fresh)) kept = 0;
+    if (old) fclose(old);
+    kept = kept && !rename(fresh_path, path);
+    close(turn);
+    refresh();
+    return kept ? OK : OPERATING_SYSTEM;
 }
 
 /* ---- the door that every call passes --------------------------------------------------------------------------------- */
@@ -581,7 +613,9 @@ EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list,
     ENTER_GPU(d);
     state_t *g = &control.gpu[i];
     unsigned n = 0, room = *count;
-    unsigned long long stamp = (unsigned long long)time(NULL) * 1000000;
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    unsigned long long stamp = (unsigned long long)t.tv_sec * 1000000 + (unsigned long long)t.tv_nsec / 1000;
     for (int p = 0; p < g->processes; p++) {
         if (!g->running[p].sm) continue;
         if (list && n < room) list[n] = (process_sample_t){g->running[p].pid, stamp, g->running[p].sm, 0, 0, 0};
@@ -590,6 +624,62 @@ EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list,
     *count = n;
     if (!n || stamp <= since) return leave(NOT_FOUND);
     return leave(list && room >= n ? OK : INSUFFICIENT_SIZE);
+}
+
+/* ---- what administrators set -------------------------------------------------------------------------------------------- */
+
+EXPORT result_t nvmlDeviceGetComputeMode(void *d, int *mode) { ENTER_GPU(d); *mode = control.gpu[i].compute_mode; return leave(OK); }
+
+EXPORT result_t nvmlDeviceSetComputeMode(void *d, int mode) {
+    ENTER_GPU(d);
+    char subject[64], value[16];
+    if (mode < 0 || mode > 3) return leave(INVALID_ARGUMENT);
+    if (mode == 1) return leave(NOT_SUPPORTED); /* exclusive thread, long removed */
+    snprintf(subject, sizeof subject, "computemode %d ", i);
+    snprintf(value, sizeof value, "%d", mode);
+    return leave(keep_fact(subject, value));
+}
+
+static int has_limit_file(const char *cgroup) {
+    char path[MAX_CGROUP + 16];
+    snprintf(path, sizeof path, "%s/dmem.max", cgroup);
+    return !access(path, F_OK);
+}
+
+/* Whether memory can be limited there at all. A GPU with MIG has no limits. */
+static result_t may_limit(int i, const char *cgroup) {
+    struct stat s;
+    if (control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig > 0) return NOT_SUPPORTED;
+    if (!cgroup || *cgroup != '/' || strlen(cgroup) >= MAX_CGROUP || strpbrk(cgroup, " \t\n")) return INVALID_ARGUMENT;
+    return stat(cgroup, &s) || !S_ISDIR(s.st_mode) ? NOT_FOUND : OK;
+}
+
+EXPORT result_t nvmlDeviceSetMemoryLimits_v1(void *d, const set_limits_t *l) {
+    ENTER_GPU(d);
+    char subject[MAX_CGROUP + 64], value[64];
+    result_t r = l ? may_limit(i, l->cgroup) : INVALID_ARGUMENT;
+    if (!r && !has_limit_file(l->cgroup)) r = NOT_FOUND; /* the dmem controller is not handed down to it */
+    if (r) return leave(r);
+    snprintf(subject, sizeof subject, "memorylimit %d %s ", i, l->cgroup);
+    snprintf(value, sizeof value, "%llu %llu", l->soft, l->hard);
+    return leave(keep_fact(subject, value));
+}
+
+/* A cgroup without limit file has the limits of the nearest one above it. What is in use is not simulated. */
+EXPORT result_t nvmlDeviceGetMemoryLimits_v1(void *d, get_limits_t *l) {
+    ENTER_GPU(d);
+    char cgroup[MAX_CGROUP];
+    result_t r = l ? may_limit(i, l->cgroup) : INVALID_ARGUMENT;
+    if (r) return leave(r);
+    strcpy(cgroup, l->cgroup);
+    while (*cgroup && !has_limit_file(cgroup)) *strrchr(cgroup, '/') = 0;
+    if (!*cgroup) return leave(NOT_SUPPORTED);
+    l->soft = l->used = 0;
+    l->hard = ~0ULL;
+    for (int n = 0; n < control.limits; n++)
+        if (control.limit[n].gpu == i && !strcmp(control.limit[n].cgroup, cgroup))
+            l->soft = control.limit[n].soft, l->hard = control.limit[n].hard;
+    return leave(OK);
 }
 
 /* ---- health ---------------------------------------------------------------------------------------------------------- */

@@ -88,10 +88,24 @@ class NodeSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` None = the driver does not tell; pids are the host's."""
+    """A process with a context on a GPU. `memory_bytes` None = the driver does not tell; pids are the host's.
+
+    `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not asked for, or the driver does not
+    tell.
+    """
 
     pid: int
     memory_bytes: int | None
+    utilization_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What the driver grants the processes of one cgroup on one GPU, all together: `soft_bytes` are theirs for sure; allocations
+    that would go beyond `hard_bytes` fail (None = nothing is limited)."""
+
+    soft_bytes: int = 0
+    hard_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.sim.control import SimControl, SimProcess
+from gpumgr.topology.devices import MemoryLimit
 
 
 @pytest.fixture
@@ -65,3 +66,16 @@ def test_two_hands_on_one_file_see_each_others_facts(control: SimControl) -> Non
     SimControl(control.path).lose_gpu(1)
     control.restore_gpu(0)
     assert facts(control) == {"lost 1 1"}
+
+
+def test_what_callers_set_ends_with_the_driver_alone(control: SimControl) -> None:
+    limit = MemoryLimit(soft_bytes=5, hard_bytes=9)
+    control.set_compute_mode(1, 3)
+    control.set_memory_limit(1, "/sys/fs/cgroup/a", limit)
+    control.set_memory_limit(1, "/sys/fs/cgroup/b", MemoryLimit())
+    control.set_memory_limit(11, "/sys/fs/cgroup/a", MemoryLimit())
+    control.clear()
+    assert (control.compute_mode(1), control.compute_mode(0)) == (3, 0)
+    assert control.memory_limits(1) == {"/sys/fs/cgroup/a": limit, "/sys/fs/cgroup/b": MemoryLimit()}
+    control.unload_driver()
+    assert (control.compute_mode(1), control.memory_limits(1)) == (0, {})

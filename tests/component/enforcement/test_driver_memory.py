@@ -1,0 +1,256 @@
+"""The driver's limits on containers' cgroups, with the simulated NVML behind the real station."""
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog.testing
+
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement.backend import Backend, Running
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.errors import Refusal
+from gpumgr.nvml.driver import Nvml
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.library import SimNode, prepare
+from gpumgr.topology.devices import MemoryLimit
+from gpumgr.usage.containers import Container
+from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
+
+GIB = 1024**3
+GET, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
+GRANTED = MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB)
+ENDED = MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB)
+
+
+class World:
+    """A node with the new driver, one tenant on its GPU 1, and the backend under test."""
+
+    def __init__(self, sim: SimNode, nvml: Nvml, cgroups: Path) -> None:
+        self.control: SimControl = sim.control
+        self.nvml, self.cgroups = nvml, cgroups
+        self.seconds = 0.0
+        self.backend = self.begin()
+        self.tenant = Tenant(
+            allocation="a1",
+            gpu="1234abcd",
+            uuid=sim.description.uuid_of(1),
+            cores=20,
+            memory_bytes=2 * GIB,
+            pod=("demo", "one"),
+            container="main",
+        )
+        self.container = Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", pid=7, cgroup="/kubepods/container")
+
+    def begin(self) -> DriverMemory:
+        """A new life of the agent."""
+        self.backend = DriverMemory(self.nvml, cgroup_root=self.cgroups, clock=lambda: self.seconds)
+        return self.backend
+
+    @property
+    def running(self) -> list[Running]:
+        return [Running(tenant=self.tenant, container=self.container)]
+
+    @property
+    def cgroup(self) -> Path:
+        return self.cgroups / "kubepods/container"
+
+    @property
+    def limit(self) -> MemoryLimit | None:
+        return self.control.memory_limits(1).get(str(self.cgroup))
+
+    async def findings(self) -> list[str]:
+        found = await self.backend.observe(self.running)
+        assert {(finding.allocation, finding.code) for finding in found} <= {("a1", "broken")}
+        return [finding.message for finding in found]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    (tmp_path / "new.yaml").write_text(NEW_NODE)
+    sim = prepare(str(tmp_path / "new.yaml"), tmp_path / "node")
+    cgroups = lay_out_cgroups(tmp_path / "cgroup")
+    nvml = Nvml(library_path=sim.library_path, cgroup_root=cgroups)
+    await nvml.open()
+    yield World(sim, nvml, cgroups)
+    sim.control.clear()
+    await nvml.close()
+
+
+# -- what the node needs -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_node_that_can_carry_it(world: World) -> None:
+    backend: Backend = world.backend
+    assert backend.name == "nvml-memory"
+    assert backend.limits == frozenset({"memory"})
+    assert await backend.unavailable() is None
+    assert backend.prepare(world.tenant, "memory") == ContainerResponse()
+    await backend.start(world.tenant)
+    assert (list(backend.remains()), list(backend.own_pids())) == ([], [])
+
+
+async def test_everything_that_is_missing_is_said_at_once(world: World) -> None:
+    (world.cgroups / "cgroup.controllers").write_text("cpu memory\n")
+    world.control.set_mig(0, enabled=True)
+    world.control.set_mig(1, enabled=True)
+    told = await world.backend.unavailable() or ""
+    assert "no dmem controller" in told
+    assert "Linux 6.14 or newer" in told
+    assert "nvidia-smi -mig 0" in told
+
+
+@pytest.mark.parametrize(("code", "said"), [(13, "install driver 615 or newer"), (3, "take RmMemacctMode out")])
+async def test_a_driver_that_lost_the_ability_lets_no_container_start(world: World, code: int, said: str) -> None:
+    world.control.set_result(GET, code)
+    with pytest.raises(Refusal, match=rf"GPU memory of demo/one \(main\) can't be limited any more: .*{said}"):
+        await world.backend.start(world.tenant)
+
+
+async def test_no_cgroup_v2(world: World) -> None:
+    (world.cgroups / "cgroup.controllers").unlink()
+    assert "cgroup v2 is not mounted" in (await world.backend.unavailable() or "")
+
+
+async def test_no_driver(world: World) -> None:
+    world.control.unload_driver()
+    assert "driver is not loaded" in (await world.backend.unavailable() or "")
+    with pytest.raises(Refusal, match="driver is not loaded"):
+        await world.backend.start(world.tenant)
+
+
+# -- a container's life ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_limit_comes_with_the_container_and_its_guarantee_goes_with_it(world: World) -> None:
+    await world.backend.adjust(world.running)
+    assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED}
+    assert world.control.memory_limits(0) == {}
+    assert await world.findings() == []
+    assert list(world.backend.remains()) == ["a1"]
+    await world.backend.adjust([])
+    assert world.limit == ENDED
+    assert list(world.backend.remains()) == []
+
+
+async def test_a_restarted_container_is_another_one(world: World) -> None:
+    await world.backend.adjust(world.running)
+    second = world.cgroups / "kubepods/second"
+    second.mkdir()
+    (second / "dmem.max").touch()
+    world.container = replace(world.container, id="c2", attempt=1, cgroup="/kubepods/second")
+    await world.backend.adjust(world.running)
+    assert world.control.memory_limits(1) == {str(world.cgroup): ENDED, str(second): GRANTED}
+
+
+async def test_a_limit_that_somebody_changed_is_set_again_at_the_next_look(world: World) -> None:
+    await world.backend.adjust(world.running)
+    other = MemoryLimit(soft_bytes=0, hard_bytes=9 * GIB)
+    world.control.set_memory_limit(1, str(world.cgroup), other)
+    await world.backend.adjust(world.running)
+    assert world.limit == other  # not every second: a look costs a call of the driver
+    world.seconds += 10
+    await world.backend.adjust(world.running)
+    assert world.limit == GRANTED
+
+
+async def test_a_new_life_takes_over_what_stands(world: World) -> None:
+    await world.backend.adjust(world.running)
+    await world.begin().recover([world.tenant])
+    world.control.set_result(SET, 999)
+    await world.backend.adjust(world.running)
+    assert await world.findings() == []
+    world.control.set_result(SET, 0)
+    await world.backend.cleanup("a1")
+    assert world.limit == ENDED
+    await world.backend.close()
+
+
+async def test_a_cgroup_that_is_gone_needs_nothing(world: World) -> None:
+    await world.backend.adjust(world.running)
+    shutil.rmtree(world.cgroup)
+    with structlog.testing.capture_logs() as logs:
+        await world.backend.adjust([])
+        await world.backend.cleanup("a1")
+        await world.backend.cleanup("never")
+    assert logs == []
+    assert world.limit == GRANTED  # nobody asked the driver about it
+
+
+async def test_a_guarantee_that_can_not_be_taken_back_is_told(world: World) -> None:
+    await world.backend.adjust(world.running)
+    world.control.set_result(SET, 999)
+    with structlog.testing.capture_logs() as logs:
+        await world.backend.cleanup("a1")
+    assert [(line["event"], line["allocation"]) for line in logs] == [("memory_guarantee_left", "a1")]
+    assert list(world.backend.remains()) == []
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(world: World) -> None:
+    world.control.set_result(SET, 4, gpu=1)
+    await world.backend.adjust(world.running)
+    (message,) = await world.findings()
+    assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.tenant.uuid}: ")
+    assert "tried again every second" in message
+    world.control.set_result(SET, 0, gpu=1)
+    await world.backend.adjust(world.running)
+    assert await world.findings() == []
+    assert world.limit == GRANTED
+
+
+async def test_a_cgroup_without_the_controller_is_a_finding(world: World) -> None:
+    (world.cgroup / "dmem.max").unlink()
+    await world.backend.adjust(world.running)
+    (message,) = await world.findings()
+    assert "Not Found" in message
+
+
+async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
+    class Deaf:
+        """A driver whose kernel keeps what was: more than the limit is in use."""
+
+        async def memory_limits_supported(self) -> str | None:
+            return None
+
+        async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
+            pass
+
+        async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
+            return MemoryLimit(soft_bytes=2 * GIB)
+
+    backend = DriverMemory(Deaf())
+    tenant = Tenant(allocation="a1", gpu="1234abcd", uuid="GPU-1", memory_bytes=2 * GIB)
+    running = [Running(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))]
+    await backend.adjust(running)
+    (finding,) = await backend.observe(running)
+    assert "the driver took it and has no limit; more than that may be in use already" in finding.message
+
+
+async def test_a_container_whose_cgroup_stays_unknown_is_a_finding(world: World) -> None:
+    world.container = replace(world.container, cgroup=None)
+    assert await world.findings() == []
+    await world.backend.adjust(world.running)
+    assert "its cgroup is not known" in (await world.findings())[0]
+    world.container = replace(world.container, cgroup="/kubepods/container")
+    assert await world.findings() == []
+    await world.backend.adjust(world.running)
+    assert world.limit == GRANTED
+
+
+async def test_a_tenant_without_its_memory_call_is_left_alone(world: World) -> None:
+    world.tenant = replace(world.tenant, memory_bytes=0)
+    await world.backend.adjust(world.running)
+    assert world.limit is None
