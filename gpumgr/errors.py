@@ -10,6 +10,7 @@ GpumgrError
 │   └── NvmlAbsent    there is no driver (yet)
 ├── CheckpointError   the checkpoint can't be read or written
 ├── KubeletError      the kubelet can't be reached or said no
+├── CriError          the container runtime or the kernel's cgroups can't tell about containers
 └── AlreadyRunning    another agent holds this node's lock
 """
 
@@ -64,3 +65,7 @@ class KubeletError(GpumgrError):
 
 class AlreadyRunning(GpumgrError):
     """Another gpumgr agent runs on this node."""
+
+
+class CriError(GpumgrError):
+    """The container runtime can't be reached or said no, or the host's cgroups can't be read."""

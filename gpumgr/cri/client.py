@@ -1,0 +1,106 @@
+"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It only looks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+
+from gpumgr.cri.codec import FirstProcess, Runtime, parse_containers, parse_status, parse_version, status_request
+from gpumgr.errors import CriError
+from gpumgr.rpc import wire
+from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.usage.containers import Container
+
+_SERVICE: Final = "/runtime.v1.RuntimeService/"
+_SET: Final = (
+    "set cri.socket to the socket that the kubelet uses (containerd: /run/containerd/containerd.sock, CRI-O: /run/crio/crio.sock)"
+)
+
+
+class CriClient:
+    """Stays connected, and reconnects after a restart of the runtime. Create it inside the event loop; `close` it.
+
+    All calls raise CriError if the runtime is away, says no, or takes longer than `timeout_seconds`.
+    """
+
+    def __init__(self, socket: Path, *, timeout_seconds: float = 2.0) -> None:
+        self._socket = socket
+        self._timeout_seconds = timeout_seconds
+        self._channel = UnixChannel(socket)
+
+    async def version(self) -> Runtime:
+        """Who is there."""
+        with self._explained("ask the container runtime for its version"):
+            return parse_version(await self._call("Version", b""))
+
+    async def list(self) -> tuple[Container, ...]:
+        """The kubelet's containers of all states, without pid and cgroup."""
+        with self._explained("list the containers"):
+            return parse_containers(await self._call("ListContainers", b""))
+
+    async def first_process(self, container_id: str) -> FirstProcess | None:
+        """Where a container runs; None if there is no such container any more."""
+        with self._explained(f"ask for the status of container {container_id}"):
+            try:
+                answer = await self._call("ContainerStatus", status_request(container_id))
+            except GRPCError as error:
+                if error.status is Status.NOT_FOUND:
+                    return None
+                raise
+            return parse_status(answer)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    async def _call(self, method: str, request: bytes) -> bytes:
+        """One question; it changes nothing, so it is asked again where a connection turns out to have ended while it was idle."""
+        route = _SERVICE + method
+        try:
+            return await self._channel.unary(route, request, bytes, timeout_seconds=self._timeout_seconds)
+        except StreamTerminatedError:
+            return await self._channel.unary(route, request, bytes, timeout_seconds=self._timeout_seconds)
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Makes a CriError of everything that a call may raise; `doing` is like "list the containers"."""
+        try:
+            yield
+        except (wire.WireError, msgspec.DecodeError) as error:
+            reason = f"the answer can't be read ({error}); does cri.socket name the socket of containerd or CRI-O?"
+            raise CriError(f"can't {doing} at {self._socket}: {reason}") from error
+        except CALL_FAILURES as error:
+            raise CriError(f"can't {doing} at {self._socket}: {_reason(error, self._timeout_seconds)}") from error
+
+
+def _reason(error: Exception, timeout_seconds: float) -> str:
+    """What is wrong and what to do, for one of CALL_FAILURES."""
+    silent = (
+        f"there was no answer within {timeout_seconds:g} s; is the container runtime (setting cri.socket) overloaded or hung?"
+    )
+    match error:
+        case GRPCError(status=Status.UNIMPLEMENTED):
+            return (
+                f"no CRI v1 is spoken there ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or newer with its cri "
+                f"plugin enabled (disabled_plugins in its config.toml), or {_SET}"
+            )
+        case GRPCError(status=Status.DEADLINE_EXCEEDED) | TimeoutError():
+            return silent
+        case GRPCError():
+            said = error.message or "no reason given"
+            return f"the answer was {error.status.name}: {said}; look at the log of the container runtime (setting cri.socket)"
+        case StreamTerminatedError() | ProtocolError():
+            return "the peer hung up in the middle of the call; is it a container runtime (setting cri.socket)?"
+        case FileNotFoundError():
+            return f"the socket does not exist; start the container runtime, or {_SET}"
+        case ConnectionRefusedError():
+            return f"nobody listens there; start the container runtime, or {_SET}"
+        case PermissionError():
+            return f"permission denied; run gpumgr as root, or {_SET}"
+        case OSError():
+            return f"{error.strerror or error}; start the container runtime, or {_SET}"
+        case _:
+            return str(error)
