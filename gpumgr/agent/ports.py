@@ -1,6 +1,6 @@
 """What the agent needs of the world. Stations implement these; nothing in the agent imports a station."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal, Protocol
 
 from gpumgr.allocator.ledger import AllocationId, Change
@@ -61,6 +61,10 @@ class Enforcement(Protocol):
         self, base: ContainerResponse, allocation: AllocationId, tenant: Tenant | None, mechanisms: tuple[str, ...]
     ) -> None:
         """The container is about to start (again). `base`: what both its calls were answered beside the limits. Raises Refusal."""
+        ...
+
+    async def vacate(self, uuids: Collection[str]) -> None:
+        """A container with these GPUs for itself is about to start. Raises Refusal."""
         ...
 
 

@@ -249,6 +249,8 @@ class Agent:
         self._make_folders(holders)
         if kind == "core":  # every share has cores; one of the container's two calls is enough
             for holder in holders:
+                if holder.whole:
+                    await self._enforcement.vacate([books.ledger.cards.by_name[gpu].uuid for gpu in holder.gpus])
                 base = merged(*(self._base_answer(holder, each) for each in KINDS if holder.held(each)))
                 await self._enforcement.start(base, holder.id, self._tenant(holder), holder.mechanisms)
 

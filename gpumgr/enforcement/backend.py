@@ -70,6 +70,10 @@ class Backend(Protocol):
         """The container is about to start (again): puts what it needs on disk, fresh. Raises Refusal; the kubelet tries again."""
         ...
 
+    async def vacate(self, uuids: Collection[str]) -> None:
+        """Before a container gets these GPUs for itself: nothing of this backend may stand in its way. Raises Refusal."""
+        ...
+
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
         """Looks, without changing anything, at this backend's tenants that run."""
         ...

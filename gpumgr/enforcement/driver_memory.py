@@ -108,6 +108,9 @@ class DriverMemory:
         if obstacle is not None:
             raise Refusal("internal", f"the GPU memory of {tenant.describe()} can't be limited any more: {obstacle}")
 
+    async def vacate(self, uuids: Collection[str]) -> None:
+        pass
+
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
         return [
             Finding(allocation=each.tenant.allocation, code="broken", message=_broken(each.tenant, why))

@@ -25,7 +25,8 @@ log = structlog.get_logger(__name__)
 class Limits:
     """`cdi_dir` None: containers get everything in the answer itself.
 
-    `setting` and `overrides` are the operator's words (settings, section enforcement).
+    `setting` and `overrides` are the operator's words (settings, section enforcement). `on_start` hears that a container is about to
+    start.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Limits:
         cdi_dir: Path | None,
         orphan_grace_seconds: float,
         in_use: Callable[[Collection[str]], Collection[str]] = mounted,
+        on_start: Callable[[], None] = lambda: None,
         clock: Callable[[], float],
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = Choice()
         self._setting, self._overrides, self._cdi_dir = setting, tuple(overrides), cdi_dir
         self._grace_seconds, self._in_use, self._clock = orphan_grace_seconds, in_use, clock
+        self._on_start = on_start
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
 
@@ -87,6 +90,7 @@ class Limits:
     async def start(
         self, base: ContainerResponse, allocation: AllocationId, tenant: Tenant | None, mechanisms: Mechanisms
     ) -> None:
+        self._on_start()
         async with self._starting.setdefault(allocation, asyncio.Lock()):
             try:
                 for backend in self._of(mechanisms) if tenant else ():
@@ -100,6 +104,10 @@ class Limits:
                 raise Refusal(
                     "internal", f"the container's limits can't be put in place:{where}: {error.strerror or error}"
                 ) from error
+
+    async def vacate(self, uuids: Collection[str]) -> None:
+        for backend in self.backends.values():
+            await backend.vacate(uuids)
 
     def _full(
         self, base: ContainerResponse, tenant: Tenant | None, mechanisms: Mechanisms, kinds: Iterable[Kind]

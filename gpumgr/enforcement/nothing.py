@@ -37,6 +37,9 @@ class Nothing:
         mebibytes = tenant.memory_bytes >> 20
         self._tell(tenant, MESSAGE.format(container=tenant.container or "?", cores=tenant.cores, mebibytes=mebibytes))
 
+    async def vacate(self, uuids: Collection[str]) -> None:
+        pass
+
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:  # noqa: ARG002
         return ()
 

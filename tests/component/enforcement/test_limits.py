@@ -53,6 +53,7 @@ class Files:
     error: Exception | None = None
     seen: list[list[str]] = field(default_factory=list)
     recovered: list[str] = field(default_factory=list)
+    vacated: set[str] = field(default_factory=set)
 
     async def unavailable(self) -> str | None:
         return self.obstacle
@@ -66,6 +67,9 @@ class Files:
         if self.error is not None:
             raise self.error
         (self.folder / tenant.allocation).write_text("here")
+
+    async def vacate(self, uuids: Collection[str]) -> None:
+        self.vacated.update(uuids)
 
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
         self.seen.append([each.tenant.allocation for each in running])
@@ -215,6 +219,12 @@ async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_
     await made.limits.tend({ID})
     assert made.files.remains() == [ID]
     assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_every_mechanism_makes_room_for_whole_gpus(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.vacate(["GPU-1"])
+    assert made.files.vacated == {"GPU-1"}
 
 
 async def test_recovery_gives_each_mechanism_its_tenants(folder: Path) -> None:

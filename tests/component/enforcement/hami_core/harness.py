@@ -1,0 +1,95 @@
+"""The client of a region as a process, and a backend with the files that it needs."""
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.usage.containers import Container
+
+ID = "00112233445566ff"
+MEMORY_BYTES = 1 << 30
+CORES = 30
+
+
+def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES) -> Tenant:
+    return Tenant(
+        allocation=allocation,
+        gpu="0fe1c342",
+        uuid="GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab",
+        cores=cores,
+        memory_bytes=memory_bytes,
+        pod=("team", "p"),
+        container="main",
+    )
+
+
+def running(of: Tenant | None = None, *, pids: Sequence[int] = (), gpu_pids: Sequence[int] = ()) -> Running:
+    container = Container(id="c", pod=("team", "p"), pod_uid="u", name="main")
+    return Running(
+        tenant=of or tenant(),
+        container=container,
+        pids=tuple(sorted(pids)),
+        gpu_processes=dict.fromkeys(gpu_pids, 0),
+    )
+
+
+def number_in_container(pid: int) -> int | None:
+    """The last column of NSpid (proc(5))."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), None)
+
+
+@dataclass
+class Seconds:
+    """A clock that stands until it is told."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Client:
+    """tests/data/enforcement/region_client.c"""
+
+    program: Path
+
+    def run(self, region: Path, *commands: object) -> list[str]:
+        """What the commands said, one line for each, from a process that has ended."""
+        command = [str(self.program), "-f", str(region), *map(str, commands)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.splitlines()
+
+    @contextmanager
+    def process(self, region: Path, *commands: object) -> Iterator[int]:
+        """The number of a process that has done the commands, and runs."""
+        command = [str(self.program), "-f", str(region), *map(str, commands), "wait"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert "waiting\n" in process.stdout
+            yield process.pid
+            process.kill()
+
+
+def make_backend(folder: Path, library: Path, clock: Seconds | None = None) -> HamiCore:
+    return HamiCore(
+        library_path=library,
+        library_sha256=sha256(library.read_bytes()).hexdigest(),
+        library_dir=folder / "lib",
+        run_dir=folder / "run",
+        nspid_of=number_in_container,
+        clock=clock or Seconds(),
+    )
+
+
+def region_of(folder: Path, allocation: str = ID) -> Path:
+    return folder / "run" / "hami-core" / allocation / "region.cache"

@@ -1,0 +1,366 @@
+"""The backend on real files, with real processes on the other side of the region."""
+
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.response import Mount
+from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.errors import Refusal
+from tests.component.enforcement.hami_core.harness import (
+    CORES,
+    ID,
+    MEMORY_BYTES,
+    Client,
+    Seconds,
+    make_backend,
+    region_of,
+    running,
+    tenant,
+)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared library for this host, in place of the operator's."""
+    path = tmp_path_factory.mktemp("library") / "libvgpu.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return path
+
+
+@pytest.fixture
+def clock() -> Seconds:
+    return Seconds()
+
+
+@pytest.fixture
+async def backend(tmp_path: Path, library: Path, clock: Seconds) -> AsyncIterator[HamiCore]:
+    made = make_backend(tmp_path, library, clock)
+    yield made
+    await made.close()
+
+
+def codes(findings: object) -> list[str]:
+    assert isinstance(findings, (list, tuple))
+    return [finding.code for finding in findings if isinstance(finding, Finding)]
+
+
+def limits_line(client: Client, region: Path) -> str:
+    return client.run(region, "show")[0]
+
+
+def content(path: str | Path) -> bytes:
+    return Path(path).read_bytes()
+
+
+def mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+SEEDED = f"magic=19920718 version=1.2 memory={MEMORY_BYTES} cores={CORES} switch=1 recent=2 priority=1 processes="
+
+
+# -- what the container gets -----------------------------------------------------------------------------------------------
+
+
+async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: HamiCore) -> None:
+    port: Backend = backend
+    answer = port.prepare(tenant(), "core")
+    await port.start(tenant())
+    assert answer.envs == {
+        "CUDA_DEVICE_SM_LIMIT_0": "30",
+        "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/region.cache",
+        "GPU_CORE_UTILIZATION_POLICY": "force",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "LIBCUDA_LOG_LEVEL": "1",
+    }
+    library, preload, *regions = answer.mounts
+    region = str(region_of(tmp_path))
+    assert regions == [
+        Mount(container_path="/usr/local/vgpu/region.cache", host_path=region),
+        Mount(container_path="/tmp/cudevshr.cache", host_path=region),
+    ]
+    assert (library.container_path, library.read_only) == ("/usr/local/vgpu/libvgpu.so", True)
+    assert (preload.container_path, preload.read_only) == ("/etc/ld.so.preload", True)
+    assert content(preload.host_path) == b"/usr/local/vgpu/libvgpu.so\n"
+    assert mode(library.host_path) == 0o755
+    assert mode(preload.host_path) == 0o644
+    assert mode(region) == 0o666
+
+
+async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None:
+    answer = backend.prepare(tenant(memory_bytes=5 << 30), "memory")
+    assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
+
+
+async def test_the_answer_does_not_depend_on_files_or_on_who_asks(tmp_path: Path, library: Path, backend: HamiCore) -> None:
+    before = backend.prepare(tenant(), "core")
+    await backend.start(tenant())
+    other = make_backend(tmp_path, library)
+    assert backend.prepare(tenant(), "core") == before == other.prepare(tenant(), "core")
+
+
+async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) -> None:
+    bare = HamiCore(
+        library_path=None, library_sha256=None, library_dir=tmp_path / "lib", run_dir=tmp_path / "run", nspid_of=lambda _: None
+    )
+    assert "hami_core.library_path" in (await bare.unavailable() or "")
+    with pytest.raises(Refusal, match=r"hami_core\.library_path"):
+        await bare.start(tenant())
+    with pytest.raises(Refusal, match=r"hami_core\.library_path"):
+        bare.prepare(tenant(), "core")
+
+
+async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Path, library: Path) -> None:
+    mine = tmp_path / "libvgpu.so"
+    mine.write_bytes(content(library))
+    backend = make_backend(tmp_path, mine)
+    assert await backend.unavailable() is None
+    mine.write_bytes(content(library) + b"another build")
+    assert "has SHA-256" in (await backend.unavailable() or "")
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* has SHA-256 .* is set: put the right file there"):
+        await backend.start(tenant())
+    assert not (tmp_path / "lib").exists()
+    assert not region_of(tmp_path).exists()
+
+
+@pytest.mark.parametrize(("cores", "memory_bytes"), [(0, 1 << 30), (100, 1 << 30), (30, 0)])
+async def test_limits_that_mean_unlimited_are_refused(backend: HamiCore, cores: int, memory_bytes: int) -> None:
+    with pytest.raises(Refusal, match=r"can't limit team/p \(main\)"):
+        await backend.start(tenant(cores=cores, memory_bytes=memory_bytes))
+
+
+async def test_a_folder_that_can_not_be_made_refuses_the_start(tmp_path: Path, backend: HamiCore) -> None:
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(Refusal, match=r"region can't be made: .*/run.*"):
+        await backend.start(tenant())
+
+
+# -- starts ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_library_side_works_on_a_seeded_region(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    said = client.run(region, "show", "take", "alloc", 900 << 20, "alloc", 200 << 20, "show")
+    assert said[0] == f"{SEEDED}0"
+    assert said[2:] == ["granted", "refused", f"{SEEDED}1"]
+    assert codes(await backend.observe([running()])) == []
+
+
+async def test_each_start_has_a_fresh_region(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    first = region.stat().st_ino
+    client.run(region, "take", "use", 1 << 29, "raise", 1 << 40, 100)
+    with region.open("rb"):  # as the ended container's mount would: the number is not free to be used again
+        await backend.start(tenant())
+        assert region.stat().st_ino != first
+    assert mode(region) == 0o666
+    assert limits_line(client, region) == f"{SEEDED}0"
+    assert codes(await backend.observe([running()])) == []
+
+
+# -- tampering -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_raised_limit_is_told_and_set_back_each_time(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    for _ in range(2):
+        client.run(region, "raise", 64 << 30, 100, "priority", 0, "switch", 0)
+        (finding,) = await backend.observe([running()])
+        assert (finding.allocation, finding.code) == (ID, "tampered")
+        assert finding.message.startswith(
+            "team/p (main) changed its limits in HAMi-core's region: memory limit 65536 MiB instead of"
+        )
+        assert "memory=68719476736" in limits_line(client, region)  # looking changes nothing
+        await backend.adjust([running()])
+        assert limits_line(client, region) == f"{SEEDED}0"
+        assert codes(await backend.observe([running()])) == []
+
+
+async def test_what_was_raised_and_repaired_between_two_looks_is_told_too(
+    tmp_path: Path, backend: HamiCore, client: Client
+) -> None:
+    await backend.start(tenant())
+    assert codes(await backend.observe([running()])) == []
+    client.run(region_of(tmp_path), "raise", 64 << 30, 100)
+    await backend.adjust([running()])
+    assert codes(await backend.observe([running()])) == ["tampered"]
+    assert codes(await backend.observe([running()])) == []
+
+
+async def test_what_is_raised_again_after_its_repair_is_told_again(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    client.run(region_of(tmp_path), "raise", 64 << 30, CORES)
+    assert codes(await backend.observe([running()])) == ["tampered"]
+    await backend.adjust([running()])
+    client.run(region_of(tmp_path), "raise", 64 << 30, CORES)
+    await backend.adjust([running()])
+    assert codes(await backend.observe([running()])) == ["tampered"]
+
+
+async def test_the_switch_alone_is_set_back_in_silence(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    client.run(region_of(tmp_path), "switch", 0)
+    assert codes(await backend.observe([running()])) == []
+    await backend.adjust([running()])
+    assert limits_line(client, region_of(tmp_path)) == f"{SEEDED}0"
+
+
+async def test_nothing_is_written_while_nothing_differs(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    with client.process(region_of(tmp_path), "take", "use", 4096) as pid:
+        await backend.adjust([running(pids=[pid])])
+        before = region_of(tmp_path).stat().st_mtime_ns
+        await backend.adjust([running(pids=[pid])])
+        assert region_of(tmp_path).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("spoil", [("count", -7), ("count", 1 << 30), ("uuid",), ("version", 1, 1), ("magic", 0)])
+async def test_a_spoilt_region_is_told_once_and_its_limits_are_kept(
+    tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
+) -> None:
+    await backend.start(tenant())
+    client.run(region_of(tmp_path), "raise", 64 << 30, 100, *spoil)
+    assert codes(await backend.observe([running()])) == ["tampered", "tampered"]
+    await backend.adjust([running()])
+    assert f"memory={MEMORY_BYTES} cores={CORES}" in limits_line(client, region_of(tmp_path))
+    assert codes(await backend.observe([running()])) == []
+
+
+async def test_counters_below_zero_are_nobodys_fault(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    client.run(region_of(tmp_path), "take", "overflow")
+    assert codes(await backend.observe([running()])) == []
+
+
+@pytest.mark.parametrize("spoil", [("truncate", 0), ("truncate", 5000), ("symlink", "/etc/passwd"), ("fifo",)])
+async def test_a_region_that_is_lost_is_told_once_and_left_alone(
+    tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
+) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    client.run(region, *spoil)
+    there = region.lstat()
+    (finding,) = await backend.observe([running(gpu_pids=[1])])
+    assert finding.code == "broken"
+    assert "restart the container" in finding.message
+    for _ in range(4):
+        await backend.adjust([running()])
+        assert codes(await backend.observe([running(gpu_pids=[1])])) == []
+    assert (region.lstat().st_ino, region.lstat().st_size) == (there.st_ino, there.st_size)
+    await backend.start(tenant())
+    assert limits_line(client, region) == f"{SEEDED}0"
+    assert codes(await backend.observe([running()])) == []
+
+
+# -- processes -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    with client.process(region, "take") as unknown, client.process(region, "take", "host", 4_000_000) as strange:
+        await backend.adjust([running(pids=[unknown, strange])])
+        seen = backend.region(ID)
+        assert seen is not None
+        assert [(slot.pid, slot.hostpid) for slot in seen.slots] == [(unknown, unknown), (strange, strange)]
+        assert codes(await backend.observe([running(pids=[unknown, strange], gpu_pids=[unknown, strange])])) == []
+
+
+async def test_a_process_without_a_slot_is_told_once_after_three_looks(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    with client.process(region, "take") as known, client.process(region, "show") as past:
+        now = running(pids=[known, past], gpu_pids=[known, past])
+        found = [await backend.observe([now]) for _ in range(5)]
+        assert [codes(each) for each in found] == [[], [], ["unregistered"], [], []]
+        assert f"in process {past}:" in found[2][0].message
+        await backend.observe([running(pids=[known])])  # it gave its context back
+        assert [codes(await backend.observe([now])) for _ in range(3)] == [[], [], ["unregistered"]]
+
+
+async def test_a_process_is_known_by_its_host_number_alone(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    gone = 4_000_000_000 >> 1  # beyond every host's numbers: nobody can tell its number in the container
+    client.run(region_of(tmp_path), "take", "host", gone)
+    assert [codes(await backend.observe([running(gpu_pids=[gone])])) for _ in range(3)] == [[], [], []]
+
+
+async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
+    tmp_path: Path, backend: HamiCore, client: Client, clock: Seconds
+) -> None:
+    await backend.start(tenant())
+    region = region_of(tmp_path)
+    with client.process(region, "take", "lock") as killed, client.process(region, "take", "lock") as slow:
+        await backend.adjust([running(pids=[killed, slow])])
+        os.kill(killed, signal.SIGKILL)
+        await backend.adjust([running(pids=[slow])])
+        clock.now += 1.9
+        await backend.adjust([running(pids=[slow])])
+        seen = backend.region(ID)
+        assert seen is not None
+        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, True), (slow, True)]
+        clock.now += 0.2
+        await backend.adjust([running(pids=[slow])])
+        seen = backend.region(ID)
+        assert seen is not None
+        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, False), (slow, True)]
+
+
+# -- lives of the agent ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_life_takes_regions_over(tmp_path: Path, library: Path, backend: HamiCore, client: Client) -> None:
+    await backend.start(tenant())
+    await backend.close()
+    region = region_of(tmp_path)
+    inode = region.stat().st_ino
+    client.run(region, "raise", 64 << 30, 100)
+    again = make_backend(tmp_path, library)
+    not_started = tenant("ffffffffffffffff")
+    await again.recover([tenant(), not_started])
+    assert set(again.remains()) == {ID}
+    await again.adjust([running()])
+    assert codes(await again.observe([running()])) == ["tampered"]
+    assert (limits_line(client, region), region.stat().st_ino) == (f"{SEEDED}0", inode)
+    await again.close()
+
+
+async def test_a_region_that_no_life_made_is_told_once(backend: HamiCore) -> None:
+    (finding,) = await backend.observe([running()])
+    assert (finding.code, "restart the container" in finding.message) == ("broken", True)
+    await backend.adjust([running()])
+    assert codes(await backend.observe([running()])) == []
+
+
+async def test_cleanup_removes_all_of_one_allocation(tmp_path: Path, backend: HamiCore) -> None:
+    assert set(backend.remains()) == set()
+    await backend.start(tenant())
+    await backend.start(tenant("ffffffffffffffff"))
+    await backend.cleanup(ID)
+    await backend.cleanup(ID)
+    assert set(backend.remains()) == {"ffffffffffffffff"}
+    assert not region_of(tmp_path).parent.exists()
+    assert region_of(tmp_path, "ffffffffffffffff").exists()
+    assert set(backend.own_pids()) == set()
+
+
+async def test_starts_and_looks_leave_no_open_files(tmp_path: Path, backend: HamiCore) -> None:
+    await backend.start(tenant())
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await backend.start(tenant())
+        await backend.observe([running()])
+    assert len(os.listdir("/proc/self/fd")) == before
+    await backend.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert region_of(tmp_path).exists()  # the container goes on

@@ -1,0 +1,128 @@
+"""The operator's library: checked by content, installed whole, never written over."""
+
+import os
+import shutil
+import stat
+import subprocess
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("built") / "liboperator.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return path
+
+
+@pytest.fixture
+def library(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(built, tmp_path / "liboperator.so"))
+
+
+def hash_of(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def patched(path: Path, offset: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] = value
+    path.write_bytes(content)
+
+
+def test_the_right_file_is_checked_and_installed(library: Path, tmp_path: Path) -> None:
+    checked = check(library, hash_of(library).upper())
+    before = os.umask(0o077)
+    try:
+        target = install(checked, tmp_path / "lib", "libvgpu.so")
+    finally:
+        os.umask(before)
+    assert (
+        target
+        == tmp_path / "lib" / hash_of(library) / "libvgpu.so"
+        == installed_path(tmp_path / "lib", checked.sha256, "libvgpu.so")
+    )
+    assert target.read_bytes() == library.read_bytes()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o755
+    assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
+    assert os.listdir(target.parent) == ["libvgpu.so"]
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "why"),
+    [
+        (0, 0, "is no ELF file"),
+        (4, 1, "is no 64-bit little-endian ELF file"),
+        (5, 2, "is no 64-bit little-endian ELF file"),
+        (16, 2, "no shared library"),
+        (18, 8, "is built for ELF machine 8, this host is"),
+    ],
+)
+def test_a_file_for_something_else_is_refused(library: Path, offset: int, value: int, why: str) -> None:
+    patched(library, offset, value)
+    with pytest.raises(LibraryError, match=why) as refused:
+        check(library, hash_of(library))
+    assert str(library) in str(refused.value)
+
+
+def test_another_content_is_refused_as_soon_as_it_is_there(library: Path) -> None:
+    wanted = hash_of(library)
+    check(library, wanted)
+    library.write_bytes(library.read_bytes() + b"x")
+    with pytest.raises(LibraryError, match=f"has SHA-256 {hash_of(library)}, but {wanted} is set"):
+        check(library, wanted)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "short"])
+def test_what_is_no_library_is_refused_and_does_not_block(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "library.so"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "short":
+        path.write_bytes(b"\x7fELF\2\1")
+    with pytest.raises(LibraryError, match=r"put (it|the library itself|the shared library) there"):
+        check(path, "0" * 64)
+
+
+def test_an_installed_copy_stays_the_same_file(library: Path, tmp_path: Path) -> None:
+    checked = check(library, hash_of(library))
+    first = install(checked, tmp_path / "lib", "libvgpu.so").stat()
+    assert install(checked, tmp_path / "lib", "libvgpu.so").stat().st_ino == first.st_ino
+
+
+def test_a_damaged_copy_is_replaced_and_its_users_keep_the_old_one(library: Path, tmp_path: Path) -> None:
+    checked = check(library, hash_of(library))
+    target = install(checked, tmp_path / "lib", "libvgpu.so")
+    target.write_bytes(b"damaged")
+    with target.open("rb") as used:
+        install(checked, tmp_path / "lib", "libvgpu.so")
+        assert used.read() == b"damaged"
+    assert target.read_bytes() == library.read_bytes()
+
+
+def test_a_file_that_changes_after_its_check_is_not_installed(library: Path, tmp_path: Path) -> None:
+    checked = check(library, hash_of(library))
+    library.write_bytes(library.read_bytes() + b"x")
+    with pytest.raises(LibraryError, match="changed while it was copied"):
+        install(checked, tmp_path / "lib", "libvgpu.so")
+    assert os.listdir(installed_path(tmp_path / "lib", checked.sha256, "libvgpu.so").parent) == []
+
+
+def test_a_folder_that_can_not_be_made_is_told(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "lib").write_text("in the way")
+    with pytest.raises(LibraryError, match=r"can't install .* Not a directory|can't install .* File exists"):
+        install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
+
+
+def test_two_libraries_live_side_by_side(library: Path, built: Path, tmp_path: Path) -> None:
+    old = install(check(built, hash_of(built)), tmp_path / "lib", "libvgpu.so")
+    library.write_bytes(library.read_bytes() + b"new")
+    new = install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
+    assert hash_of(old) != hash_of(new)
+    assert old.parent.parent == new.parent.parent
