@@ -1,0 +1,201 @@
+"""What an ELF file says about itself, as far as a mirror of libraries wants to know. Every offset and count is mistrusted.
+
+Source of the layouts: System V ABI, chapters 4 and 5; of the ABI note: Linux Standard Base, "Note Sections".
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gpumgr.errors import GpumgrError
+
+#: (offset, count) -> exactly `count` bytes; raises ElfError if the file has not as many.
+Read = Callable[[int, int], bytes]
+
+_MAGIC: Final = b"\x7fELF"
+_IDENT_BYTES: Final = 16
+_ET_EXEC, _ET_DYN = 2, 3
+_PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
+_DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 1, 5, 10, 14
+_NT_GNU_ABI_TAG = 1
+_MAX_SEGMENTS: Final = 4096
+_MAX_PART_BYTES: Final = 1 << 20
+_MAX_NAME_BYTES: Final = 4096
+_MACHINES: Final = {
+    (62, 64): "x86-64",
+    (62, 32): "x32",
+    (3, 32): "i386",
+    (183, 64): "aarch64",
+    (40, 32): "arm",
+    (21, 64): "ppc64le",
+}
+
+
+class ElfError(GpumgrError):
+    """The file is not an ELF program or library, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elf:
+    """One program or library. `bits` is 32 or 64, `abi` the oldest kernel that its ABI note asks for, as (major, minor, sub)."""
+
+    bits: int
+    machine: str
+    soname: str | None = None
+    needed: tuple[str, ...] = ()
+    abi: tuple[int, int, int] | None = None
+
+
+class _Segment(NamedTuple):
+    kind: int
+    offset: int
+    address: int
+    size: int
+
+
+def read_elf(path: Path) -> Elf:
+    """Raises ElfError, also if the file can't be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            total = os.fstat(descriptor).st_size
+
+            def read(offset: int, count: int) -> bytes:
+                _check_room(offset, count, total)
+                content = os.pread(descriptor, count, offset)
+                _check_room(offset, count, offset + len(content))
+                return content
+
+            return parse(read)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ElfError(f"can't be read: {error.strerror or error}") from error
+
+
+def parse_bytes(content: bytes) -> Elf:
+    """Raises ElfError."""
+
+    def read(offset: int, count: int) -> bytes:
+        _check_room(offset, count, len(content))
+        return content[offset : offset + count]
+
+    return parse(read)
+
+
+def _check_room(offset: int, count: int, total: int) -> None:
+    if offset + count > total:
+        raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it speaks of")
+
+
+def parse(read: Read) -> Elf:
+    """Raises ElfError for everything that is not a well-formed program or library."""
+    if read(0, len(_MAGIC)) != _MAGIC:
+        raise ElfError("is not an ELF file")
+    ident = read(0, _IDENT_BYTES)
+    if ident[4] not in (1, 2) or ident[5] not in (1, 2):
+        raise ElfError("is an ELF file of no known class or byte order")
+    bits = 32 * ident[4]
+    order = "<" if ident[5] == 1 else ">"
+    header = struct.Struct(f"{order}HHI{'QQQ' if bits == 64 else 'III'}IHHH")
+    kind, machine, _, _, table, _, _, _, entry_bytes, count = _unpack(header, read, _IDENT_BYTES)
+    if kind not in (_ET_EXEC, _ET_DYN):
+        raise ElfError("is an ELF file, but neither a program nor a library")
+    segments = list(_segments(read, order, bits, table, entry_bytes, count))
+    soname, needed = _dynamic(read, order, bits, segments)
+    return Elf(
+        bits=bits,
+        machine=_MACHINES.get((machine, bits), f"machine {machine}"),
+        soname=soname,
+        needed=needed,
+        abi=_abi(read, order, segments),
+    )
+
+
+def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:
+    return layout.unpack(read(offset, layout.size))
+
+
+def _segments(read: Read, order: str, bits: int, table: int, entry_bytes: int, count: int) -> Iterator[_Segment]:
+    layout = struct.Struct(f"{order}IIQQQQ" if bits == 64 else f"{order}IIIIII")
+    if count > _MAX_SEGMENTS or (count and entry_bytes < layout.size):
+        raise ElfError("has a program header that can't be")
+    for i in range(count):
+        values = _unpack(layout, read, table + i * entry_bytes)
+        # 64 bits: type, flags, offset, address, physical address, size in the file; 32 bits: the flags come later.
+        kind, offset, address, size = (values[0], *values[2:4], values[5]) if bits == 64 else (*values[:3], values[4])
+        yield _Segment(kind, offset, address, size)
+
+
+def _dynamic(read: Read, order: str, bits: int, segments: list[_Segment]) -> tuple[str | None, tuple[str, ...]]:
+    """SONAME and NEEDED. A static program has neither."""
+    segment = next((each for each in segments if each.kind == _PT_DYNAMIC), None)
+    if segment is None:
+        return None, ()
+    layout = struct.Struct(f"{order}QQ" if bits == 64 else f"{order}II")
+    content = _part(read, segment)
+    entries: list[tuple[int, int]] = []
+    for tag, value in layout.iter_unpack(content[: len(content) // layout.size * layout.size]):
+        if tag == _DT_NULL:
+            break
+        entries.append((tag, value))
+    first = dict(reversed(entries))
+    wanted = [(tag, value) for tag, value in entries if tag in (_DT_SONAME, _DT_NEEDED)]
+    if not wanted:
+        return None, ()
+    if _DT_STRTAB not in first or _DT_STRSZ not in first:
+        raise ElfError("has names, but no table of them")
+    start, size = _offset_of(first[_DT_STRTAB], segments), first[_DT_STRSZ]
+    names = [(tag, _name(read, start, size, index)) for tag, index in wanted]
+    soname = next((name for tag, name in names if tag == _DT_SONAME), None)
+    return soname or None, tuple(name for tag, name in names if tag == _DT_NEEDED)
+
+
+def _part(read: Read, segment: _Segment) -> bytes:
+    if segment.size > _MAX_PART_BYTES:
+        raise ElfError(f"has a part of {segment.size} bytes where {_MAX_PART_BYTES} are more than enough")
+    return read(segment.offset, segment.size)
+
+
+def _offset_of(address: int, segments: list[_Segment]) -> int:
+    """Where in the file the bytes of a memory address lie."""
+    for segment in segments:
+        if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
+            return segment.offset + address - segment.address
+    raise ElfError("has its names outside of what is loaded")
+
+
+def _name(read: Read, start: int, size: int, index: int) -> str:
+    if index >= size:
+        raise ElfError("has a name outside of its table of names")
+    text, end, _ = read(start + index, min(size - index, _MAX_NAME_BYTES)).partition(b"\0")
+    try:
+        name = text.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise ElfError("has a name that is not ASCII") from error
+    if not end or not name.isprintable():
+        raise ElfError("has a name without an end, or one that can't be printed")
+    return name
+
+
+def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, int] | None:
+    """The GNU ABI note. Notes that make no sense end the search: they have nothing to say about how to load the file."""
+    head = struct.Struct(f"{order}III")
+    for segment in segments:
+        if segment.kind != _PT_NOTE:
+            continue
+        content = _part(read, segment)
+        at = 0
+        while at + head.size <= len(content):
+            name_bytes, value_bytes, kind = head.unpack_from(content, at)
+            name_at = at + head.size
+            value_at = name_at + (name_bytes + 3) // 4 * 4
+            at = value_at + (value_bytes + 3) // 4 * 4
+            is_abi = kind == _NT_GNU_ABI_TAG and content[name_at : name_at + name_bytes] == b"GNU\0"
+            if is_abi and value_bytes >= 16 and value_at + 16 <= len(content):
+                _, major, minor, sub = struct.unpack_from(f"{order}IIII", content, value_at)
+                return major, minor, sub
+    return None

@@ -1,0 +1,134 @@
+"""Where a root (the host's own, or a driver container's) has libraries and programs.
+
+Libraries are what `ldconfig -p` tells of the root's cache: that is the list that the loader itself goes by, and ldconfig knows every
+format that the cache ever had. Without ldconfig or a cache the usual folders are looked through.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpumgr.driverfiles.rooted import resolve
+
+_LDCONFIG_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
+_LDCONFIG_TIMEOUT_SECONDS: Final = 30.0
+_CACHE_LINE: Final = re.compile(r"\s+(?P<name>\S+) \((?P<flags>[^)]*)\) => (?P<path>/.*)")
+#: ldconfig's word for the machine of a library; none: the 32-bit one of the PC. Source: glibc, elf/cache.c.
+_MARKERS: Final = {"x86-64": "x86-64", "AArch64": "aarch64", "hard-float": "arm", "x32": "x32", "64bit": "ppc64le"}
+_LIBRARY_FOLDERS: Final = (
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib/i386-linux-gnu",
+    "/usr/lib/arm-linux-gnueabihf",
+    "/usr/lib",
+    "/usr/lib32",
+    "/lib64",
+    "/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/lib/i386-linux-gnu",
+    "/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib",
+)
+_BINARY_FOLDERS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/local/nvidia/bin")
+_LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of a cache. `path` is as the root sees it; `machine` None if only a look into the file can tell."""
+
+    name: str
+    path: str
+    machine: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """One file, without links in its path, and all names by which the loader finds it."""
+
+    path: Path
+    names: tuple[str, ...]
+
+    def matches(self, prefixes: Sequence[str]) -> bool:
+        return any(name.startswith(tuple(prefixes)) for name in self.names)
+
+
+def parse_cache(text: str) -> tuple[Entry, ...]:
+    """The lines of `ldconfig -p` in their order, which is the loader's. Lines that mean something else are no entries."""
+    return tuple(
+        Entry(name=line["name"], path=line["path"], machine=_machine(line["flags"]))
+        for line in map(_CACHE_LINE.fullmatch, text.splitlines())
+        if line
+    )
+
+
+def _machine(flags: str) -> str | None:
+    """From "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is a PC's 32 bits."""
+    words = [word.strip() for word in flags.split(",")]
+    if words[0] not in ("libc6", "ELF"):
+        return None
+    return next((_MARKERS[word] for word in words if word in _MARKERS), "i386")
+
+
+def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Library, ...]:
+    """The root's libraries whose name begins with one of `prefixes`, each file once, in the loader's order.
+
+    `machines`: libraries that the cache knows to be for others are left out.
+    """
+    cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
+    # A cache that has none of them is older than the driver, or the driver's folder is not among the loader's.
+    return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
+
+
+def find_binary(root: Path, name: str) -> Path | None:
+    """The program that a shell in the root would run, without links in its path."""
+    candidates = (resolve(root, f"{folder}/{name}") for folder in _BINARY_FOLDERS)
+    return next((path for path in candidates if path and path.stat().st_mode & 0o111), None)
+
+
+def _matching(entries: Iterable[Entry], prefixes: Sequence[str]) -> list[Entry]:
+    return [entry for entry in entries if entry.name.startswith(tuple(prefixes))]
+
+
+def _resolve_all(root: Path, entries: Iterable[Entry]) -> tuple[Library, ...]:
+    names: dict[Path, list[str]] = {}
+    for entry in entries:
+        path = resolve(root, entry.path)
+        if path is not None:
+            names.setdefault(path, []).append(entry.name)
+    return tuple(Library(path=path, names=tuple(dict.fromkeys(found))) for path, found in names.items())
+
+
+def _read_cache(root: Path) -> str:
+    """What ldconfig prints; nothing where there is no ldconfig that can, or no cache."""
+    program = shutil.which("ldconfig", path=_LDCONFIG_PATH)
+    if program is None:
+        return ""
+    command = [program, "-p"] if root == Path("/") else [program, "-r", str(root), "-p"]
+    environment = {"LC_ALL": "C", "PATH": _LDCONFIG_PATH}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LDCONFIG_TIMEOUT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return os.fsdecode(done.stdout)
+
+
+def _scan(root: Path) -> list[Entry]:
+    """Every library in the usual folders, by folder and then by name. Folders that are links to others come up twice, files don't."""
+    entries: list[Entry] = []
+    for folder in _LIBRARY_FOLDERS:
+        try:
+            names = sorted(os.listdir(f"{root}/{folder}"))
+        except OSError:
+            continue
+        entries += [Entry(name=name, path=f"{folder}/{name}", machine=None) for name in names if _LIBRARY_NAME.fullmatch(name)]
+    return entries

@@ -1,0 +1,224 @@
+"""A volume on disk. A version is made beside its place, complete and durable, before a name leads to it; then it is never changed.
+
+    <base>/.versions/<version>/<volume>/{bin,lib,lib64}
+    <base>/<volume> -> .versions/<version>/<volume>
+
+A container's mount follows the link once, when it starts: it keeps its version until it ends. The modification time of a version's
+folder is the last time at which it was known to be in use. One agent per node, one call at a time.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Collection
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import structlog
+
+from gpumgr.driverfiles.errors import DriverFilesError
+from gpumgr.driverfiles.plan import File, Plan
+from gpumgr.driverfiles.rooted import is_file
+from gpumgr.driverfiles.source import Identity, Source
+
+VERSIONS: Final = ".versions"
+_FOLDERS: Final = ("bin", "lib", "lib64")
+#: Begins the names of folders that are not complete: half made, or half removed.
+_PARTIAL: Final = "."
+_CHUNK_BYTES: Final = 1 << 20
+#: Where no hard link can be, a copy can.
+_NO_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP})
+
+_log = structlog.get_logger(__name__)
+
+
+def build(plan: Plan, base: Path) -> bool:
+    """Makes the plan's version, unless it is there. True: it was made. Raises DriverFilesError, and then nothing has changed.
+
+    A version that somebody damaged is renamed, so that containers which have it mounted keep what is left of it.
+    """
+    versions = base / VERSIONS
+    place = versions / plan.version
+    fresh = versions / f"{_PARTIAL}making-{plan.version}"
+    if is_current(place, plan):
+        return False
+    try:
+        _folder(versions)
+        _clear_partial(versions)
+        _fill(plan, fresh)
+        if place.exists():
+            damaged = _free_name(place, "damaged")
+            place.rename(damaged)
+            _log.warning("driver_files_damaged", volume=plan.volume, kept=str(damaged))
+        fresh.rename(place)
+        _sync(versions)
+    except OSError as error:
+        raise _failed(base, error) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return True
+
+
+def switch(plan: Plan, base: Path, *, now_seconds: float) -> bool:
+    """Lets `<base>/<volume>` lead to the plan's version. True: it did not before. Raises DriverFilesError.
+
+    What is there and is no link, such as gpu-manager's folder, is renamed: its containers keep it.
+    """
+    link, target = base / plan.volume, f"{VERSIONS}/{plan.version}/{plan.volume}"
+    fresh = base / f".{plan.volume}.new"
+    try:
+        before = os.readlink(link) if link.is_symlink() else None
+        if before == target:
+            return False
+        if before is None and os.path.lexists(link):
+            aside = _free_name(link, "gpu-manager")
+            link.rename(aside)
+            _log.warning("driver_folder_set_aside", folder=str(link), kept=str(aside))
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(target)
+        fresh.replace(link)
+        _sync(base)
+        left = _version_in(before) if before is not None else None
+        if left and (base / VERSIONS / left).is_dir():
+            os.utime(base / VERSIONS / left, (now_seconds, now_seconds))
+    except OSError as error:
+        raise _failed(base, error) from error
+    return True
+
+
+def is_current(place: Path, plan: Plan) -> bool:
+    """True if the version's folder has all files and links of the plan; contents are taken on trust, sizes are not."""
+    volume = place / plan.volume
+    try:
+        files = all(
+            is_file(volume / file.target) and (volume / file.target).lstat().st_size == file.source.identity.size_bytes
+            for file in plan.files
+        )
+        return files and all(os.readlink(volume / link.target) == link.to for link in plan.links)
+    except OSError:
+        return False
+
+
+def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seconds: float) -> tuple[str, ...]:
+    """Removes versions that no link leads to, that are not `in_use` (names), and that were not for `grace_seconds`; tells which.
+
+    The grace is for a container that is being started: its mount was looked up, and no process has it yet. Raises DriverFilesError.
+    """
+    versions = base / VERSIONS
+    removed: list[str] = []
+    try:
+        if not versions.is_dir():
+            return ()
+        _clear_partial(versions)
+        kept = {*in_use, *_linked(base)}
+        for name in sorted(os.listdir(versions)):
+            version = versions / name
+            if name in kept:
+                os.utime(version, (now_seconds, now_seconds))
+            elif now_seconds - version.stat().st_mtime > grace_seconds:
+                # Renamed first: half a version must not pass for a whole one.
+                partial = versions / f"{_PARTIAL}removing-{name}"
+                version.rename(partial)
+                shutil.rmtree(partial)
+                removed.append(name)
+    except OSError as error:
+        raise _failed(base, error) from error
+    return tuple(removed)
+
+
+def _linked(base: Path) -> set[str]:
+    """Versions that links in `base` lead to."""
+    targets = (os.readlink(path) for path in base.iterdir() if path.is_symlink())
+    return {version for target in targets if (version := _version_in(target))}
+
+
+def _version_in(target: str) -> str | None:
+    parts = PurePosixPath(target).parts
+    return parts[1] if len(parts) > 1 and parts[0] == VERSIONS else None
+
+
+def _clear_partial(versions: Path) -> None:
+    """What an earlier life of the agent left half made or half removed."""
+    for name in os.listdir(versions):
+        if name.startswith(_PARTIAL):
+            shutil.rmtree(versions / name)
+
+
+def _fill(plan: Plan, fresh: Path) -> None:
+    volume = fresh / plan.volume
+    for folder in (fresh, volume, *(volume / name for name in _FOLDERS)):
+        _folder(folder)
+    for file in plan.files:
+        _place(file, volume / file.target)
+    for link in plan.links:
+        (volume / link.target).symlink_to(link.to)
+    for folder in (*(volume / name for name in _FOLDERS), volume, fresh):
+        _sync(folder)
+
+
+def _place(file: File, target: Path) -> None:
+    """A hard link if it can be, else a copy. A program that gives its user more rights is copied, without that power."""
+    source = file.source
+    if not file.copied and not source.mode & (stat.S_ISUID | stat.S_ISGID):
+        try:
+            os.link(source.path, target)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+        else:
+            _check(source, Identity.of(target.lstat()))
+            return
+    _copy(source, target)
+
+
+def _copy(source: Source, target: Path) -> None:
+    digest = hashlib.sha256()
+    with source.path.open("rb") as original, target.open("xb") as copy:
+        while chunk := original.read(_CHUNK_BYTES):
+            copy.write(chunk)
+            digest.update(chunk)
+        _check(source, Identity.of(os.fstat(original.fileno())))
+        if source.sha256 not in (None, digest.hexdigest()):
+            raise _changed(source)
+        copy.flush()
+        os.fchmod(copy.fileno(), source.mode & 0o755 | 0o444)
+        os.fsync(copy.fileno())
+
+
+def _check(source: Source, found: Identity) -> None:
+    if found != source.identity:
+        raise _changed(source)
+
+
+def _changed(source: Source) -> DriverFilesError:
+    return DriverFilesError(f"{source.path} changed while it was mirrored (is a driver being installed?); it is tried again")
+
+
+def _folder(path: Path) -> None:
+    """Open to be read by all, whatever the umask is: containers may run as any user."""
+    if not path.is_dir():
+        path.mkdir(parents=True)
+        path.chmod(0o755)
+
+
+def _free_name(path: Path, suffix: str) -> Path:
+    names = (path.with_name(f"{path.name}.{suffix}{f'-{n}' if n else ''}") for n in count())
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(base: Path, error: OSError) -> DriverFilesError:
+    return DriverFilesError(
+        f"the driver's files can't be mirrored in {base}: {error.filename or 'its file system'}: {error.strerror or error}; "
+        "the folder must be writable for the agent and have room for a copy of the driver's libraries"
+    )

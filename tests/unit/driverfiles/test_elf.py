@@ -1,0 +1,70 @@
+"""The reader of ELF headers, on well-formed files of several machines and on rubbish."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumgr.driverfiles.elf import ElfError, parse_bytes, read_elf
+from tests.unit.driverfiles.elves import MACHINES, elf
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_tells_machine_names_and_abi(machine: str, order: str) -> None:
+    found = parse_bytes(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], abi=(2, 3, 99), order=order))
+    assert (found.machine, found.bits) == (machine, MACHINES[machine][1])
+    assert (found.soname, found.needed, found.abi) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"), (2, 3, 99))
+
+
+def test_a_library_may_have_no_names_and_no_note() -> None:
+    found = parse_bytes(elf())
+    assert (found.soname, found.needed, found.abi) == (None, (), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "ends at byte 0"),
+        (b"#!/bin/sh\nexec true\n", "is not an ELF file"),
+        (b"\x7fELF\x03\x01" + bytes(60), "no known class or byte order"),
+        (elf()[:40], "ends at byte 40"),
+        (elf(soname="libx.so.1")[:-20], "ends at byte"),
+        (elf(kind=1), "neither a program nor a library"),
+        (elf(soname="lib\x01.so"), "can't be printed"),
+        (elf(soname="libä.so"), "not ASCII"),
+    ],
+)
+def test_says_what_is_wrong(content: bytes, said: str) -> None:
+    with pytest.raises(ElfError, match=said):
+        parse_bytes(content)
+
+
+@given(st.binary(max_size=400), st.sampled_from([b"", b"\x7fELF\x01\x01", b"\x7fELF\x02\x01", b"\x7fELF\x02\x02"]))
+def test_rubbish_raises_nothing_else(rubbish: bytes, start: bytes) -> None:
+    with suppress(ElfError):
+        parse_bytes(start + rubbish)
+
+
+@given(
+    st.sampled_from(sorted(MACHINES)),
+    st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=8)), min_size=1, max_size=6),
+    st.integers(0, 10_000),
+)
+def test_a_damaged_file_raises_nothing_else(machine: str, damages: list[tuple[int, bytes]], length: int) -> None:
+    content = bytearray(elf(machine, soname="libcuda.so.1", needed=["libc.so.6"], abi=(2, 3, 99)))
+    for place, damage in damages:
+        at = place % len(content)
+        content[at : at + len(damage)] = damage
+    with suppress(ElfError):
+        found = parse_bytes(bytes(content[: 16 + length % len(content)]))
+        assert found.bits in (32, 64)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ElfError, match="No such file"):
+        read_elf(tmp_path / "none")
+    with pytest.raises(ElfError, match="directory"):
+        read_elf(tmp_path)
