@@ -1,0 +1,188 @@
+"""The two files as a C program reads them, and how they are kept."""
+
+import asyncio
+import fcntl
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.config import pack_config
+from gpumgr.errors import CriError, Refusal
+from gpumgr.usage.containers import Container
+from tests.component.enforcement.vcuda.harness import LIBRARY, Node, register, run
+from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
+
+
+async def test_a_c_compiler_lays_the_struct_out_alike(reader: Path) -> None:
+    said = dict(line.split() for line in (await run(reader, "layout")).stdout.splitlines())
+    assert said == {
+        "pod_uid": "0",
+        "limit": "48",
+        "container_name": "4096",
+        "bus_id": "8192",
+        "gpu_memory": "8208",
+        "utilization": "8216",
+        "hard_limit": "8220",
+        "driver_version": "8224",
+        "enable": "8232",
+        "size": "8240",
+    }
+
+
+async def test_a_c_program_reads_the_limits(reader: Path, node: Node) -> None:
+    node.place.mkdir()
+    (node.place / "vcuda.config").write_bytes(pack_config(replace(TENANT, core_limit=60)))
+    said = (await run(reader, "config", f"{node.place}/")).stdout.splitlines()
+    assert said == [
+        f"pod_uid {TENANT.pod_uid}",
+        "limit 60",
+        "container_name main",
+        "bus_id 0000:18:00.0",
+        "gpu_memory 2684354560",
+        "utilization 30",
+        "hard_limit 0",
+        "enable 1",
+    ]
+
+
+async def test_a_binary_search_finds_every_process_and_no_other(reader: Path, node: Node, backend: VcudaBackend) -> None:
+    node.pids = set(range(100_000, 98_000, -7))
+    await backend.adjust([Running(tenant=TENANT, container=CONTAINER)])
+    wanted = [*sorted(node.pids), 1, 99_999, 100_001]
+    said = (await run(reader, "pid", *map(str, wanted), f"{node.place}/")).stdout.splitlines()
+    assert said == [f"{pid} {'yes' if pid in node.pids else 'no'}" for pid in wanted]
+
+
+@pytest.mark.usefixtures("backend")
+async def test_before_the_first_process_the_file_is_not_empty(node: Node) -> None:
+    assert node.listed() == (1,)
+    assert (node.place / "vcuda.config").read_bytes() == pack_config(TENANT)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (node.place, *node.place.iterdir())}
+    assert modes == {ALLOCATION: 0o755, "vcuda.config": 0o644, "pids.config": 0o644, "vcuda.sock": 0o666}
+
+
+async def test_files_are_replaced_only_when_they_change(node: Node, backend: VcudaBackend) -> None:
+    node.pids = {4711, 4712}
+    running = Running(tenant=TENANT, container=CONTAINER)
+    await backend.adjust([running])
+    before = [(node.place / name).stat().st_ino for name in ("pids.config", "vcuda.config")]
+    held = (node.place / "pids.config").open("rb")
+    await backend.adjust([running])
+    assert [(node.place / name).stat().st_ino for name in ("pids.config", "vcuda.config")] == before
+    node.pids = {4711, 4713}
+    await backend.adjust([running])
+    assert node.listed() == (4711, 4713)
+    with held:
+        assert len(held.read()) == 8, "who has the old file open reads the old file"
+    assert sorted(os.listdir(node.place)) == ["pids.config", "vcuda.config", "vcuda.sock"]
+
+
+async def test_a_change_of_the_grant_and_tampering_are_put_right(node: Node, backend: VcudaBackend) -> None:
+    softer = replace(TENANT, core_limit=80)
+    await backend.adjust([Running(tenant=softer, container=CONTAINER)])
+    assert (node.place / "vcuda.config").read_bytes() == pack_config(softer)
+    (node.place / "vcuda.config").write_bytes(b"")
+    (node.place / "pids.config").unlink()
+    node.socket.unlink()
+    await backend.adjust([Running(tenant=softer, container=CONTAINER)])
+    assert (node.place / "vcuda.config").read_bytes() == pack_config(softer)
+    assert node.listed() == (CONTAINER.pid,), "the container's first process, while its cgroup tells nothing"
+    assert node.socket.is_socket()
+
+
+async def test_cgroups_that_cannot_be_read_are_told_once_and_stall_nobody(
+    node: Node, library_sha256: str, client: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_container: Container) -> Collection[int]:
+        raise CriError("can't read /sys/fs/cgroup: Permission denied")
+
+    monkeypatch.setattr(node, "pids_of", unreadable)
+    blind = node.backend(library_sha256)
+    await blind.start(TENANT)
+    with capture_logs() as lines:
+        for _ in range(2):
+            await blind.adjust([Running(tenant=TENANT, container=CONTAINER)])
+    assert [(line["event"], line["reason"]) for line in lines] == [
+        ("vcuda_not_kept", "can't read /sys/fs/cgroup: Permission denied")
+    ]
+    ended = await register(client, node.socket)
+    assert (ended.status, ended.pid in node.listed()) == (0, True)
+    await blind.close()
+
+
+async def test_a_lock_held_by_the_tenant_stalls_nobody(node: Node, backend: VcudaBackend, client: Path) -> None:
+    with (node.place / "pids.config").open("rb") as pids, (node.place / "vcuda.config").open("rb") as config:
+        fcntl.flock(pids, fcntl.LOCK_EX)
+        fcntl.flock(config, fcntl.LOCK_EX)
+        ended = await register(client, node.socket)
+        await backend.adjust([Running(tenant=replace(TENANT, core_limit=80), container=CONTAINER)])
+    assert (ended.status, ended.stderr) == (0, "")
+    assert ended.pid in node.listed()
+
+
+async def test_a_restart_of_the_container_starts_afresh(node: Node, backend: VcudaBackend, client: Path) -> None:
+    inode = node.socket.stat().st_ino
+    await register(client, node.socket)
+    await backend.start(TENANT)
+    assert node.listed() == (1,)
+    assert node.socket.stat().st_ino == inode, "the socket listens all the time"
+    assert (await register(client, node.socket)).status == 0
+
+
+async def test_cleanup_leaves_nothing_of_ours(node: Node, backend: VcudaBackend) -> None:
+    (node.folder / "6a1c7b9e-0000-4000-8000-000000000000").mkdir()
+    (node.folder / "6a1c7b9e-0000-4000-8000-000000000000" / "vcuda.sock").touch()  # gpu-manager's
+    assert backend.remains() == {ALLOCATION}
+    await backend.cleanup(ALLOCATION)
+    assert not node.place.exists()
+    assert backend.remains() == set()
+
+
+async def test_a_strange_file_in_the_folder_stays(node: Node, backend: VcudaBackend) -> None:
+    (node.place / "notes").touch()
+    await backend.cleanup(ALLOCATION)
+    assert os.listdir(node.place) == ["notes"]
+
+
+async def test_a_wrong_library_is_refused(node: Node) -> None:
+    backend = node.backend("0" * 64)
+    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't be kept: .* has SHA-256 "):
+        await backend.start(TENANT)
+    assert not node.place.exists()
+    assert "set vcuda.library_path" in str(await node.backend(None, None).unavailable())
+
+
+async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha256: str) -> None:
+    deep = Node(node.folder / ("d" * 90)).backend(library_sha256)
+    with pytest.raises(Refusal, match=r"107 are possible: set a shorter container\.allocation_dir"):
+        await deep.start(TENANT)
+    assert (await deep.unavailable() or "").startswith(f"the socket {node.folder}")
+    assert await node.backend(library_sha256, LIBRARY).unavailable() is None
+
+
+async def test_a_container_without_a_name_is_refused(node: Node, library_sha256: str) -> None:
+    with pytest.raises(Refusal, match="the kubelet has not told yet"):
+        await node.backend(library_sha256).start(replace(TENANT, pod=None, pod_uid=None))
+
+
+async def test_the_container_gets_no_library_from_nvidias_runtime(backend: VcudaBackend) -> None:
+    assert backend.prepare(TENANT, "core").envs == {"NVIDIA_VISIBLE_DEVICES": "void"}
+    assert backend.prepare(TENANT, "memory").envs == {}
+
+
+async def test_two_hundred_tenants_on_one_loop(node: Node, library_sha256: str, client: Path) -> None:
+    backend = node.backend(library_sha256)
+    tenants = [replace(TENANT, allocation=f"{number:016x}") for number in range(200)]
+    for tenant in tenants:
+        await backend.start(tenant)
+    some = [node.folder / tenant.allocation / "vcuda.sock" for tenant in tenants[::25]]
+    assert [ended.status for ended in await asyncio.gather(*(register(client, socket) for socket in some))] == [0] * 8
+    assert backend.registrations == {"ok": 8}
+    await backend.close()

@@ -1,0 +1,225 @@
+"""Whose socket it is, what a request says, and how registrations that come at once share one look."""
+
+import asyncio
+import struct
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement.vcuda import registration
+from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, RegistrationService, belongs, decode
+from gpumgr.enforcement.vcuda.rounds import Rounds
+from gpumgr.errors import CriError
+from gpumgr.rpc import wire
+from gpumgr.usage.containers import Container
+from tests.unit.enforcement.vcuda.tenants import CONTAINER, TENANT
+
+
+def test_a_tenant_is_its_pods_uid_and_its_name() -> None:
+    assert belongs(CONTAINER, TENANT)
+    assert not belongs(replace(CONTAINER, name="sidecar"), TENANT)
+    assert not belongs(replace(CONTAINER, pod_uid="another"), TENANT)
+    assert not belongs(CONTAINER, replace(TENANT, container=None))
+
+
+def test_without_a_uid_the_pods_name_decides() -> None:
+    nameless = replace(TENANT, pod_uid=None)
+    assert belongs(CONTAINER, nameless)
+    assert not belongs(replace(CONTAINER, pod=("demo", "other")), nameless)
+    assert not belongs(CONTAINER, replace(nameless, pod=None))
+
+
+def test_both_forms_of_the_request() -> None:
+    flat = wire.field(1, b"0000:18:00.0") + wire.field(2, b"uid") + wire.field(3, b"main")
+    assert decode(flat) == {"bus_id": "0000:18:00.0", "pod_uid": "uid", "container_name": "main", "container_id": ""}
+    assert decode(wire.field(2, b"uid") + wire.field(4, b"c0ffee"))["container_id"] == "c0ffee"
+    assert set(decode(b"").values()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "sentence"),
+    [
+        (b"\xff\xff", "can't read this request"),
+        (wire.field(2, b"\xff\xfe"), "not UTF-8"),
+        (wire.field(1, b"b" * 16), "bus_id has 16 bytes and may have 15"),
+        (wire.field(2, b"u" * 48), "pod_uid has 48 bytes and may have 47"),
+        (wire.field(3, b"c" * 4096), "container_name has 4096 bytes and may have 4095"),
+    ],
+)
+def test_malformed_requests_are_told_so(request_bytes: bytes, sentence: str) -> None:
+    with pytest.raises(GRPCError, match=sentence) as caught:
+        decode(request_bytes)
+    assert caught.value.status is Status.INVALID_ARGUMENT
+
+
+@dataclass
+class Desk:
+    """Where registrations go."""
+
+    failure: OSError | None = None
+    entered: list[int] = field(default_factory=list)
+
+    def tenant(self, allocation: str) -> Tenant | None:
+        return TENANT if allocation == TENANT.allocation else None
+
+    async def enter(self, allocation: str, container: Container, pid: int) -> None:  # noqa: ARG002 (the port's signature)
+        if self.failure is not None:
+            raise self.failure
+        self.entered.append(pid)
+
+
+class Call:
+    """A gRPC call with these bytes, from a process with this pid, as grpclib hands it to a method."""
+
+    def __init__(self, pid: int, data: bytes = bytes(5), folder: str = TENANT.allocation) -> None:
+        credentials = SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", pid, 1000, 1000))
+        self.peer = SimpleNamespace(
+            _transport=SimpleNamespace(get_extra_info={"socket": credentials, "sockname": f"/x/{folder}/s"}.get)
+        )
+        self._stream = self
+        self._data = data
+        self.sent: list[bytes] = []
+
+    async def recv_data(self, size: int) -> bytes:
+        data, self._data = self._data[:size], self._data[size:]
+        return data
+
+    async def send_message(self, message: bytes) -> None:
+        self.sent.append(message)
+
+
+async def inside(_pid: int) -> Container | None:
+    return CONTAINER
+
+
+async def status_of(call: Call, desk: Desk, container_of: ContainerOf = inside) -> tuple[Status, str]:
+    service = RegistrationService(desk, container_of)
+    with pytest.raises(GRPCError) as caught:
+        await service.__mapping__()[ROUTE].func(call)
+    assert service.outcomes == {caught.value.status.name.lower(): 1}
+    assert not desk.entered
+    assert not call.sent
+    return caught.value.status, caught.value.message or ""
+
+
+async def test_a_call_enters_the_pid_that_the_kernel_tells() -> None:
+    desk, call = Desk(), Call(4712)
+    await RegistrationService(desk, inside).__mapping__()[ROUTE].func(call)
+    assert (desk.entered, call.sent) == ([4712], [b""])
+
+
+async def test_a_peer_without_a_pid_means_a_missing_host_pid() -> None:
+    status, sentence = await status_of(Call(0), Desk())
+    assert status is Status.PERMISSION_DENIED
+    assert sentence.endswith("gpumgr must run in the host's pid namespace (hostPID)")
+
+
+async def test_an_allocation_that_is_gone() -> None:
+    status, sentence = await status_of(Call(1, folder="0" * 16), Desk())
+    assert (status, sentence) == (Status.NOT_FOUND, "no container has the allocation 0000000000000000 any more")
+
+
+async def test_a_full_disk_is_worth_another_try() -> None:
+    status, sentence = await status_of(Call(1), Desk(failure=OSError(28, "No space left on device")))
+    assert (status, sentence) == (Status.UNAVAILABLE, "gpumgr can't write the container's pids.config: No space left on device")
+
+
+async def test_a_runtime_that_hangs_is_worth_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(_pid: int) -> Container | None:
+        await asyncio.Event().wait()
+        return None
+
+    monkeypatch.setattr(registration, "_CONTAINER_TIMEOUT_SECONDS", 0.01)
+    status, sentence = await status_of(Call(4712), Desk(), hangs)
+    assert status is Status.UNAVAILABLE
+    assert sentence == "whose container process 4712 is in could not be told within 0.01 s"
+
+
+async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
+    async def nameless(_pid: int) -> Container | None:
+        return replace(CONTAINER, pod=("", ""), name="")
+
+    async def nothing(_pid: int) -> Container | None:
+        raise CriError("no cgroups here")
+
+    status, sentence = await status_of(Call(4712), Desk(), nameless)
+    assert (status, "which container of demo/resnet (main)'s pod process 4712 is in" in sentence) == (Status.UNAVAILABLE, True)
+    status, sentence = await status_of(Call(4712), Desk(), nothing)
+    assert (status, sentence) == (Status.UNAVAILABLE, "whose container process 4712 is in can't be told: no cgroups here")
+
+
+async def test_a_bug_is_an_answer_too() -> None:
+    async def breaks(_pid: int) -> Container | None:
+        raise KeyError("bug")
+
+    status, sentence = await status_of(Call(4712), Desk(), breaks)
+    assert (status, sentence) == (Status.INTERNAL, "gpumgr failed (KeyError: 'bug'); its log tells more")
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "sentence"),
+    [
+        (b"\1\0\0\0\1x", Status.UNIMPLEMENTED, "gpumgr takes no compressed messages"),
+        (b"\0\0\0\0\5xy", Status.INVALID_ARGUMENT, "the request is shorter than its frame says"),
+        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED, "a request of 4294967295 bytes is above the 16384 that make sense"),
+    ],
+)
+async def test_frames_are_looked_at_first(data: bytes, status: Status, sentence: str) -> None:
+    assert await status_of(Call(1, data), Desk()) == (status, sentence)
+
+
+class SlowEntry:
+    """Notes the callers of each round; every round lasts until `go` is set."""
+
+    def __init__(self) -> None:
+        self.rounds: list[set[int]] = []
+        self.began, self.go = threading.Event(), threading.Event()
+        self.failure: Exception | None = None
+
+    def __call__(self, _container: Container, callers: Collection[int]) -> None:
+        self.rounds.append(set(callers))
+        self.began.set()
+        self.go.wait()
+        if self.failure is not None:
+            raise self.failure
+
+
+async def test_who_comes_during_a_round_shares_the_next() -> None:
+    entry = SlowEntry()
+    rounds = Rounds(entry)
+    calls = [asyncio.create_task(rounds.join(CONTAINER, 1))]
+    await asyncio.to_thread(entry.began.wait)
+    calls += [asyncio.create_task(rounds.join(CONTAINER, pid)) for pid in range(2, 51)]
+    await asyncio.sleep(0)
+    entry.go.set()
+    await asyncio.gather(*calls)
+    assert entry.rounds == [{1}, set(range(2, 51))]
+
+
+async def test_a_failed_round_fails_its_callers_and_no_others() -> None:
+    entry = SlowEntry()
+    entry.go.set()
+    entry.failure = OSError("no room")
+    rounds = Rounds(entry)
+    with pytest.raises(OSError, match="no room"):
+        await rounds.join(CONTAINER, 1)
+    entry.failure = None
+    await rounds.join(CONTAINER, 2)
+    assert entry.rounds == [{1}, {2}]
+
+
+async def test_a_caller_that_leaves_stops_no_round() -> None:
+    entry = SlowEntry()
+    rounds = Rounds(entry)
+    leaving, staying = (asyncio.create_task(rounds.join(CONTAINER, pid)) for pid in (1, 2))
+    await asyncio.to_thread(entry.began.wait)
+    leaving.cancel()
+    entry.go.set()
+    await staying
+    assert entry.rounds == [{1, 2}]
