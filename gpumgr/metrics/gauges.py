@@ -15,6 +15,9 @@ from gpumgr.metrics.picture import Picture
 from gpumgr.topology.devices import GpuSample, NodeSample
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 
+#: Of every series about one container on one GPU.
+CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
+
 _SAMPLED: Final[tuple[tuple[str, str, Callable[[GpuSample], float | None]], ...]] = (
     (
         "memory_used_bytes",
@@ -49,10 +52,10 @@ def picture_families(picture: Picture, *, node: str) -> Iterator[Metric]:
 
 
 def _hardware(picture: Picture, node: str) -> Iterator[Metric]:
-    info = _gauge(
+    info = gauge(
         "gpu_info", "What the GPU is; always 1.", "node", "gpu", "index", "minor", "model", "pci_bus_id", "numa", "driver"
     )
-    total = _gauge("gpu_memory_total_bytes", "Memory of the GPU.", "gpu")
+    total = gauge("gpu_memory_total_bytes", "Memory of the GPU.", "gpu")
     cards, snapshot = picture.view.ledger.cards, picture.view.inventory.snapshot
     shown = picture.view.inventory.gpus(cards)
     for card in cards.cards:
@@ -69,7 +72,7 @@ def _hardware(picture: Picture, node: str) -> Iterator[Metric]:
 
 def _sampled(sample: NodeSample) -> Iterator[Metric]:
     for name, about, read in _SAMPLED:
-        family = _gauge(f"gpu_{name}", about, "gpu")
+        family = gauge(f"gpu_{name}", about, "gpu")
         for uuid, gpu in sample.gpus.items():
             if (value := read(gpu)) is not None:
                 family.add_metric([uuid], value)
@@ -77,8 +80,8 @@ def _sampled(sample: NodeSample) -> Iterator[Metric]:
 
 
 def _health(picture: Picture) -> Iterator[Metric]:
-    healthy = _gauge("gpu_healthy", "1 if new containers may be placed on the GPU.", "gpu")
-    reason = _gauge(
+    healthy = gauge("gpu_healthy", "1 if new containers may be placed on the GPU.", "gpu")
+    reason = gauge(
         "gpu_unhealthy_reason", "1 for the reason why the GPU takes nothing new; no series otherwise.", "gpu", "reason"
     )
     unfit = picture.unfit()
@@ -92,7 +95,7 @@ def _health(picture: Picture) -> Iterator[Metric]:
 
 
 def _links(picture: Picture) -> Iterator[Metric]:
-    family = _gauge(
+    family = gauge(
         "nvlink_active_links", "NVLinks between two GPUs (through NVSwitch: that both have into the fabric).", "gpu", "peer"
     )
     snapshot = picture.view.inventory.snapshot
@@ -104,11 +107,11 @@ def _links(picture: Picture) -> Iterator[Metric]:
 
 
 def _allocated(ledger: Ledger) -> Iterator[Metric]:
-    cores = _gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
-    memory = _gauge(
+    cores = gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
+    memory = gauge(
         "gpu_memory_allocated_bytes", "Memory that containers hold; all of it on a GPU that one container has whole.", "gpu"
     )
-    sharers = _gauge("gpu_shared_containers", "Containers that share the GPU (0: nobody, or one container has it whole).", "gpu")
+    sharers = gauge("gpu_shared_containers", "Containers that share the GPU (0: nobody, or one container has it whole).", "gpu")
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
     count = _sharers(ledger)
     for card in ledger.cards.cards:
@@ -121,23 +124,27 @@ def _allocated(ledger: Ledger) -> Iterator[Metric]:
     yield sharers
 
 
-def _sharers(ledger: Ledger) -> dict[GpuName, int]:
-    """GPU -> containers with a part of it; an init container counts until its pod's next container has taken its place."""
+def current_shares(ledger: Ledger) -> list[Allocation]:
+    """Containers with a part of a GPU; an init container counts until its pod's next container has taken its place."""
     started = {allocation.pod for allocation in ledger.allocations.values() if not allocation.init}
+    return [a for a in ledger.allocations.values() if not a.whole and not (a.init and a.pod in started)]
+
+
+def _sharers(ledger: Ledger) -> dict[GpuName, int]:
+    """GPU -> containers with a part of it."""
     count: dict[GpuName, int] = {}
-    for allocation in ledger.allocations.values():
-        if allocation.whole or (allocation.init and allocation.pod in started):
-            continue
+    for allocation in current_shares(ledger):
         for gpu in _places(allocation):
             count[gpu] = count.get(gpu, 0) + 1
     return count
 
 
 def _containers(ledger: Ledger) -> Iterator[Metric]:
-    labels = ("namespace", "pod", "container", "gpu")
-    cores = _gauge("container_core_allocated_ratio", "Share of the GPU's cores that the container holds.", *labels)
-    memory = _gauge(
-        "container_memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.", *labels
+    cores = gauge("container_core_allocated_ratio", "Share of the GPU's cores that the container holds.", *CONTAINER_LABELS)
+    memory = gauge(
+        "container_memory_allocated_bytes",
+        "Memory that the container holds; all of the GPU's if it has the GPU whole.",
+        *CONTAINER_LABELS,
     )
     # Sums: two lives of one name (StatefulSets), and holders without a name yet, would make one series twice.
     held: dict[tuple[str, str, str, str], tuple[int, int]] = {}
@@ -161,5 +168,6 @@ def _places(allocation: Allocation) -> dict[GpuName, None]:
     return dict.fromkeys((*allocation.cores, *allocation.blocks))
 
 
-def _gauge(name: str, about: str, *labels: str) -> GaugeMetricFamily:
+def gauge(name: str, about: str, *labels: str) -> GaugeMetricFamily:
+    """A family without series yet; `name` is without the prefix that all of ours have."""
     return GaugeMetricFamily(f"gpumgr_{name}", about, labels=labels)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from gpumgr.errors import RefusalCode
 from gpumgr.metrics.gauges import picture_families
 from gpumgr.metrics.picture import Picture
+from gpumgr.metrics.usage import usage_families
 from gpumgr.units import KINDS, RESOURCE_OF, Kind
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
@@ -27,6 +28,9 @@ _CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs beyond every number that NVIDIA has given out count together.
 _LAST_XID: Final = 999
+#: Mechanisms, and what they find; others count together.
+BACKENDS: Final = ("mps", "hami-core", "vcuda", "nvml-memory", "none")
+FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: RPC of the device plugin API -> what its metrics are called.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
 
@@ -65,6 +69,13 @@ class Metrics:
         self._updates = self._counter("listandwatch_updates", "Device lists that were offered to the kubelet.", "resource")
         self._drift = self._counter("book_reconcile_drift", "Allocations in which kubelet and ledger differed.", "kind")
         self._xids = self._counter("gpu_xid_events", "XID errors that the driver reported.", "gpu", "xid")
+        self._over_limit = self._counter("over_limit", "Containers that went over the memory that they were granted.")
+        self._evictions = self._counter(
+            "evictions", "Pods whose eviction was asked for because a container stayed over its memory."
+        )
+        self._findings = self._counter(
+            "enforcement_findings", "What mechanisms found wrong with containers' limits.", "backend", "code"
+        )
         self._batch = Histogram(
             "gpumgr_nvml_batch_duration_seconds",
             "How long one sample of all GPUs took.",
@@ -84,6 +95,9 @@ class Metrics:
                 family.labels(RESOURCE_OF[kind])
         for drift in get_args(Drift):
             self._drift.labels(drift)
+        for backend in BACKENDS:
+            for code in FINDINGS:
+                self._findings.labels(backend, code)
         self._told_registrations = dict.fromkeys(KINDS, 0)
         self._pictures = _PictureCollector(node, clock, wall_clock)
         self.registry.register(self._pictures)
@@ -114,6 +128,18 @@ class Metrics:
     def xid(self, uuid: str | None, number: int) -> None:
         """The driver reported an XID; `uuid` None = it does not say of which GPU."""
         self._xids.labels(uuid or "", str(number) if 0 <= number <= _LAST_XID else "other").inc()
+
+    def went_over(self) -> None:
+        """A container has stayed over its memory."""
+        self._over_limit.inc()
+
+    def evicted(self) -> None:
+        """A pod's eviction was asked for."""
+        self._evictions.inc()
+
+    def found(self, backend: str, code: str) -> None:
+        """A mechanism found something wrong with a container's limits."""
+        self._findings.labels(backend if backend in BACKENDS else "other", code if code in FINDINGS else "other").inc()
 
     def batched(self, seconds: float) -> None:
         """A sample of all GPUs took this long."""
@@ -188,3 +214,4 @@ class _PictureCollector(Collector):
             streams.add_metric([resource], number)
         yield streams
         yield from picture_families(picture, node=self._node)
+        yield from usage_families(picture)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import GpuName
+from gpumgr.usage.picture import NodeUse
 
 #: The only values of the label `reason`: the driver's text never becomes a label.
 REASONS: Final = frozenset(
@@ -23,6 +25,10 @@ class Picture:
 
     `reasons` says by UUID, in one of the words of REASONS, why a GPU takes nothing new. It matters only for GPUs of which the view
     says so, and may be incomplete.
+
+    `use` says who uses what (None: nobody looked yet), `over` which containers are over their memory. `enforcement` has each mechanism
+    that new shares get, with what it keeps in words ("cores", "memory", "cores and memory"). `vcuda_registrations` (by result) and
+    `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
     """
 
     view: AgentView
@@ -32,6 +38,11 @@ class Picture:
     nvml_errors: Mapping[tuple[str, int], int] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    use: NodeUse | None = None
+    over: frozenset[AllocationId] = frozenset()
+    enforcement: tuple[tuple[str, str], ...] = ()
+    vcuda_registrations: Mapping[str, int] = field(default_factory=dict)
+    mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)
 
     def unfit(self) -> Mapping[GpuName, str]:
         """GPU -> word of REASONS, of those that take nothing new."""

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 from prometheus_client import generate_latest
@@ -10,11 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import gpumgr
 from gpumgr.agent.ports import Meter
-from gpumgr.metrics.live import OUTCOMES, Drift, Metrics
+from gpumgr.app.truth import Meter as TruthMeter
+from gpumgr.enforcement.backend import BackendName, FindingCode
+from gpumgr.metrics.live import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics
 from gpumgr.metrics.picture import Picture
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
+from gpumgr.usage.picture import GpuUse, NodeUse
 
-from .pictures import allocation, sample_of, uuid_of, view_of
+from .pictures import allocation, name_of, sample_of, uuid_of, view_of
 
 #: Words of promtool's linter that must not stand in a name: types, and units that are no base units.
 _FORBIDDEN_WORDS = {
@@ -108,6 +112,25 @@ def test_xids_are_counted_by_gpu_and_number(metrics: Metrics) -> None:
     assert value(metrics, "gpu_xid_events_total", gpu=uuid_of(0), xid="other") == 2
 
 
+def test_offenders_and_findings_are_counted(metrics: Metrics) -> None:
+    meter: TruthMeter = metrics
+    meter.went_over()
+    meter.went_over()
+    meter.evicted()
+    meter.found("hami-core", "tampered")
+    meter.found("a new one", "what a surprise")
+    assert value(metrics, "over_limit_total") == 2
+    assert value(metrics, "evictions_total") == 1
+    assert value(metrics, "enforcement_findings_total", backend="hami-core", code="tampered") == 1
+    assert value(metrics, "enforcement_findings_total", backend="mps", code="broken") == 0
+    assert value(metrics, "enforcement_findings_total", backend="other", code="other") == 1
+
+
+def test_the_mechanisms_and_their_findings_are_those_that_exist() -> None:
+    assert get_args(BackendName) == BACKENDS
+    assert get_args(FindingCode) == FINDINGS
+
+
 def test_the_age_of_a_sample_does_not_follow_the_wall_clock(metrics: Metrics) -> None:
     assert value(metrics, "nvml_last_sample_timestamp_seconds") is None
     assert value(metrics, "nvml_up") == 0
@@ -135,8 +158,17 @@ def test_the_process_tells_its_memory() -> None:
 
 def test_names_keep_the_rules_of_promtool() -> None:
     metrics = Metrics(node="node-1", version="1")
+    view = view_of(allocation("a", ("team", "share"), cores={0: 1}), nvlinks=2)
     metrics.show(
-        Picture(view=view_of(allocation("a", ("team", "share"), cores={0: 1}), nvlinks=2), sample=sample_of(0), nvml_up=True)
+        Picture(
+            view=view,
+            sample=sample_of(0),
+            nvml_up=True,
+            use=NodeUse(taken_at=0.0, gpus={name_of(0): GpuUse(uuid=uuid_of(0))}),
+            enforcement=(("mps", "cores and memory"),),
+            vcuda_registrations={"ok": 1},
+            mps_daemon_restarts={uuid_of(0): 1},
+        )
     )
     metrics.xid(uuid_of(0), 79)
     seen = set()

@@ -1,0 +1,44 @@
+"""Which allocation a container has: by its pod's UID (by the pod's name where the allocation knows no UID) and its own name."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodKey
+from gpumgr.units import GpuName
+from gpumgr.usage.containers import Container
+
+#: "unclear": names are missing that would tell, because the runtime is away or the kubelet did not name an allocation yet.
+Owner = Allocation | Literal["nobody", "unclear"]
+
+
+class Claims:
+    """An index over allocations, made once for a sample."""
+
+    def __init__(self, allocations: Collection[Allocation]) -> None:
+        by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
+        for allocation in allocations:
+            if (pod := allocation.uid or allocation.pod) is not None:
+                by_pod[pod].append(allocation)
+        self._by_pod: Mapping[str | PodKey, list[Allocation]] = dict(by_pod)
+        self._without_uid = [allocation for allocation in allocations if allocation.uid is None]
+
+    def exact(self, container: Container) -> list[Allocation]:
+        """The allocations under the container's own name: one, as a rule."""
+        return [allocation for allocation in self._of_pod(container) if allocation.container == container.name]
+
+    def owner(self, container: Container, gpu: GpuName) -> Owner:
+        """The allocation that lets this container be on this GPU."""
+        if exact := self.exact(container):
+            return next((allocation for allocation in exact if gpu in allocation.gpus), "nobody")
+        nameless = not container.name
+        maybe = [a for a in self._of_pod(container) if gpu in a.gpus and (nameless or a.container is None)]
+        if len(maybe) == 1:
+            return maybe[0]
+        if nameless and any(gpu in allocation.gpus for allocation in self._without_uid):
+            return "unclear"
+        return "unclear" if maybe else "nobody"
+
+    def _of_pod(self, container: Container) -> list[Allocation]:
+        return [*self._by_pod.get(container.pod_uid, ()), *self._by_pod.get(container.pod, ())]

@@ -1,0 +1,377 @@
+"""The second's round: who is told what, how often, and what a slow runtime or a slow mechanism may cost."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodView
+from gpumgr.app.findings import SAME_FINDING_SECONDS
+from gpumgr.app.owners import ASK_AGAIN_SECONDS
+from gpumgr.app.truth import CALM_PERIOD_SECONDS
+from gpumgr.enforcement.backend import Finding, FindingCode
+from gpumgr.units import BLOCK_BYTES
+from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
+from tests.unit.usage.samples import MIB, container, nameless, sample
+
+from .node import Node, breathe
+
+WEB, TRAIN = ("team", "web"), ("team", "train")
+GPU0 = name_of(0)
+LIMIT = 2 * BLOCK_BYTES
+
+
+def share(letter: str = "a", pod: tuple[str, str] = WEB, *, gpu: int = 0) -> Allocation:
+    held = allocation(letter, pod, cores={gpu: 0b11111}, blocks={gpu: 0b11})
+    return replace(held, mechanisms=("hami-core",))
+
+
+def sharing(*, evict: bool = False, standalone: bool = False) -> Node:
+    node = Node(share(), evict=evict, standalone=standalone)
+    node.runs(container("a", WEB), 10, 11, 12)
+    return node
+
+
+# -- what is seen --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> None:
+    node = sharing()
+    node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-a", core_limit=50)
+    await node.sampled(sample({11: 5 * MIB}, {}, ratios={11: 0.5}))
+    use = node.truth.use
+    assert use is not None
+    assert use.containers["a", GPU0].memory_bytes == 5 * MIB
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust"]
+    ((running, mechanisms),) = node.backends.seen[0][1]
+    assert mechanisms == ("hami-core",)
+    assert (running.tenant.allocation, running.tenant.memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
+    assert running.container.name == "main"
+    assert running.pids == (10, 11, 12)
+    assert running.gpu_processes == {11: 5 * MIB}
+    assert running.utilization_ratio == 0.5
+    assert node.runtime.asked == []
+
+
+async def test_the_annotations_of_another_life_of_the_pod_do_not_count() -> None:
+    node = sharing()
+    node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-next", core_limit=50)
+    await node.sampled(sample({}, {}))
+    assert node.backends.seen[0][1][0][0].tenant.core_limit is None
+
+
+async def test_the_newest_start_of_a_container_is_the_one_that_runs() -> None:
+    node = sharing()
+    node.runtime.containers.insert(0, container("a", WEB, attempt=3))
+    node.runtime.inside["a3" * 32] = (30,)
+    await node.sampled(sample({30: 7}, {}))
+    ((running, _),) = node.backends.seen[0][1]
+    assert (running.container.attempt, running.pids) == (3, (30,))
+
+
+async def test_a_container_that_does_not_run_yet_is_not_looked_after() -> None:
+    node = Node(share())
+    await node.sampled(sample({}, {}))
+    assert node.backends.seen == [("observe", []), ("adjust", [])]
+    assert node.truth.use is not None
+    assert node.truth.use.containers["a", GPU0].process_count == 0
+
+
+async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_containers() -> None:
+    node = sharing()
+    node.runtime.elsewhere[5] = container("a", WEB)
+    await node.sampled(sample({5: 7, 11: 1}, {}))
+    ((running, _),) = node.backends.seen[0][1]
+    assert running.pids == (5, 10, 11, 12)
+    assert running.gpu_processes == {5: 7, 11: 1}
+
+
+async def test_processes_of_the_mechanisms_are_nobodys() -> None:
+    node = sharing()
+    node.backends.own = {77}
+    with capture_logs() as logs:
+        await node.sampled(sample({77: 5}, {}))
+    assert node.truth.use is not None
+    assert not node.truth.use.strangers
+    assert not logs
+    assert node.runtime.asked == []
+
+
+async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers() -> None:
+    """A tenant can't hide by ending its first thread: such a process looks dead in /proc and stands in its cgroup."""
+    node = sharing()
+    await node.sampled(sample({11: 5}, {}), gone={11})
+    assert node.truth.use is not None
+    assert node.truth.use.containers["a", GPU0].memory_bytes == 5
+
+
+async def test_processes_are_looked_up_once() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    for _ in range(3):
+        await node.sampled(sample({}, {21: 7}))
+    assert node.runtime.asked == [21]
+    assert node.truth.use is not None
+    assert node.truth.use.containers["t", name_of(1)].memory_bytes == 7
+
+
+async def test_who_has_no_name_yet_is_asked_for_again() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runtime.elsewhere[21] = nameless("z")
+    await node.sampled(sample({}, {21: 7}))
+    assert node.truth.use is not None
+    assert len(node.truth.use.strangers) == 1
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    await node.sampled(sample({}, {21: 7}), after_seconds=ASK_AGAIN_SECONDS)
+    assert not node.truth.use.strangers
+    assert node.runtime.asked == [21, 21]
+
+
+async def test_cgroups_that_can_not_be_read_are_told_once_and_looked_up_around() -> None:
+    node = sharing()
+    node.runtime.cgroups_broken = True
+    node.runtime.elsewhere[11] = container("a", WEB)
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({11: 5}, {}))
+    assert [entry["event"] for entry in logs] == ["container_processes_unknown"]
+    assert node.truth.use is not None
+    assert node.truth.use.containers["a", GPU0].memory_bytes == 5
+
+
+# -- how often -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_while_nobody_shares_only_a_look_now_and_then_is_taken() -> None:
+    node = Node(whole("t", TRAIN, 0))
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    assert not node.truth.wanted()
+    for used in range(1, 12):
+        await node.sampled(sample({21: used}, {}))
+    assert node.runtime.ticks == 2
+    assert node.truth.use is not None
+    assert node.truth.use.containers["t", GPU0].memory_bytes == 1 + CALM_PERIOD_SECONDS
+
+
+async def test_a_share_is_looked_at_from_its_first_second_on() -> None:
+    node = Node(whole("t", TRAIN, 1))
+    await node.sampled(sample({}, {}))
+    node.holds(share())
+    node.runs(container("a", WEB), 11)
+    assert node.truth.wanted()
+    await node.sampled(sample({11: 5}, {}))
+    assert node.truth.use is not None
+    assert node.truth.use.containers["a", GPU0].memory_bytes == 5
+
+
+async def test_gpu_managers_records_are_none_of_ours_to_keep() -> None:
+    node = Node(replace(share(), anonymous=True))
+    assert not node.truth.wanted()
+    for _ in range(5):
+        await node.sampled(sample({11: 10 * LIMIT}, {}))
+    assert not node.truth.over
+
+
+async def test_containers_that_are_gone_are_seen_by_nobody_any_more() -> None:
+    node = sharing()
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert node.truth.over == {"a"}
+    node.frees("a")
+    assert node.truth.use is not None
+    assert not node.truth.use.containers
+    assert not node.truth.over
+    assert not node.truth.wanted()
+
+
+# -- over the limit ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_container_over_its_memory_is_told_once_with_numbers() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for _ in range(5):
+            await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
+    assert node.truth.over == {"a"}
+    assert node.meter.over == 1
+    ((pod, uid, reason, message, warning),) = node.announcer.events
+    assert (pod, uid, reason, warning) == (WEB, "uid-a", "GpuMemoryOverLimit", True)
+    assert f"uses 812 MiB of memory on {uuid_of(0)} and was granted 512 MiB" in message
+    assert "evicted" not in message
+    assert not node.announcer.evictions
+    assert [(entry["event"], entry["holder"]) for entry in logs] == [("container_over_limit", "team/web (main)")]
+
+
+async def test_coming_back_is_told_too() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for used in [LIMIT + 1] * 3 + [LIMIT] * 3:
+            await node.sampled(sample({11: used}, {}))
+    assert not node.truth.over
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"]
+    assert len(node.announcer.events) == 1
+
+
+async def test_an_offenders_pod_is_evicted_if_that_was_chosen() -> None:
+    node = sharing(evict=True)
+    for _ in range(5):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert node.announcer.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
+    assert node.meter.evictions == 1
+    assert "; the pod is evicted" in node.announcer.events[0][3]
+
+
+async def test_without_an_api_server_nobody_can_be_evicted() -> None:
+    node = sharing(evict=True, standalone=True)
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
+    assert node.meter.evictions == 0
+
+
+async def test_the_runtime_tells_which_life_of_a_pod_it_is_where_the_ledger_does_not() -> None:
+    node = Node(replace(share(), uid=None), evict=True)
+    node.runs(container("a", WEB), 11)
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert [(pod, uid) for pod, uid, _ in node.announcer.evictions] == [(WEB, "uid-a")]
+
+
+async def test_a_share_whose_memory_call_has_not_come_can_not_be_over() -> None:
+    node = Node(replace(share(), blocks={}))
+    node.runs(container("a", WEB), 11)
+    for _ in range(5):
+        await node.sampled(sample({11: 5}, {}))
+    assert not node.truth.over
+
+
+# -- strangers -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stranger_has_one_line_when_it_comes_and_one_when_it_goes() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        await node.sampled(sample({99: 5}, {99: 6}))
+        await node.sampled(sample({99: 5}, {99: 6}))
+        await node.sampled(sample({}, {}))
+    assert [entry["event"] for entry in logs] == ["gpu_stranger", "gpu_stranger_gone"]
+    assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
+    assert node.truth.use is not None
+    assert node.truth.use.gpus[GPU0].stranger_processes == 0
+
+
+# -- findings ------------------------------------------------------------------------------------------------------------------
+
+
+def finding(code: FindingCode = "tampered", of: str = "a") -> tuple[str, Finding]:
+    return "hami-core", Finding(allocation=of, code=code, message=f"it was {code}")
+
+
+async def test_a_finding_is_told_once_and_repaired_after_it_was_seen() -> None:
+    node = sharing()
+    node.backends.findings = [finding("tampered"), finding("broken")]
+    with capture_logs() as logs:
+        for _ in range(3):
+            await node.sampled(sample({}, {}))
+    assert node.meter.findings == [("hami-core", "tampered"), ("hami-core", "broken")]
+    assert [(uid, reason, message) for _, uid, reason, message, _ in node.announcer.events] == [
+        ("uid-a", "GpuLimitTampered", "it was tampered"),
+        ("uid-a", "GpuLimitBroken", "it was broken"),
+    ]
+    assert [entry["event"] for entry in logs] == ["enforcement_finding"] * 2
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust"] * 3
+
+
+async def test_a_finding_that_comes_and_goes_is_one_and_news_after_a_while() -> None:
+    node = sharing()
+    with capture_logs() as logs:
+        for found in ([finding()], [], [finding()], []):
+            node.backends.findings = found
+            await node.sampled(sample({}, {}))
+        assert len(node.announcer.events) == 1
+        await node.sampled(sample({}, {}), after_seconds=SAME_FINDING_SECONDS)
+        node.backends.findings = [finding()]
+        await node.sampled(sample({}, {}))
+    assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding_gone", "enforcement_finding"]
+    assert len(node.announcer.events) == 2
+
+
+async def test_findings_about_somebody_who_is_gone_are_not_told() -> None:
+    node = sharing()
+    node.backends.findings = [finding(of="z")]
+    await node.sampled(sample({}, {}))
+    assert not node.announcer.events
+    assert not node.meter.findings
+
+
+# -- patience ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_runtime_that_hangs_delays_one_sample_and_what_was_known_counts() -> None:
+    node = Node(share(), whole("t", TRAIN, 1))
+    node.runs(container("a", WEB), 11)
+    node.runtime.elsewhere[21] = container("t", TRAIN)
+    await node.sampled(sample({11: 1}, {21: 1}))
+    node.runtime.answers.clear()
+    for _ in range(3):
+        await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
+    use = node.truth.use
+    assert use is not None
+    assert use.containers["a", GPU0].memory_bytes == 2
+    assert use.containers["t", name_of(1)].memory_bytes == 2
+    assert use.unclear == {22}
+    assert node.runtime.ticks == 2
+    assert node.runtime.asked == [21, 22]
+    node.runtime.elsewhere[22] = container("t", TRAIN)
+    node.runtime.answers.set()
+    await breathe()
+    await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
+    assert node.truth.use is not None
+    assert node.truth.use.containers["t", name_of(1)].memory_bytes == 5
+    await node.truth.close()
+
+
+async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
+    node = sharing()
+    node.backends.ready.clear()
+    for used in (1, 2, 3):
+        await node.sampled(sample({11: used}, {}))
+    assert [what for what, _ in node.backends.seen] == ["observe"]
+    assert node.truth.use is not None
+    assert node.truth.use.containers["a", GPU0].memory_bytes == 3
+    node.backends.ready.set()
+    await breathe()
+    await node.sampled(sample({11: 4}, {}))
+    assert [what for what, _ in node.backends.seen] == ["observe", "adjust", "observe", "adjust"]
+
+
+async def test_a_bug_in_a_mechanism_is_not_swallowed() -> None:
+    node = sharing()
+    node.backends.bug = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        await node.sampled(sample({}, {}))
+
+
+async def test_a_bug_that_shows_late_comes_out_with_the_next_sample() -> None:
+    node = sharing()
+    node.backends.ready.clear()
+    await node.sampled(sample({}, {}))
+    node.backends.bug = ValueError("a late bug")
+    node.backends.ready.set()
+    await breathe()
+    with pytest.raises(ValueError, match="a late bug"):
+        await node.sampled(sample({}, {}))
+
+
+async def test_the_end_calls_off_what_is_still_out() -> None:
+    node = sharing()
+    node.runtime.answers.clear()
+    node.backends.ready.clear()
+    await node.sampled(sample({99: 5}, {}))
+    out = {"list_containers", "look_up_processes", "tend_limits"}
+    assert {task.get_name() for task in asyncio.all_tasks()} >= out
+    await node.truth.close()
+    assert not {task.get_name() for task in asyncio.all_tasks()} & out

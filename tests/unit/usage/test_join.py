@@ -1,0 +1,157 @@
+"""Every process on a GPU finds its allocation, or is a stranger, or is not clear yet."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.allocator.ids import ALL_CORES
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.units import BLOCK_BYTES
+from gpumgr.usage.picture import Stranger
+from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
+
+from .samples import MIB, container, nameless, sample, used
+
+WEB, TRAIN = ("team", "web"), ("team", "train")
+GPU0, GPU1 = name_of(0), name_of(1)
+
+
+def share(letter: str = "a", pod: tuple[str, str] = WEB, *, gpu: int = 0, name: str = "main", init: bool = False) -> Allocation:
+    return allocation(letter, pod, container=name, init=init, cores={gpu: 0b11111}, blocks={gpu: 0b11})
+
+
+def test_a_container_has_all_its_processes_with_their_sum() -> None:
+    use = used(
+        view_of(share()).ledger,
+        sample({11: 100 * MIB, 12: 50 * MIB}, {}, ratios={11: 0.5, 12: 0.25}),
+        {11: container("a", WEB), 12: container("a", WEB)},
+    ).containers["a", GPU0]
+    assert (use.pod, use.pod_uid, use.container) == (WEB, "uid-a", "main")
+    assert (use.gpu, use.uuid, use.cores) == (GPU0, uuid_of(0), 5)
+    assert use.memory_bytes == 150 * MIB
+    assert use.memory_limit_bytes == 2 * BLOCK_BYTES
+    assert use.utilization_ratio == 0.75
+    assert (use.pids, use.process_count) == ((11, 12), 2)
+
+
+def test_a_container_without_processes_uses_nothing() -> None:
+    use = used(view_of(share()).ledger, sample({}), {}).containers["a", GPU0]
+    assert (use.memory_bytes, use.utilization_ratio, use.process_count) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("node", [sample(None), sample()])
+def test_a_gpu_without_a_list_tells_nothing(node: object) -> None:
+    found = used(view_of(share()).ledger, node, {})  # type: ignore[arg-type]
+    assert found.containers["a", GPU0].memory_bytes is None
+    assert found.containers["a", GPU0].utilization_ratio is None
+    assert found.gpus == {}
+
+
+def test_what_the_driver_tells_of_some_processes_is_a_lower_bound() -> None:
+    ledger, owners = view_of(share()).ledger, {11: container("a", WEB), 12: container("a", WEB)}
+    assert used(ledger, sample({11: None, 12: 7}), owners).containers["a", GPU0].memory_bytes == 7
+    assert used(ledger, sample({11: None, 12: None}), owners).containers["a", GPU0].memory_bytes is None
+
+
+def test_whole_gpus_have_no_limit_and_a_use_on_each() -> None:
+    both = allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES})
+    found = used(view_of(both).ledger, sample({11: 5}, {11: 6}), {11: container("t", TRAIN)}).containers
+    assert [(use.gpu, use.cores, use.memory_limit_bytes, use.memory_bytes) for use in found.values()] == [
+        (GPU0, 100, None, 5),
+        (GPU1, 100, None, 6),
+    ]
+    assert found["t", GPU0].utilization_ratio == 0.75
+
+
+def test_the_rate_of_a_whole_gpu_is_its_containers_only_if_nobody_else_is_there() -> None:
+    found = used(view_of(whole("t", TRAIN, 0)).ledger, sample({11: 5, 99: 1}), {11: container("t", TRAIN), 99: None})
+    assert found.containers["t", GPU0].utilization_ratio is None
+
+
+def test_a_process_in_no_container_is_a_stranger() -> None:
+    found = used(view_of(share()).ledger, sample({99: 3 * MIB}, {99: None}), {99: None})
+    assert found.strangers[GPU0, 99] == Stranger(gpu=GPU0, uuid=uuid_of(0), pid=99, memory_bytes=3 * MIB)
+    assert found.gpus[GPU0].stranger_memory_bytes == 3 * MIB
+    assert found.gpus[GPU1].stranger_processes == 1
+    assert found.containers["a", GPU0].process_count == 0
+
+
+def test_a_container_is_a_stranger_on_gpus_that_it_was_not_granted() -> None:
+    found = used(view_of(share()).ledger, sample({11: 5}, {11: 6}), {11: container("a", WEB)})
+    assert found.containers["a", GPU0].memory_bytes == 5
+    assert found.strangers.keys() == {(GPU1, 11)}
+    assert found.strangers[GPU1, 11].container == "team/web (main)"
+    assert (found.gpus[GPU0].container_memory_bytes, found.gpus[GPU1].container_memory_bytes) == (5, 0)
+
+
+def test_another_container_of_the_pod_does_not_pass_as_its_neighbour() -> None:
+    found = used(view_of(share()).ledger, sample({11: 5}), {11: container("a", WEB, "sidecar")})
+    assert found.strangers.keys() == {(GPU0, 11)}
+
+
+def test_another_life_of_a_pods_name_is_a_stranger() -> None:
+    earlier = replace(container("a", WEB), pod_uid="uid-before")
+    assert used(view_of(share()).ledger, sample({11: 5}), {11: earlier}).strangers.keys() == {(GPU0, 11)}
+
+
+def test_without_a_uid_the_pods_name_counts() -> None:
+    view = view_of(replace(share(), uid=None))
+    assert used(view.ledger, sample({11: 5}), {11: container("a", WEB)}).containers["a", GPU0].memory_bytes == 5
+
+
+def test_an_init_container_has_its_own_allocation() -> None:
+    prepare = share("a", name="prepare", init=True)
+    main = replace(share("b"), uid="uid-a")
+    owners = {11: container("a", WEB, "prepare"), 12: container("a", WEB, "main")}
+    found = used(view_of(prepare, main).ledger, sample({11: 5, 12: 6}), owners).containers
+    assert (found["a", GPU0].memory_bytes, found["b", GPU0].memory_bytes) == (5, 6)
+
+
+def test_an_allocation_without_a_containers_name_takes_what_is_left_of_its_pod() -> None:
+    view = view_of(replace(share(), container=None), replace(share("b", name="other"), uid="uid-a"))
+    owners = {11: container("a", WEB, "main"), 12: container("a", WEB, "other")}
+    found = used(view.ledger, sample({11: 5, 12: 6}), owners).containers
+    assert (found["a", GPU0].memory_bytes, found["b", GPU0].memory_bytes) == (5, 6)
+
+
+def test_while_the_runtime_is_away_a_pods_only_allocation_is_meant() -> None:
+    found = used(view_of(share()).ledger, sample({11: 5}), {11: nameless("a")})
+    assert found.containers["a", GPU0].memory_bytes == 5
+
+
+def test_names_that_are_missing_make_nobody_a_stranger() -> None:
+    two = view_of(share(), replace(share("b", name="other"), uid="uid-a"))
+    without_uid = view_of(replace(share(), uid=None))
+    for view in (two, without_uid):
+        found = used(view.ledger, sample({11: 5}), {11: nameless("a")})
+        assert found.unclear == {11}
+        assert not found.strangers
+        assert found.gpus[GPU0].container_processes == 0
+
+
+def test_a_nameless_container_of_another_pod_is_a_stranger() -> None:
+    found = used(view_of(share()).ledger, sample({11: 5}), {11: nameless("z")})
+    assert found.strangers[GPU0, 11].container == f"container {'z' * 12} of pod uid uid-z"
+
+
+def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
+    found = used(view_of(share()).ledger, sample({11: 5}), {})
+    assert found.unclear == {11}
+    assert not found.strangers
+
+
+def test_processes_of_the_mechanisms_are_not_told() -> None:
+    found = used(view_of(share()).ledger, sample({7: 5, 8: 6}), {7: None, 8: None}, own_pids=frozenset({7}))
+    assert found.strangers.keys() == {(GPU0, 8)}
+
+
+def test_gpus_that_the_ledger_does_not_know_are_left_out() -> None:
+    found = used(view_of(share(), count=1).ledger, sample({}, {99: 5}), {99: None})
+    assert not found.strangers
+    assert found.gpus.keys() == {GPU0}
+
+
+def test_containers_that_are_gone_can_be_taken_out() -> None:
+    found = used(view_of(share("a"), share("b", TRAIN, gpu=1)).ledger, sample({}, {}), {})
+    assert found.of({"a", "b"}) is found
+    assert found.of({"b"}).containers.keys() == {("b", GPU1)}
