@@ -1,0 +1,213 @@
+"""Texts of `nvidia-cuda-mps-control`: what it is told and what it answers, in both protocols.
+
+Protocol 2 takes commands on standard input, protocol 3 as `module verb` words. Sources: NVIDIA's MPS documentation r615 (pages
+"Legacy MPS v2 Interface", "MPS v3 Interface", "MPS v3 Namespaces", "Environment Variables"), nvidia-cuda-mps-control(1), and the
+answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from gpumgr.enforcement.mps.errors import MpsError
+
+Protocol = Literal[2, 3]
+#: What the operator may ask for (settings, mps.protocol).
+ProtocolSetting = Literal["auto", "2", "3"]
+
+#: The one server of a daemon in protocol 3. Names there: lower-case letters, digits and "_", 64 at most.
+SERVER: Final = "gpu"
+_NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
+_PLAIN: Final = "--format=csv,noheader"
+_MEBIBYTE: Final = 1 << 20
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One run of the program: `words` are its arguments, `text` its standard input."""
+
+    words: tuple[str, ...] = ()
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text.strip() or " ".join(self.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What the installed program can do. `multiuser_option` lets one server serve clients of all users; None: it has none."""
+
+    protocols: frozenset[Protocol]
+    multiuser_option: str | None = None
+
+
+def parse_help(plain: str, with_protocol_3: str) -> Abilities:
+    """From what `-h` and `-p 3 -h` print; older programs print what they like, or an error."""
+    text = f"{plain}\n{with_protocol_3}"
+    option = re.search(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])", text)
+    newer = all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace"))
+    return Abilities(protocols=frozenset({2, 3} if newer else {2}), multiuser_option=option.group(1) if option else None)
+
+
+# -- the daemon ------------------------------------------------------------------------------------------------------------
+
+
+def start(protocol: Protocol, multiuser_option: str | None) -> Command:
+    words = ["-d"]
+    if protocol == 3:
+        words += ["-p", "3"]
+    if multiuser_option:
+        words.append(multiuser_option)
+    return Command(words=tuple(words))
+
+
+def quit_daemon(protocol: Protocol, patience_seconds: int) -> Command:
+    """Ends it with its servers. In protocol 2 servers whose clients don't leave are ended after the patience."""
+    return Command(words=("-q",)) if protocol == 3 else Command(text=f"quit -t {patience_seconds}\n")
+
+
+def environment(protocol: Protocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
+    """For the daemon and for everyone who talks to it. With one visible GPU its index is 0 for limits.
+
+    The version in the environment wins over the option, so a foreign setting in the agent's own environment has no effect.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": uuid,
+        "CUDA_MPS_PIPE_DIRECTORY": str(pipe),
+        "CUDA_MPS_LOG_DIRECTORY": str(log),
+        "CUDA_MPS_PROTOCOL_VERSION": str(protocol),
+    }
+
+
+def list_servers(protocol: Protocol) -> Command:
+    return Command(words=("server", "list", _PLAIN)) if protocol == 3 else Command(text="get_server_list\n")
+
+
+def parse_servers(protocol: Protocol, answer: str) -> Mapping[str, int | None]:
+    """name -> pid (None: no process yet). In protocol 2 the name is the pid. Raises MpsError."""
+    if protocol == 2:
+        return {str(pid): pid for pid in parse_pids(answer)}
+    return {name: int(pid) if pid.isdigit() and int(pid) else None for name, _, pid, *_ in _rows(answer, 4)}
+
+
+def list_clients(protocol: Protocol, server_pid: int) -> Command:
+    if protocol == 3:
+        return Command(words=("client", "list", f"--server={SERVER}", _PLAIN))
+    return Command(text=f"get_client_list {server_pid}\n")
+
+
+def parse_clients(protocol: Protocol, answer: str) -> Mapping[int, str | None]:
+    """pid -> namespace (None in protocol 2). Raises MpsError."""
+    if protocol == 2:
+        return dict.fromkeys(parse_pids(answer))
+    return {_number(pid, answer): namespace for pid, _, _, namespace, *_ in _rows(answer, 4)}
+
+
+# -- protocol 2: one outer bound for all clients of a daemon ---------------------------------------------------------------
+
+
+def bound_servers_to_come(cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
+    """No client can go beyond it, whatever its environment says. `memory_bytes` None: not limited by MPS."""
+    memory = () if memory_bytes is None else (f"set_default_device_pinned_mem_limit 0 {_megabytes(memory_bytes)}",)
+    return _typed(f"set_default_active_thread_percentage {cores}", *memory)
+
+
+def bound_server(pid: int, cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
+    """The same for the new clients of a server that runs: the defaults mean nothing to it any more."""
+    memory = () if memory_bytes is None else (f"set_device_pinned_mem_limit {pid} 0 {_megabytes(memory_bytes)}",)
+    return _typed(f"set_active_thread_percentage {pid} {cores}", *memory)
+
+
+def _typed(*lines: str) -> tuple[Command, ...]:
+    return tuple(Command(text=f"{line}\n") for line in lines)
+
+
+def _megabytes(memory_bytes: int) -> str:
+    return f"{memory_bytes // _MEBIBYTE}M"
+
+
+# -- protocol 3: one server, and a namespace for each container ------------------------------------------------------------
+
+
+def create_server(uuid: str, *, multiuser: bool) -> Command:
+    owner = ("--uid=0",) if multiuser else ()  # in multi-user mode the server must be root's
+    return Command(words=("server", "create", SERVER, *owner, f"--allowed-devices={uuid}"))
+
+
+def list_namespaces() -> Command:
+    return Command(words=("namespace", "list", f"--server={SERVER}", _PLAIN))
+
+
+def parse_namespaces(answer: str) -> Mapping[str, tuple[str, str]]:
+    """name -> its memory limit and its percentage, as texts ("4G", "30.00"; "-" or the like: none). Raises MpsError."""
+    return {name: (memory, cores) for name, _, _, memory, cores, *_ in _rows(answer, 5)}
+
+
+def within(limits: tuple[str, str], cores: int, memory_bytes: int | None) -> bool:
+    """Whether a namespace with these limits can't go beyond what was granted (`memory_bytes` None: it may)."""
+    memory, percentage = limits
+    try:
+        return parse_percentage(percentage) <= cores and (memory_bytes is None or parse_size(memory) <= memory_bytes)
+    except MpsError:
+        return False
+
+
+def create_namespace(name: str) -> Command:
+    """Raises MpsError for a name that MPS does not take."""
+    if not _NAME.match(name):
+        raise MpsError(f"{name!r} can't be the name of an MPS namespace: lower-case letters, digits and '_', 64 at most")
+    return Command(words=("namespace", "create", name, f"--server={SERVER}"))
+
+
+def limit_namespace(name: str, cores: int, memory_bytes: int | None) -> Command:
+    memory = () if memory_bytes is None else (f"--pinned-memory-limit={_megabytes(memory_bytes)}",)
+    return Command(words=("namespace", "set", name, f"--server={SERVER}", f"--active-thread-percentage={cores}", *memory))
+
+
+def delete_namespace(name: str) -> Command:
+    return Command(words=("namespace", "delete", name, f"--server={SERVER}", "--force"))
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def parse_pids(answer: str) -> tuple[int, ...]:
+    """One pid a line, or nothing. Raises MpsError."""
+    return tuple(dict.fromkeys(_number(line, answer) for line in answer.split()))
+
+
+def parse_percentage(answer: str) -> float:
+    """ "30", "30.0" and "30.00" are all seen. Raises MpsError."""
+    try:
+        return float(answer.strip().removesuffix("%"))
+    except ValueError:
+        raise _unreadable("a percentage", answer) from None
+
+
+def parse_size(answer: str) -> int:
+    """Bytes; units are powers of 1024. Raises MpsError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", answer.strip())
+    if not found:
+        raise _unreadable("a size", answer)
+    return int(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def _rows(answer: str, width: int) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+    if any(len(row) < width for row in rows):
+        raise _unreadable(f"lines of {width} or more columns", answer)
+    return rows
+
+
+def _number(text: str, answer: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
+        raise _unreadable("process ids", answer)
+    return int(text)
+
+
+def _unreadable(wanted: str, answer: str) -> MpsError:
+    shown = answer.strip()[:80]
+    return MpsError(f"NVIDIA's MPS control program answered {shown!r}, not {wanted}; is its version known to gpumgr?")

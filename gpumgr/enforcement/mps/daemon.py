@@ -1,0 +1,297 @@
+"""One GPU's control daemon: started at first use, adopted after a restart of the agent, started again after a crash, ended at last.
+
+Callers hold `lock` around every coroutine here. The daemon's process is nobody's child: it is known by its pipe folder alone.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.enforcement.mps import commands, launch, modes, processes
+from gpumgr.enforcement.mps.commands import Command, Protocol
+from gpumgr.enforcement.mps.control import Control
+from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.mps.folders import GpuFolder, Share
+from gpumgr.enforcement.mps.modes import ComputeModes
+from gpumgr.enforcement.mps.processes import Process
+
+_START_SECONDS: Final = 10.0
+_PATIENCE_SECONDS: Final = 3
+_QUIT_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.05
+#: After a crash the daemon is started at once, after further ones with pauses that double.
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all daemons of the node have in common.
+
+    `exclusive`: the GPU is in EXCLUSIVE_PROCESS mode meanwhile. `limit_memory`: MPS keeps it (else the driver does). `clock` is
+    monotonic, in seconds.
+    """
+
+    protocol: Protocol
+    multiuser_option: str | None
+    control: Control
+    launch: launch.Launch
+    modes: ComputeModes
+    exclusive: bool
+    limit_memory: bool
+    clock: Callable[[], float]
+
+
+@dataclass(slots=True)
+class Daemon:
+    """`trouble` says why the daemon can't be used at present. `checks` counts looks that were answered."""
+
+    uuid: str
+    folder: GpuFolder
+    setup: Setup
+    process: Process | None = None
+    servers: tuple[int, ...] = ()
+    clients: Mapping[int, str | None] = field(default_factory=dict)
+    trouble: str | None = None
+    restarts: int = 0
+    checks: int = 0
+    idle_since: float | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _failures: int = 0
+    _not_before: float = 0.0
+    _settled_at: float = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """None: it does not run."""
+        return self.process[0] if self.process is not None and processes.lives(self.process) else None
+
+    # -- tenants -----------------------------------------------------------------------------------------------------------
+
+    async def admit(self, allocation: AllocationId, share: Share) -> None:
+        """The daemon runs and keeps the tenant's limits when this returns. Raises MpsError, OSError."""
+        self.idle_since = None
+        self.folder.make()
+        self.folder.put(allocation, share)
+        if not await self.adopt():
+            await self._start()
+        elif self.setup.protocol == 3:
+            await self._limit_namespaces({allocation: share})
+        else:
+            await self._bound()
+        self.trouble = None
+
+    async def dismiss(self, allocation: AllocationId) -> None:
+        """The tenant is gone. Raises MpsError; its record is dropped in any case."""
+        self.folder.drop(allocation)
+        if processes.find_daemon(self.folder.pipe) is None:
+            return
+        if self.setup.protocol == 3:
+            if allocation in commands.parse_namespaces(await self._ask(commands.list_namespaces())):
+                await self._ask(commands.delete_namespace(allocation))
+        else:
+            await self._bound()
+
+    async def vacate(self) -> None:
+        """The GPU is no longer shared, so whoever is still on record has ended. Raises MpsError, OSError."""
+        for allocation in self.folder.allocations():
+            self.folder.drop(allocation)
+        await self.stop()
+
+    async def _bound(self) -> None:
+        """Protocol 2 limits clients by their own environment, which can only tighten what the daemon has: the largest of all."""
+        shares = self.folder.shares().values()
+        if not shares:
+            return
+        cores = max(share.cores for share in shares)
+        memory = max(share.memory_bytes for share in shares) if self.setup.limit_memory else None
+        await self._ask(*commands.bound_servers_to_come(cores, memory))
+        # Only now: a server that begins in between has the new values already.
+        for pid in commands.parse_servers(2, await self._ask(commands.list_servers(2))).values():
+            if pid is not None:
+                await self._ask(*commands.bound_server(pid, cores, memory))
+
+    async def _limit_namespaces(self, shares: Mapping[AllocationId, Share]) -> None:
+        """Makes what is missing, and makes sure that the daemon will keep the limits: one without limits gets the whole GPU."""
+        have = commands.parse_namespaces(await self._ask(commands.list_namespaces()))
+        memory = {name: share.memory_bytes if self.setup.limit_memory else None for name, share in shares.items()}
+        for name, share in shares.items():
+            if name not in have:
+                await self._ask(commands.create_namespace(name))
+            await self._ask(commands.limit_namespace(name, share.cores, memory[name]))
+        have = commands.parse_namespaces(await self._ask(commands.list_namespaces()))
+        for name, share in shares.items():
+            kept = name in have and commands.within(have[name], share.cores, memory[name])
+            if not kept or not (self.folder.namespace(name) / "control").exists():
+                raise MpsError(
+                    f"the MPS daemon of GPU {self.uuid} did not take the limits of namespace {name}; see {self.folder.log}"
+                )
+
+    # -- the daemon --------------------------------------------------------------------------------------------------------
+
+    async def adopt(self) -> bool:
+        """Whether it runs; then it has answered. Raises MpsError: it runs and does not answer."""
+        found = processes.find_daemon(self.folder.pipe)
+        if found is None:
+            return False
+        if found != self.process:
+            self.process, self._settled_at = found, self.setup.clock()
+            log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
+        if self.folder.allocations():
+            await self._claim()
+        servers = await self._look()
+        if self.setup.protocol == 3 and commands.SERVER not in servers:
+            await self._create_server()
+            await self._limit_namespaces(self.folder.shares())
+        return True
+
+    async def check(self) -> None:
+        """Looks after it once; `trouble` tells the outcome."""
+        try:
+            if not await self.adopt() and self.folder.allocations():
+                await self._restart()
+            self.trouble = None
+            if self.setup.clock() - self._settled_at >= _LONGEST_PAUSE_SECONDS:
+                self._failures = 0
+        except (MpsError, OSError) as error:
+            if str(error) != self.trouble:
+                log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
+            self.trouble = str(error)
+
+    async def _restart(self) -> None:
+        now = self.setup.clock()
+        if now < self._not_before:
+            raise MpsError(f"the MPS daemon of GPU {self.uuid} keeps ending; it is started again soon; see {self.folder.log}")
+        self._failures += 1
+        self._not_before = now + min(2.0**self._failures, _LONGEST_PAUSE_SECONDS)
+        self.restarts += 1
+        log.warning("mps_daemon_restarting", gpu=self.uuid, before=self.process and self.process[0], restarts=self.restarts)
+        await self._start()
+
+    async def _start(self) -> None:
+        self.folder.make()
+        await self._claim()
+        self._end_servers(without_clients=True)
+        self.folder.clear_pipe()
+        await self._mount_shm()
+        setup, environment = self.setup, self._environment()
+        words = commands.start(setup.protocol, setup.multiuser_option).words
+        argv = [str(setup.control.program), *words]
+        wrapped = launch.daemon_command(setup.launch, self.uuid, self.folder.shm, environment, argv)
+        await setup.control.run(wrapped, environment, self.folder.log / "start.log")
+        await self._await_answer()
+        if setup.protocol == 3:
+            await self._create_server()
+        shares = self.folder.shares()
+        await (self._limit_namespaces(shares) if setup.protocol == 3 else self._bound())
+        assert self.process is not None
+        self.trouble, self._settled_at = None, setup.clock()
+        log.info("mps_daemon_started", gpu=self.uuid, pid=self.process[0], protocol=setup.protocol)
+
+    async def _await_answer(self) -> None:
+        waited = 0.0
+        while (found := processes.find_daemon(self.folder.pipe)) is None:
+            if waited >= _START_SECONDS:
+                raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
+            await asyncio.sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+        self.process, self.servers, self.clients = found, (), {}
+        await self._look()
+
+    async def _create_server(self) -> None:
+        """A server for a GPU that is not there is accepted and then vanishes: so it is looked up afterwards."""
+        await self._ask(commands.create_server(self.uuid, multiuser=self.setup.multiuser_option is not None))
+        if commands.SERVER not in commands.parse_servers(3, await self._ask(commands.list_servers(3))):
+            raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
+
+    async def _look(self) -> Collection[str]:
+        """Learns servers and clients; the servers' names. Raises MpsError."""
+        protocol = self.setup.protocol
+        named = commands.parse_servers(protocol, await self._ask(commands.list_servers(protocol)))
+        self.servers = tuple(pid for pid in named.values() if pid is not None)
+        clients: dict[int, str | None] = {}
+        for pid in self.servers:
+            clients |= commands.parse_clients(protocol, await self._ask(commands.list_clients(protocol, pid)))
+        self.clients = clients
+        self.checks += 1
+        return named
+
+    async def stop(self) -> None:
+        """Ends it and leaves nothing behind. Raises MpsError, OSError: something is left, and it may be tried again."""
+        found = processes.find_daemon(self.folder.pipe)
+        if found is not None:
+            await self._quit(found)
+        self._end_servers(without_clients=False)
+        self.process, self.servers, self.clients = None, (), {}
+        await modes.give_back(self.setup.modes, self.uuid, self.folder)
+        await self._unmount_shm()
+        await asyncio.to_thread(self.folder.remove)
+        log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
+
+    async def _quit(self, process: Process) -> None:
+        """Asks first, then takes. Raises MpsError."""
+        try:
+            await self._ask(commands.quit_daemon(self.setup.protocol, _PATIENCE_SECONDS))
+            gone = await self._gone(process)
+        except MpsError as error:
+            log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
+            gone = False
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not gone:
+                processes.send(process, number)
+                gone = await self._gone(process)
+        if not gone:
+            raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; look into the kernel's log")
+
+    async def _gone(self, process: Process) -> bool:
+        for _ in range(int(_QUIT_SECONDS / _POLL_SECONDS)):
+            if not processes.lives(process):
+                return True
+            await asyncio.sleep(_POLL_SECONDS)
+        return not processes.lives(process)
+
+    def _end_servers(self, *, without_clients: bool) -> None:
+        """Servers that outlived their daemon. Work that runs on them goes on until it ends by itself: they are spared."""
+        clients_live = any(processes.start_time(pid) is not None for pid in self.clients)
+        if without_clients and clients_live:
+            return
+        for pid in self.servers:
+            started = processes.start_time(pid)
+            if started is not None and processes.belongs(pid, self.folder.pipe):
+                processes.send((pid, started), signal.SIGTERM)
+
+    def own_pids(self) -> frozenset[int]:
+        """The daemon, its servers (its children), and servers that outlived it."""
+        left = {pid for pid in self.servers if processes.belongs(pid, self.folder.pipe)}
+        pid = self.pid
+        return frozenset(left if pid is None else {pid, *processes.children(pid), *left})
+
+    # -- around it ---------------------------------------------------------------------------------------------------------
+
+    async def _claim(self) -> None:
+        act = modes.claim if self.setup.exclusive else modes.give_back
+        await act(self.setup.modes, self.uuid, self.folder)
+
+    async def _mount_shm(self) -> None:
+        command = launch.mount_command(self.setup.launch, self.folder.shm)
+        if command is not None and not self.folder.shm.is_mount():
+            await self.setup.control.run(command, {}, self.folder.log / "mount.log")
+
+    async def _unmount_shm(self) -> None:
+        command = launch.unmount_command(self.setup.launch, self.folder.shm)
+        if command is not None and self.folder.shm.is_mount():
+            await self.setup.control.run(command, {}, self.folder.log / "mount.log")
+
+    def _environment(self) -> Mapping[str, str]:
+        return commands.environment(self.setup.protocol, self.uuid, self.folder.pipe, self.folder.log)
+
+    async def _ask(self, *each: Command) -> str:
+        """The last one's answer. Raises MpsError."""
+        answers = [await self.setup.control.ask(command, self._environment()) for command in each]
+        return answers[-1]

@@ -1,0 +1,147 @@
+"""What is on disk for one GPU: `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm, tenants and former_mode.
+
+run_dir is on a tmpfs: daemons, compute modes and these files all end with the boot.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.enforcement.mps.commands import SERVER
+
+#: sun_path has 108 bytes with its end (unix(7)).
+SOCKET_PATH_BYTES: Final = 107
+_LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
+_UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
+_ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a tenant was granted: `cores` in percent, `memory_bytes` in bytes."""
+
+    cores: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFolder:
+    root: Path
+
+    @property
+    def pipe(self) -> Path:
+        return self.root / "pipe"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    @property
+    def shm(self) -> Path:
+        return self.root / "shm"
+
+    @property
+    def _tenants(self) -> Path:
+        return self.root / "tenants"
+
+    @property
+    def _former_mode(self) -> Path:
+        return self.root / "former_mode"
+
+    def namespace(self, allocation: AllocationId) -> Path:
+        """Folder of the container's socket in protocol 3."""
+        return self.pipe / SERVER / allocation
+
+    def make(self) -> None:
+        """A server may run as its client's user: it has to pass through the folders. Raises OSError."""
+        for folder in (self.root.parent, self.root, self.pipe, self.log, self._tenants, self.shm):
+            if not folder.is_dir():
+                folder.mkdir(parents=True)
+                folder.chmod(0o1777 if folder == self.shm else 0o755)  # whatever the umask is
+
+    def clear_pipe(self) -> None:
+        """Removes what a dead daemon left, but no folder: containers have folders mounted. Raises OSError."""
+        for folder, below, names in os.walk(self.pipe):
+            links = [name for name in below if os.path.islink(os.path.join(folder, name))]
+            for name in (*names, *links):
+                os.unlink(os.path.join(folder, name))
+
+    def remove(self) -> None:
+        """All of it; `shm` is no mount any more. Raises OSError."""
+        shutil.rmtree(self.root)
+
+    # -- tenants -----------------------------------------------------------------------------------------------------------
+
+    def allocations(self) -> list[AllocationId]:
+        try:
+            return sorted(name for name in os.listdir(self._tenants) if _ALLOCATION.match(name))
+        except FileNotFoundError:
+            return []
+
+    def shares(self) -> Mapping[AllocationId, Share]:
+        return {allocation: share for allocation in self.allocations() if (share := self._share(allocation)) is not None}
+
+    def put(self, allocation: AllocationId, share: Share) -> None:
+        """Raises OSError."""
+        _replace(self._tenants / allocation, json.dumps({"cores": share.cores, "memory_bytes": share.memory_bytes}))
+
+    def drop(self, allocation: AllocationId) -> None:
+        (self._tenants / allocation).unlink(missing_ok=True)
+
+    def _share(self, allocation: AllocationId) -> Share | None:
+        path = self._tenants / allocation
+        try:
+            read = json.loads(path.read_text())
+            return Share(cores=int(read["cores"]), memory_bytes=int(read["memory_bytes"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("mps_record_unreadable", path=str(path), error=str(error))
+            return None
+
+    # -- the compute mode before ours --------------------------------------------------------------------------------------
+
+    def former_mode(self) -> int | None:
+        try:
+            return int(self._former_mode.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep_former_mode(self, mode: int) -> None:
+        _replace(self._former_mode, str(mode))
+
+    def forget_former_mode(self) -> None:
+        self._former_mode.unlink(missing_ok=True)
+
+
+def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
+    """uuid and folder of each GPU that something is kept for."""
+    try:
+        names = sorted(os.listdir(root))
+    except FileNotFoundError:
+        return
+    for name in names:
+        if _UUID.match(name) and (root / name).is_dir():
+            yield name, GpuFolder(root / name)
+
+
+def socket_path_bytes(root: Path) -> int:
+    """Bytes of the longest socket's name below this root."""
+    uuid = f"GPU-{'0' * 36}"
+    return max(len(os.fsencode(root / uuid / name)) for name in _LONGEST)
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    os.replace(beside, path)

@@ -1,0 +1,113 @@
+"""All daemons of the node: which GPUs have one, looking after them, ending the idle ones."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.enforcement.mps.commands import Protocol
+from gpumgr.enforcement.mps.daemon import Daemon, Setup
+from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
+
+#: So long a tick waits for what it has begun; a daemon that hangs keeps nobody else waiting.
+_TICK_SECONDS: Final = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonStatus:
+    """For people and metrics. `pid` None: it does not run. `clients` and `restarts` are counts; restarts since the agent began."""
+
+    gpu: str
+    protocol: Protocol
+    pid: int | None
+    tenants: int
+    clients: int
+    restarts: int
+    trouble: str | None
+
+
+class Supervisor:
+    """`root` holds one folder for each GPU. A daemon is looked at every `check_seconds`, and ends `idle_seconds` after its last
+    tenant."""
+
+    def __init__(self, root: Path, setup: Setup, *, check_seconds: float, idle_seconds: float) -> None:
+        self.root, self.setup = root, setup
+        self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
+        self._daemons: dict[str, Daemon] = {}
+        self._looked: dict[str, float] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def of(self, uuid: str) -> Daemon:
+        return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self.setup))
+
+    def daemons(self) -> Sequence[Daemon]:
+        """Those that something is kept for, of this life or an earlier one."""
+        return [self.of(uuid) for uuid, _ in gpu_folders(self.root)]
+
+    def allocations(self) -> Collection[AllocationId]:
+        return {allocation for _, folder in gpu_folders(self.root) for allocation in folder.allocations()}
+
+    async def tick(self) -> None:
+        """Looks after the daemons that are due. What takes longer goes on by itself."""
+        now = self.setup.clock()
+        for daemon in self.daemons():
+            due = now - self._looked.get(daemon.uuid, float("-inf")) >= self._check_seconds
+            if due and daemon.uuid not in self._tasks:
+                self._looked[daemon.uuid] = now
+                self._begin(daemon)
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
+
+    def _begin(self, daemon: Daemon) -> None:
+        task = asyncio.create_task(self._tend(daemon), name=f"mps {daemon.uuid}")
+        self._tasks[daemon.uuid] = task
+        task.add_done_callback(lambda done: self._ended(daemon, done))
+
+    def _ended(self, daemon: Daemon, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(daemon.uuid, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("mps_daemon_not_tended", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
+
+    async def _tend(self, daemon: Daemon) -> None:
+        async with daemon.lock:
+            await daemon.check()
+            if daemon.folder.allocations():
+                daemon.idle_since = None
+                return
+            now = self.setup.clock()
+            if daemon.idle_since is None:
+                daemon.idle_since = now
+            if now - daemon.idle_since < self._idle_seconds:
+                return
+            try:
+                await daemon.stop()
+            except (MpsError, OSError) as error:
+                log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
+
+    def status(self) -> tuple[DaemonStatus, ...]:
+        return tuple(
+            DaemonStatus(
+                gpu=daemon.uuid,
+                protocol=self.setup.protocol,
+                pid=daemon.pid,
+                tenants=len(daemon.folder.allocations()),
+                clients=len(daemon.clients),
+                restarts=daemon.restarts,
+                trouble=daemon.trouble,
+            )
+            for daemon in self.daemons()
+        )
+
+    async def close(self) -> None:
+        """Stops looking; the daemons go on."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,157 @@
+"""A node for the MPS backend: short folders, a control program that behaves as told, compute modes, a clock. Ends what it began."""
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gpumgr.allocator.response import ContainerResponse, merged
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.mps import processes
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.folders import GpuFolder
+from gpumgr.errors import NvmlError
+from gpumgr.units import KINDS
+from gpumgr.usage.containers import Container
+
+UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
+GIB: Final = 1 << 30
+_FAKE: Final = Path(__file__).parents[3] / "data/enforcement/fake_mps_control.py"
+CHECK_SECONDS: Final = 5.0
+IDLE_SECONDS: Final = 60.0
+
+
+@dataclass
+class Modes:
+    """Implements ComputeModes."""
+
+    now: dict[str, int] = field(default_factory=lambda: {UUID: 0})
+    broken: str | None = None
+
+    async def compute_mode(self, uuid: str) -> int:
+        return self.now[uuid]
+
+    async def set_compute_mode(self, uuid: str, mode: int) -> None:
+        if self.broken:
+            raise NvmlError(self.broken)
+        self.now[uuid] = mode
+
+
+class Place:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.modes, self.seconds = Modes(), 1000.0
+        self.folder = GpuFolder(root / "mps" / UUID)
+        self.program = root / "nvidia-cuda-mps-control"
+        self._behaviour = root / "behaviour.json"
+        self._attached: list[asyncio.subprocess.Process] = []
+        self._pids: set[int] = set()
+        words = f"FAKE_MPS_BEHAVIOUR={self._behaviour} exec {sys.executable} -S {_FAKE}"
+        self.program.write_text(f'#!/bin/sh\n{words} "$@"\n')
+        self.program.chmod(0o755)
+
+    def behave(self, **how: Any) -> None:
+        beside = self._behaviour.with_suffix(".new")
+        beside.write_text(json.dumps(how))
+        os.replace(beside, self._behaviour)
+
+    async def agent(self, *, keep_protocol: bool = True, **different: Any) -> Mps:
+        """One life of the agent's backend."""
+        settings: dict[str, Any] = {
+            "limits": KINDS,
+            "program": str(self.program),
+            "setting": "auto",
+            "run_dir": self.root,
+            "state_dir": self.root / "state",
+            "modes": self.modes,
+            "exclusive_process": True,
+            "idle_seconds": IDLE_SECONDS,
+            "clock": lambda: self.seconds,
+            "check_seconds": CHECK_SECONDS,
+            "timeout_seconds": 5.0,
+            "how": "plain",
+        }
+        backend = Mps(**{**settings, **different})
+        await backend.open(keep_protocol=keep_protocol)
+        return backend
+
+    async def pass_time(self, backend: Mps, seconds: float = CHECK_SECONDS) -> None:
+        """One look of the agent, so much later."""
+        self.seconds += seconds
+        await backend.adjust(())
+        self.daemon_pid()
+
+    def daemon_pid(self) -> int | None:
+        found = processes.find_daemon(self.folder.pipe)
+        if found is None:
+            return None
+        self._pids |= {found[0], *processes.children(found[0])}
+        return found[0]
+
+    async def kill_daemon(self) -> int:
+        """As a crash; returns when it has gone."""
+        pid = self.daemon_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: processes.start_time(pid) is None)
+        return pid
+
+    def heard(self) -> list[str]:
+        """Commands that the daemon got."""
+        return (self.folder.log / "control.log").read_text().splitlines()
+
+    async def attach(self, backend: Mps, tenant: Tenant, **other: str) -> tuple[int, Mapping[str, Any]]:
+        """A CUDA program of this tenant: its pid, and what it got."""
+        given: ContainerResponse = merged(*(backend.prepare(tenant, kind) for kind in KINDS))
+        pipe = asyncio.subprocess.PIPE
+        environment = {"PATH": os.environ["PATH"], **given.envs, **other}
+        process = await asyncio.create_subprocess_exec(self.program, "attach", stdin=pipe, stdout=pipe, env=environment)
+        self._attached.append(process)
+        assert process.stdout is not None
+        got: Mapping[str, Any] = json.loads(await process.stdout.readline())
+        self.daemon_pid()
+        return process.pid, got
+
+    async def detach(self) -> None:
+        for process in self._attached:
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
+        self._attached.clear()
+
+    async def close(self) -> None:
+        await self.detach()
+        self.daemon_pid()
+        for pid in self._pids:
+            started = processes.start_time(pid)
+            if started is not None and processes.belongs(pid, self.folder.pipe):
+                processes.send((pid, started), signal.SIGKILL)
+        shutil.rmtree(self.root)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    for _ in itertools.count():
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+
+
+def tenant(allocation: str = "a1", *, cores: int = 30, memory_bytes: int = 3 * GIB, uuid: str = UUID) -> Tenant:
+    pod = ("demo", f"pod-{allocation}")
+    return Tenant(
+        allocation=allocation, gpu=uuid[4:12], uuid=uuid, cores=cores, memory_bytes=memory_bytes, pod=pod, container="main"
+    )
+
+
+def running(of: Tenant, *pids: int, gpu: tuple[int, ...] = ()) -> Running:
+    container = Container(id=of.allocation, pod=of.pod or ("", ""), pod_uid="u", name="main")
+    return Running(tenant=of, container=container, pids=pids, gpu_processes=dict.fromkeys(gpu))

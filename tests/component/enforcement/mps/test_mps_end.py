@@ -1,0 +1,107 @@
+"""How daemons end, and what they leave."""
+
+import pytest
+
+from gpumgr.enforcement.mps import processes
+from gpumgr.enforcement.mps.commands import ProtocolSetting
+from gpumgr.enforcement.mps.modes import EXCLUSIVE_PROCESS
+from gpumgr.errors import Refusal
+from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, tenant
+
+BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+
+
+@BOTH
+async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: ProtocolSetting) -> None:
+    place.modes.now[UUID] = 2
+    backend = await place.agent(setting=setting)
+    await backend.start(tenant())
+    server = (await place.attach(backend, tenant()))[1]["server"]
+    await place.detach()
+    await backend.cleanup("a1")
+    await place.pass_time(backend)
+    await place.pass_time(backend, IDLE_SECONDS - CHECK_SECONDS)
+    assert place.daemon_pid() is not None, "somebody may come soon"
+    await backend.start(tenant("b2"))
+    await place.pass_time(backend, 10 * IDLE_SECONDS)
+    assert place.daemon_pid() is not None, "a tenant needs it, busy or not"
+    await backend.cleanup("b2")
+    await place.pass_time(backend)
+    await place.pass_time(backend, IDLE_SECONDS)
+    assert place.daemon_pid() is None
+    assert processes.start_time(server) is None
+    assert place.modes.now == {UUID: 2}
+    assert (backend.status(), backend.own_pids(), place.folder.root.exists()) == ((), frozenset(), False)
+    await backend.start(tenant("c3"))
+    assert place.daemon_pid() is not None
+
+
+async def test_a_whole_gpu_tenant_does_not_wait_for_the_idle_time(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant())
+    await backend.vacate(["GPU-another"])
+    assert place.daemon_pid() is not None
+    await backend.vacate([UUID])
+    assert (place.daemon_pid(), place.modes.now, backend.remains()) == (None, {UUID: 0}, set())
+
+
+async def test_orphans_of_an_earlier_life_are_told_and_removed(place: Place) -> None:
+    old = await place.agent()
+    await old.start(tenant("a1"))
+    await old.close()
+    new = await place.agent()
+    await new.recover([])
+    assert new.remains() == {"a1"}
+    await new.cleanup("a1")
+    await new.cleanup("never-seen")
+    await place.pass_time(new)
+    await place.pass_time(new, IDLE_SECONDS)
+    assert (place.daemon_pid(), place.modes.now) == (None, {UUID: 0})
+
+
+async def test_cleanup_does_not_need_the_daemon(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant())
+    await place.kill_daemon()
+    await backend.cleanup("a1")
+    assert backend.remains() == set()
+    await backend.start(tenant("b2"))
+    pid = place.daemon_pid()
+    assert pid is not None
+    place.behave(garbage="?")
+    await backend.cleanup("b2")
+    assert backend.remains() == set()
+
+
+async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> None:
+    backend = await place.agent(idle_seconds=0.0)
+    await backend.start(tenant())
+    await backend.cleanup("a1")
+    place.modes.broken = "Unknown Error"
+    await place.pass_time(backend)
+    assert place.folder.former_mode() == 0
+    with pytest.raises(Refusal, match=r"not free of MPS yet: .* `nvidia-smi -c 0` can"):
+        await backend.vacate([UUID])
+    place.modes.broken = None
+    await place.pass_time(backend)
+    assert (place.modes.now, place.folder.root.exists()) == ({UUID: 0}, False)
+
+
+async def test_the_mode_is_left_alone_if_the_operator_wants_it_and_brought_back_if_he_changes_his_mind(place: Place) -> None:
+    old = await place.agent()
+    await old.start(tenant())
+    await old.close()
+    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
+    new = await place.agent(exclusive_process=False)
+    await new.recover([tenant()])
+    assert place.modes.now == {UUID: 0}
+    await new.start(tenant("b2"))
+    assert place.modes.now == {UUID: 0}
+
+
+async def test_a_mode_that_somebody_changed_is_set_again(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant())
+    place.modes.now[UUID] = 0
+    await place.pass_time(backend)
+    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}

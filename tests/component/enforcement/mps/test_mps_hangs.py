@@ -1,0 +1,72 @@
+"""Daemons that hang or crash again and again."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from gpumgr.errors import Refusal
+from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
+
+
+async def test_a_hung_daemon_is_told_to_its_tenants_and_not_killed_under_them(place: Place) -> None:
+    place.behave(protocols=[2])
+    backend = await place.agent(timeout_seconds=0.3)
+    await backend.start(tenant())
+    pid = place.daemon_pid()
+    place.behave(protocols=[2], hang=["get_server_list"])
+    await place.pass_time(backend)
+    (finding,) = await backend.observe([running(tenant(), os.getpid())])
+    assert (finding.code, "did not end `get_server_list`" in finding.message) == ("broken", True)
+    with pytest.raises(Refusal, match="did not end `get_server_list`"):
+        await backend.start(tenant("b2"))
+    assert place.daemon_pid() == pid
+    place.behave(protocols=[2])
+    await place.pass_time(backend)
+    assert await backend.observe([running(tenant(), os.getpid())]) == []
+
+
+async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:
+    place.behave(protocols=[2])
+    backend = await place.agent(timeout_seconds=0.3)
+    await backend.start(tenant())
+    await backend.cleanup("a1")
+    place.behave(protocols=[2], hang=["get_server_list", "quit"])
+    await place.pass_time(backend)
+    await place.pass_time(backend, IDLE_SECONDS)
+    await until(lambda: not place.folder.root.exists())
+    assert (place.daemon_pid(), place.modes.now) == (None, {UUID: 0})
+
+
+async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant())
+    place.behave(crash=["server"])
+    await place.pass_time(backend)
+    await place.pass_time(backend)
+    assert backend.status()[0].restarts == 1
+    await place.pass_time(backend, 0.0)
+    for _ in range(20):
+        await place.pass_time(backend)
+    (status,) = backend.status()
+    assert 1 < status.restarts < 10
+    (finding,) = await backend.observe([running(tenant())])
+    assert finding.code == "broken"
+    place.behave()
+    await place.pass_time(backend, 60)
+    assert backend.status()[0].trouble is None
+    assert place.daemon_pid() is not None
+
+
+async def test_a_stopped_daemon_does_not_keep_the_others_waiting(place: Place) -> None:
+    backend = await place.agent(timeout_seconds=30.0)
+    await backend.start(tenant())
+    pid = place.daemon_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(20):
+        await place.pass_time(backend)
+        await backend.close()
+    os.kill(pid, signal.SIGCONT)
+    assert place.daemon_pid() == pid

@@ -1,0 +1,88 @@
+"""What can keep MPS from limiting a container, and what its owner and the operator read then."""
+
+from typing import Any
+
+import pytest
+
+from gpumgr.errors import Refusal
+from tests.component.enforcement.mps.place import UUID, Place, running, tenant
+
+
+async def refused(place: Place, **settings: Any) -> str:
+    backend = await place.agent(**settings)
+    with pytest.raises(Refusal) as refusal:
+        await backend.start(tenant())
+    assert refusal.value.code == "internal"
+    return str(refusal.value)
+
+
+async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> None:
+    backend = await place.agent(program="/nowhere/nvidia-cuda-mps-control")
+    reason = await backend.unavailable()
+    assert reason is not None
+    assert "'/nowhere/nvidia-cuda-mps-control' was not found" in reason
+    assert "mps.control_program" in reason
+    with pytest.raises(Refusal, match="not available on this node"):
+        backend.prepare(tenant(), "core")
+    assert (backend.remains(), backend.own_pids(), backend.status(), backend.caveats) == ((), (), (), ())
+    assert await backend.observe([running(tenant())]) == ()
+    await backend.adjust(())
+    await backend.recover([tenant()])
+    await backend.vacate([UUID])
+    await backend.close()
+
+
+async def test_a_driver_that_comes_later_is_found(place: Place) -> None:
+    hidden = place.program.rename(place.root / "hidden")
+    backend = await place.agent()
+    assert await backend.unavailable() is not None
+    hidden.rename(place.program)
+    assert await backend.unavailable() is None
+    assert backend.caveats
+
+
+async def test_other_obstacles_are_told(place: Place) -> None:
+    assert await (await place.agent(obstacle=lambda: "GPU 3 is in MIG mode")).unavailable() == "GPU 3 is in MIG mode"
+    deep = await place.agent(run_dir=place.root / ("d" * 60))
+    assert "choose a shorter enforcement.run_dir" in str(await deep.unavailable())
+    place.behave(protocols=[2])
+    assert "can't speak MPS protocol 3" in str(await (await place.agent(setting="3")).unavailable())
+
+
+async def test_mig_devices_are_refused(place: Place) -> None:
+    backend = await place.agent()
+    with pytest.raises(Refusal, match="no MIG devices"):
+        await backend.start(tenant(uuid="MIG-0fe1c342"))
+
+
+async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(place: Place) -> None:
+    place.behave(protocols=[2], hang=["-d"])
+    said = await refused(place, timeout_seconds=0.3)
+    assert f"MPS can't limit demo/pod-a1 (main) on GPU {UUID[4:12]}" in said
+    assert "did not end `-d --multiuser-server` within 0.3 s" in said
+    assert "nvidia-smi" in said
+
+
+async def test_answers_that_make_no_sense_are_refused(place: Place) -> None:
+    backend = await place.agent(setting="2")
+    place.behave(garbage="Segmentation fault\nabc")
+    with pytest.raises(Refusal, match=r"answered 'Segmentation fault\\nabc', not process ids"):
+        await backend.start(tenant())
+
+
+async def test_a_daemon_that_does_not_start_is_refused_with_its_own_words(place: Place) -> None:
+    place.behave(refuse_start="Failed to create the log file")
+    assert "'Failed to create the log file'" in await refused(place)
+
+
+async def test_limits_that_are_accepted_and_not_kept_are_refused(place: Place) -> None:
+    place.behave(forget_limits=True)
+    assert "did not take the limits of namespace a1" in await refused(place)
+
+
+async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
+    place.modes.broken = "Insufficient Permissions"
+    said = await refused(place)
+    assert "can't be put in compute mode EXCLUSIVE_PROCESS" in said
+    assert "Insufficient Permissions; run gpumgr as root, or set mps.exclusive_process to false" in said
+    assert place.daemon_pid() is None

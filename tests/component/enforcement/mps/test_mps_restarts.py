@@ -1,0 +1,90 @@
+"""Daemons over crashes and restarts of the agent."""
+
+import os
+
+import pytest
+
+from gpumgr.enforcement.mps import processes
+from gpumgr.enforcement.mps.commands import ProtocolSetting
+from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
+
+BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+
+
+@BOTH
+async def test_a_killed_daemon_is_started_again_with_all_its_tenants(place: Place, setting: ProtocolSetting) -> None:
+    backend = await place.agent(setting=setting)
+    first, second = tenant("a1"), tenant("b2", cores=60)
+    await backend.start(first)
+    await backend.start(second)
+    mounted = place.folder.namespace("a1") if setting == "3" else place.folder.pipe
+    inode = mounted.stat().st_ino
+    killed = await place.kill_daemon()
+    await place.pass_time(backend)
+    assert place.daemon_pid() not in (None, killed)
+    assert mounted.stat().st_ino == inode, "containers have this folder mounted"
+    for each in (first, second):
+        _, got = await place.attach(backend, each)
+        assert (got["percentage"], got["memory"]) == (each.cores, each.memory_bytes)
+    (status,) = backend.status()
+    assert (status.pid, status.tenants, status.restarts, status.trouble) == (place.daemon_pid(), 2, 1, None)
+
+
+@BOTH
+async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, setting: ProtocolSetting) -> None:
+    old = await place.agent(setting=setting)
+    await old.start(tenant())
+    client, _ = await place.attach(old, tenant())
+    pid = place.daemon_pid()
+    await old.close()
+    assert place.daemon_pid() == pid
+    new = await place.agent()
+    await new.recover([tenant()])
+    (status,) = new.status()
+    assert (status.pid, status.clients, status.restarts) == (pid, 1, 0)
+    assert processes.start_time(client) is not None
+    await new.start(tenant("b2"))
+    assert place.daemon_pid() == pid
+    assert await new.observe([running(tenant(), client, gpu=(client,))]) == []
+
+
+async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_is_still_set_back(place: Place) -> None:
+    place.modes.now[UUID] = 0
+    old = await place.agent()
+    await old.start(tenant())
+    await old.close()
+    killed = await place.kill_daemon()
+    new = await place.agent()
+    await new.recover([tenant()])
+    assert place.daemon_pid() not in (None, killed)
+    await new.cleanup("a1")
+    await place.pass_time(new)
+    await place.pass_time(new, IDLE_SECONDS)
+    assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
+
+
+async def test_servers_that_outlive_their_daemon_keep_their_clients_and_end_without(place: Place) -> None:
+    place.behave(servers_outlive=True)
+    backend = await place.agent(setting="2")
+    await backend.start(tenant())
+    _, got = await place.attach(backend, tenant())
+    await place.pass_time(backend)
+    await place.kill_daemon()
+    await place.pass_time(backend)
+    assert processes.start_time(got["server"]) is not None, "work goes on there"
+    _, fresh = await place.attach(backend, tenant())
+    await place.pass_time(backend)
+    await place.detach()
+    await place.kill_daemon()
+    await place.pass_time(backend)
+    assert processes.start_time(fresh["server"]) is None
+
+
+async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant())
+    await place.kill_daemon()
+    (place.folder.pipe / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
+    assert processes.find_daemon(place.folder.pipe) is None
+    await place.pass_time(backend)
+    assert place.daemon_pid() not in (None, os.getpid())

@@ -1,0 +1,317 @@
+"""The daemon of fake_mps_control.py, which starts it: listens in the pipe folder, obeys commands, serves clients."""
+
+import json
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PIPE = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+LOG = Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/tmp/nvidia-log"))
+_PID_FILE = PIPE / "nvidia-cuda-mps-control.pid"
+
+
+def behaviour(key: str, default: Any) -> Any:
+    path = os.environ.get("FAKE_MPS_BEHAVIOUR")
+    try:
+        return json.loads(Path(path).read_text()).get(key, default) if path else default
+    except FileNotFoundError:
+        return default
+
+
+class Refused(Exception):
+    """The command's error."""
+
+
+@dataclass
+class Limits:
+    percentage: float = 100.0
+    memory: int | None = None
+
+
+@dataclass
+class Server:
+    """Its process ends with the daemon: its standard input does."""
+
+    name: str
+    user: int
+    devices: str = "-"
+    limits: Limits = field(default_factory=Limits)
+    clients: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = "exec sleep 3600" if behaviour("servers_outlive", False) else "exec cat"
+        self.process = subprocess.Popen(["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Namespace:
+    listener: socket.socket
+    limits: Limits = field(default_factory=Limits)
+
+
+class Daemon:
+    def __init__(self, protocol: int, multiuser: bool) -> None:
+        self.protocol, self.multiuser = protocol, multiuser
+        self.defaults = Limits()
+        self.servers: dict[str, Server] = {}
+        self.namespaces: dict[tuple[str, str], Namespace] = {}
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+
+    def serve(self, tell: int) -> None:
+        """Writes a byte to the descriptor `tell` when it can be spoken to, and returns after `quit`."""
+        shm = os.stat("/dev/shm")
+        settings = {key: value for key, value in os.environ.items() if key.startswith("CUDA_")}
+        facts = {"argv": sys.argv, "env": settings, "shm": [shm.st_dev, shm.st_ino]}
+        (LOG / "fake.json").write_text(json.dumps(facts))
+        (PIPE / "control_lock").touch()
+        if not (PIPE / "log").exists():
+            os.mkfifo(PIPE / "log")
+        self._listen(PIPE / "control", "default")
+        self._listen(PIPE / "control_privileged", "default")
+        _PID_FILE.write_text(f"{os.getpid()}\n")
+        os.write(tell, b"1")
+        os.close(tell)
+        self._ended.wait()
+        for server in self.servers.values():
+            server.end()
+        for name in ("control", "control_privileged", _PID_FILE.name):
+            (PIPE / name).unlink(missing_ok=True)
+
+    def _listen(self, path: Path, namespace: str) -> socket.socket:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(16)
+        threading.Thread(target=self._accept, args=(listener, namespace), daemon=True).start()
+        return listener
+
+    def _accept(self, listener: socket.socket, namespace: str) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._handle, args=(connection, namespace), daemon=True).start()
+
+    def _handle(self, connection: socket.socket, namespace: str) -> None:
+        line = connection.makefile().readline()
+        if not line:
+            return
+        request = json.loads(line)
+        pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if "attach" in request:
+            self._attach(connection, pid, int(request["as_user"] or user), namespace, request["attach"])
+            return
+        words = request["words"]
+        with (LOG / "control.log").open("a") as log:
+            log.write(" ".join(words) + "\n")
+        if words[0] in behaviour("crash", []):
+            os._exit(139)
+        with self._lock:
+            try:
+                status, text = 0, self.obey(words)
+            except Refused as refused:
+                status, text = 1, str(refused)
+        connection.sendall(json.dumps({"status": status, "text": text}).encode() + b"\n")
+        if words[0] == "quit":
+            self._ended.set()
+
+    # -- clients ---------------------------------------------------------------------------------------------------------------
+
+    def _attach(self, connection: socket.socket, pid: int, user: int, namespace: str, wanted: dict[str, str]) -> None:
+        server = self._server_for(user)
+        named = self.namespaces.get((server.name, namespace))
+        limits = named.limits if named else server.limits
+        percentage, memory = limits.percentage, limits.memory
+        asked = wanted.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        if asked and named is None:  # a namespace's value overrides the client's
+            percentage = min(percentage, float(asked))
+        pinned = re.fullmatch(r"0=(.+)", wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
+        if pinned:
+            memory = min(_size(pinned.group(1)), 1 << 62 if memory is None else memory)
+        server.clients[pid] = namespace
+        got = {"server": server.pid, "namespace": namespace, "percentage": percentage, "memory": memory}
+        connection.sendall(json.dumps(got).encode() + b"\n")
+        connection.recv(1)
+        server.clients.pop(pid, None)
+
+    def _server_for(self, user: int) -> Server:
+        """Waits while another user's clients are served, unless in multi-user mode."""
+        user = 0 if self.multiuser else user
+        while True:
+            with self._lock:
+                server = next(iter(self.servers.values()), None)
+                if server is not None and (self.protocol == 3 or server.user == user):
+                    return server
+                if server is not None and not server.clients:
+                    server.end()
+                    self.servers.clear()
+                if not self.servers:
+                    limits = Limits(self.defaults.percentage, self.defaults.memory)
+                    server = Server(name="", user=user, limits=limits)
+                    self.servers[str(server.pid)] = server
+                    return server
+            time.sleep(0.02)
+
+    # -- commands --------------------------------------------------------------------------------------------------------------
+
+    def obey(self, words: Sequence[str]) -> str:
+        if words[0] == "quit":
+            return ""
+        if self.protocol == 2:
+            return self._obey_2(*words)
+        positional = [word for word in words if not word.startswith("--")]
+        options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+        return self._obey_3(positional, options)
+
+    def _obey_2(self, command: str, *values: str) -> str:
+        match command, *values:
+            case ["get_server_list"]:
+                return "\n".join(self.servers)
+            case ["get_client_list", pid]:
+                return "\n".join(map(str, self._known(pid).clients))
+            case ["set_default_active_thread_percentage", value]:
+                self.defaults.percentage = float(value)
+                return f"{self.defaults.percentage}"
+            case ["get_default_active_thread_percentage"]:
+                return f"{self.defaults.percentage}"
+            case ["set_default_device_pinned_mem_limit", "0", value]:
+                self.defaults.memory = _size(value)
+            case ["get_default_device_pinned_mem_limit", "0"]:
+                return _shown(self.defaults.memory)
+            case ["set_active_thread_percentage", pid, value]:
+                self._known(pid).limits.percentage = float(value)
+                return f"{float(value)}"
+            case ["set_device_pinned_mem_limit", pid, "0", value]:
+                self._known(pid).limits.memory = _size(value)
+            case _:
+                raise Refused(f"Invalid command: {command}")
+        return ""
+
+    def _obey_3(self, words: Sequence[str], options: dict[str, str]) -> str:
+        style, owner = options.get("format", "table"), options.get("server", "")
+        match words:
+            case ["server", "create", name]:
+                self._create_server(name, options.get("uid", "0"), options.get("allowed-devices", "-"))
+            case ["server", "list"]:
+                servers = self.servers.values()
+                return _rendered(((s.name, s.user, s.pid, "Ready", PIPE / s.name, s.devices, "-") for s in servers), style)
+            case ["namespace", "create", name]:
+                self._create_namespace(owner, name)
+            case ["namespace", "delete", name]:
+                self._delete_namespace(owner, name, "force" in options)
+            case ["namespace", "list"]:
+                self._known(owner)
+                return _rendered(self._namespace_rows(owner), style)
+            case ["namespace", "set", name]:
+                self._limit(self._namespace(owner, name).limits, options)
+            case ["namespace", "get", name, of, key]:
+                limits = self._namespace(of, name).limits
+                folder, shown = str(PIPE / of / name), _shown(limits.memory)
+                values = {
+                    "active-thread-percentage": f"{limits.percentage:.2f}",
+                    "pinned-memory-limit": shown,
+                    "pipe-directory": folder,
+                }
+                return values[key]
+            case ["client", "list"]:
+                known = [s for s in self.servers.values() if owner in ("", s.name)]
+                return _rendered(((pid, s.name, 0, space, "a program") for s in known for pid, space in s.clients.items()), style)
+            case _:
+                raise Refused(f"Unknown command: {' '.join(words)}")
+        return ""
+
+    def _create_server(self, name: str, user: str, devices: str) -> None:
+        _check_name(name)
+        if name in self.servers:
+            raise Refused(f"Server '{name}' already exists")
+        if self.multiuser and user != "0":
+            raise Refused("Only uid 0 is allowed in multiuser mode")
+        self.servers[name] = Server(name=name, user=int(user), devices=devices)
+        self._listen(PIPE / name / "control", "default")
+        self._listen(PIPE / name / "default" / "control", "default")
+
+    def _create_namespace(self, owner: str, name: str) -> None:
+        _check_name(name)
+        self._known(owner)
+        if (owner, name) in self.namespaces:
+            raise Refused(f"Namespace '{name}' already exists")
+        self.namespaces[owner, name] = Namespace(self._listen(PIPE / owner / name / "control", name))
+
+    def _delete_namespace(self, owner: str, name: str, force: bool) -> None:
+        namespace = self._namespace(owner, name)
+        if name in self._known(owner).clients.values() and not force:
+            raise Refused("Namespace has active clients")
+        namespace.listener.close()
+        (PIPE / owner / name / "control").unlink()
+        (PIPE / owner / name).rmdir()
+        del self.namespaces[owner, name]
+
+    def _limit(self, limits: Limits, options: dict[str, str]) -> None:
+        if behaviour("forget_limits", False):
+            return
+        if "active-thread-percentage" in options:
+            limits.percentage = float(options["active-thread-percentage"])
+        if "pinned-memory-limit" in options:
+            limits.memory = _size(options["pinned-memory-limit"])
+
+    def _namespace_rows(self, owner: str) -> Iterable[Sequence[object]]:
+        yield "default", owner, "Ready", "-", "100.00", 0, PIPE / owner / "default"
+        for (of, name), namespace in self.namespaces.items():
+            if of == owner:
+                limits = namespace.limits
+                yield name, owner, "Ready", _shown(limits.memory), f"{limits.percentage:.2f}", 0, PIPE / owner / name
+
+    def _known(self, name: str) -> Server:
+        if name not in self.servers:
+            raise Refused(f"Server {name} not found")
+        return self.servers[name]
+
+    def _namespace(self, owner: str, name: str) -> Namespace:
+        if (owner, name) not in self.namespaces:
+            raise Refused(f"Namespace '{name}' not found")
+        return self.namespaces[owner, name]
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch("[a-z0-9_]{1,64}", name):
+        raise Refused(f"Invalid name: {name}")
+
+
+def _size(text: str) -> int:
+    return int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]]
+
+
+def _shown(value: int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value >> 30}G" if value % (1 << 30) == 0 else f"{value >> 20}M"
+
+
+def _rendered(rows: Iterable[Sequence[object]], style: str) -> str:
+    between = "," if style.startswith("csv") else "  "
+    return "\n".join(between.join(map(str, row)) for row in rows)
+
+
+if __name__ == "__main__":
+    Daemon(protocol=int(sys.argv[1]), multiuser=sys.argv[2] == "1").serve(int(sys.argv[3]))

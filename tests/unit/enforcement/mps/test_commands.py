@@ -1,0 +1,127 @@
+"""Texts to and from NVIDIA's control program."""
+
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.mps import commands
+from gpumgr.enforcement.mps.errors import MpsError
+
+GIB = 1 << 30
+OLD_HELP = "nvidia-cuda-mps-control [-d | -f]\n  starts nvidia-cuda-mps-server processes"
+NEW_HELP = "-d, --daemon\n-m, --multiuser  Enable multiuser mode.\n-p, --protocol <2|3>"
+MODULES = "server, namespace, client, device, sm-partition, feature"
+
+
+def test_an_old_program_speaks_protocol_2_to_one_user_at_a_time() -> None:
+    assert commands.parse_help(OLD_HELP, "Unrecognized option") == commands.Abilities(protocols=frozenset({2}))
+
+
+@pytest.mark.parametrize("option", ["-multiuser-server", "--multiuser-server", "--multiuser"])
+def test_the_multi_user_option_is_taken_as_the_program_spells_it(option: str) -> None:
+    found = commands.parse_help(f" -d\n {option}  one server for all users\n", "")
+    assert found.multiuser_option == option
+    assert commands.start(2, option).words == ("-d", option)
+
+
+def test_a_new_program_speaks_both() -> None:
+    found = commands.parse_help(NEW_HELP, f"{NEW_HELP}\nModules: {MODULES}")
+    assert found.protocols == {2, 3}
+    assert commands.start(3, found.multiuser_option).words == ("-d", "-p", "3", "--multiuser")
+
+
+def test_the_daemon_sees_one_gpu_and_its_own_folders() -> None:
+    assert commands.environment(2, "GPU-1", Path("/p"), Path("/l")) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-1",
+        "CUDA_MPS_PIPE_DIRECTORY": "/p",
+        "CUDA_MPS_LOG_DIRECTORY": "/l",
+        "CUDA_MPS_PROTOCOL_VERSION": "2",
+    }
+
+
+def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
+    assert [each.text for each in commands.bound_servers_to_come(40, 3 * GIB)] == [
+        "set_default_active_thread_percentage 40\n",
+        "set_default_device_pinned_mem_limit 0 3072M\n",
+    ]
+    assert [each.text for each in commands.bound_server(77, 40, 3 * GIB)] == [
+        "set_active_thread_percentage 77 40\n",
+        "set_device_pinned_mem_limit 77 0 3072M\n",
+    ]
+    assert [each.text for each in commands.bound_server(77, 40, None)] == ["set_active_thread_percentage 77 40\n"]
+
+
+def test_a_namespace_has_both_limits_or_only_the_cores() -> None:
+    words = commands.limit_namespace("ab12", 30, 2 * GIB).words
+    assert words == ("namespace", "set", "ab12", "--server=gpu", "--active-thread-percentage=30", "--pinned-memory-limit=2048M")
+    assert "--pinned-memory-limit" not in " ".join(commands.limit_namespace("ab12", 30, None).words)
+
+
+@pytest.mark.parametrize("name", ["A1", "a-b", "", "a" * 65, "a/b", "a\n"])
+def test_a_name_that_mps_does_not_take_is_refused(name: str) -> None:
+    with pytest.raises(MpsError, match="can't be the name of an MPS namespace"):
+        commands.create_namespace(name)
+
+
+def test_servers_and_clients_of_protocol_2() -> None:
+    assert commands.parse_servers(2, "12\n34\n") == {"12": 12, "34": 34}
+    assert commands.parse_servers(2, "") == {}
+    assert commands.parse_clients(2, "51\n52\n") == {51: None, 52: None}
+
+
+def test_servers_and_clients_of_protocol_3() -> None:
+    servers = "gpu,0,48201,Ready,/run/nvidia-mps/gpu,GPU-abcd-1234,-\nnext,0,-,Stopped,/run/nvidia-mps/next,-,-\n"
+    assert commands.parse_servers(3, servers) == {"gpu": 48201, "next": None}
+    clients = "51023,gpu,0,default,python train.py\n51087,gpu,0,ab12,python eval.py --sizes 1,2\n"
+    assert commands.parse_clients(3, clients) == {51023: "default", 51087: "ab12"}
+    namespaces = "default,gpu,Ready,-,100.00,0,/p\nab12,gpu,Ready,4G,30.00,0,/p\n"
+    assert commands.parse_namespaces(namespaces) == {"default": ("-", "100.00"), "ab12": ("4G", "30.00")}
+
+
+@pytest.mark.parametrize(
+    ("limits", "memory_bytes", "kept"),
+    [
+        (("4G", "30.00"), 4 * GIB, True),
+        (("4G", "29"), 4 * GIB, True),
+        (("4G", "31"), 4 * GIB, False),
+        (("5G", "30"), 4 * GIB, False),
+        (("-", "30"), 4 * GIB, False),
+        (("4G", "-"), 4 * GIB, False),
+        (("-", "30"), None, True),
+    ],
+)
+def test_a_namespace_may_be_narrower_than_granted_and_never_wider(
+    limits: tuple[str, str], memory_bytes: int | None, kept: bool
+) -> None:
+    assert commands.within(limits, 30, memory_bytes) is kept
+
+
+@pytest.mark.parametrize(("text", "number"), [("30\n", 30), ("30.0", 30), (" 30.00 ", 30), ("12.5%", 12.5)])
+def test_percentages(text: str, number: float) -> None:
+    assert commands.parse_percentage(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4G\n", 4 * GIB), ("512M", GIB // 2), ("1.5G", 3 * GIB // 2), ("7", 7), ("1 GiB", GIB)]
+)
+def test_sizes(text: str, number: int) -> None:
+    assert commands.parse_size(text) == number
+
+
+@pytest.mark.parametrize("text", ["Segmentation fault", "12 x", "-3", "99999999999", "0", "१२"])
+def test_what_is_no_list_of_pids_is_named(text: str) -> None:
+    with pytest.raises(MpsError, match="not process ids"):
+        commands.parse_pids(text)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-", "4X"])
+def test_what_is_no_number_is_named(text: str) -> None:
+    with pytest.raises(MpsError, match="not a size"):
+        commands.parse_size(text)
+    with pytest.raises(MpsError, match="not a percentage"):
+        commands.parse_percentage(text or "-")
+
+
+def test_a_short_row_is_named() -> None:
+    with pytest.raises(MpsError, match="not lines of 4 or more columns"):
+        commands.parse_servers(3, "gpu,0\n")
