@@ -21,8 +21,9 @@ _LEVELS: dict[Level, int] = {
 }
 
 
-def configure_log(level: Level, form: Format, *, stream: TextIO | None = None) -> None:
-    """Called once, before the first line: loggers keep what they find at their first use. Default stream: stderr."""
+def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, for_good: bool = True) -> None:
+    """Called before the first line. Default stream: stderr. `for_good`: loggers keep what they find at their first use, which is
+    cheaper; for processes that live long."""
     out = stream or sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())
     shared: list[Processor] = [
@@ -35,7 +36,7 @@ def configure_log(level: Level, form: Format, *, stream: TextIO | None = None) -
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=lambda *_: _Lines(out),
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=for_good,
     )
     _route_libraries(out, shared, rendering)
 

@@ -18,7 +18,11 @@ class HostProcesses:
         except OSError:
             return None
         fields = text.rpartition(")")[2].split()
-        return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else None
+        if len(fields) <= 19:
+            return None
+        # A zombie with threads is a process whose first thread has ended: it goes on.
+        ended = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+        return None if ended else int(fields[19])
 
     def runs(self, process: Process) -> bool:
         pid, started = process

@@ -1,31 +1,197 @@
-"""Builds the node's enforcement out of the settings."""
+"""Joins the mechanisms of limits with the settings, the driver, the container runtime and the driver's files."""
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from pathlib import Path
 
 import structlog
 
+from gpumgr.agent.books import Books
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.tenants import tenant_of
 from gpumgr.allocator.tenant import Tenant
+from gpumgr.cri.cgroups import Cgroups
+from gpumgr.cri.client import CriClient
+from gpumgr.cri.containers import Containers
+from gpumgr.driverfiles.errors import DriverFilesError
+from gpumgr.driverfiles.manager import DriverMirror
 from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.nothing import Nothing
+from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.client import build_client
+from gpumgr.errors import InputError
+from gpumgr.kubeapi.announcer import Announcer
+from gpumgr.nvml.driver import Nvml
+from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
+from gpumgr.usage.containers import Container
 
 log = structlog.get_logger(__name__)
 
-#: A pod's warning: tenant, reason in one word, sentence.
-Warn = Callable[[Tenant, str, str], None]
+#: How often to look for what is left over, if nothing calls for it earlier.
+TEND_SECONDS = 30.0
+LEAST_SECONDS = 0.5
+PRUNE_SECONDS = 3600.0
+NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
-def build_limits(settings: Settings, *, warn: Warn) -> Limits:
-    """All mechanisms that gpumgr knows, whether this node can carry them or not."""
-    chosen = settings.enforcement
-    backends: list[Backend] = [Nothing(lambda tenant, message: warn(tenant, "NotEnforced", message))]
-    return Limits(
-        backends,
-        setting=chosen.backend,
-        overrides=chosen.overrides,
-        cdi_dir=chosen.cdi_dir if chosen.injection == "cdi" else None,
-        orphan_grace_seconds=chosen.orphan_grace_seconds,
-        clock=time.monotonic,
-    )
+class Enforcing:
+    """All that keeps shares apart on this node. `announcer` None: there is no API server to tell.
+
+    Order: `open`; `choose` for each picture of the node's GPUs, before they are offered; `recover` once the ledger is in order;
+    then `run` as a daemon; `close`.
+    """
+
+    def __init__(
+        self, settings: Settings, *, nvml: Nvml, processes: HostProcesses, pods: Pods, announcer: Announcer | None
+    ) -> None:
+        self._settings, self._processes, self._pods, self._announcer = settings, processes, pods, announcer
+        self._client = CriClient(settings.cri.socket)
+        self._cgroups = Cgroups(settings.cri.cgroup_root)
+        self.containers = Containers(self._client, self._cgroups, processes.runs)
+        chosen, state_dir = settings.enforcement, settings.checkpoint.dir
+        self.mps = Mps(
+            limits=("core", "memory"),
+            program=settings.mps.control_program,
+            setting=settings.mps.protocol,
+            run_dir=chosen.run_dir,
+            state_dir=state_dir,
+            modes=nvml,
+            exclusive_process=settings.mps.exclusive_process,
+            idle_seconds=settings.mps.idle_seconds,
+            clock=time.monotonic,
+        )
+        self.vcuda = VcudaBackend(
+            allocation_dir=settings.container.allocation_dir,
+            library_path=settings.vcuda.library_path,
+            library_sha256=settings.vcuda.library_sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+        )
+        hami_core = HamiCore(
+            library_path=settings.hami_core.library_path,
+            library_sha256=settings.hami_core.library_sha256,
+            library_dir=state_dir / "lib",
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+        )
+        memory = DriverMemory(nvml, cgroup_root=settings.cri.cgroup_root)
+        backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, Nothing(self._not_enforced)]
+        self.limits = Limits(
+            backends,
+            setting=chosen.backend,
+            overrides=chosen.overrides,
+            cdi_dir=chosen.cdi_dir if chosen.injection == "cdi" else None,
+            orphan_grace_seconds=chosen.orphan_grace_seconds,
+            on_start=self.containers.wake,
+            clock=time.monotonic,
+        )
+        self._mirror: DriverMirror | None = None
+        self._mirrored: str | None = None
+        self.recovered = False
+        self._freed = asyncio.Event()
+
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """(mechanism, what it keeps): what shares of this node get unless the operator said otherwise."""
+        return self.limits.told()
+
+    async def open(self, books: Books) -> None:
+        """Before the driver is asked for anything."""
+        keep = any("mps" in a.mechanisms for a in books.ledger.allocations.values())
+        await self.mps.open(keep_protocol=keep)
+
+    async def choose(self, driver_version: str | None) -> None:
+        """The driver shows GPUs, for the first time or again: what can this node carry now?"""
+        await self.limits.choose()
+        if self._announcer is not None:
+            self._announcer.annotate_node(NODE_ANNOTATION, self.limits.describe())
+        await self._mirror_driver(driver_version)
+
+    async def recover(self, books: Books) -> None:
+        """Takes over what an earlier life of the agent left for the containers that live."""
+        await self.limits.recover(list(_tenants(books, self._pods)))
+        self.recovered = True
+
+    def freed(self) -> None:
+        """An allocation is gone: what is kept for it will be due."""
+        self._freed.set()
+
+    async def run(self, books: Books) -> None:
+        """Removes what is left over; for ever."""
+        next_prune = time.monotonic() + PRUNE_SECONDS
+        wait = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._freed.wait()
+            self._freed.clear()
+            due = await self.limits.tend(books.ledger.allocations.keys())
+            wait = TEND_SECONDS if due is None else min(max(due, LEAST_SECONDS), TEND_SECONDS)
+            if self._mirror is not None and time.monotonic() >= next_prune:
+                next_prune = time.monotonic() + PRUNE_SECONDS
+                try:
+                    await self._mirror.prune()
+                except DriverFilesError as error:
+                    log.warning("driver_files_not_removed", error=str(error))
+
+    async def close(self) -> None:
+        await self.limits.close()
+        self._client.close()
+
+    # -- the driver's files ------------------------------------------------------------------------------------------------
+
+    async def _mirror_driver(self, driver_version: str | None) -> None:
+        """What containers get at /usr/local/nvidia, if it is ours to make: for the vcuda library."""
+        library = self._settings.vcuda.library_path
+        if library is None or driver_version is None or driver_version == self._mirrored:
+            return
+        try:
+            if self._mirror is None:
+                self._mirror = DriverMirror(
+                    volume_conf=self._settings.vcuda.volume_conf,
+                    shim=library,
+                    shim_sha256=self._settings.vcuda.library_sha256,
+                    client=await self._gpu_client(),
+                    base=self._settings.container.driver_share_dir.parent,
+                )
+            files = await self._mirror.ensure(driver_version)
+        except (DriverFilesError, InputError) as error:
+            log.error(
+                "driver_files_not_mirrored", error=str(error), consequence="containers get the files that were there before"
+            )
+            return
+        self._mirrored = driver_version
+        for problem in (*files.problems, *([files.share_error] if files.share_error else [])):
+            log.warning("driver_files_incomplete", problem=problem)
+
+    async def _gpu_client(self) -> Path:
+        given = self._settings.vcuda.client_path
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+
+    # -- what the mechanisms ask and say -----------------------------------------------------------------------------------
+
+    async def _container_of(self, pid: int) -> Container | None:
+        started = self._processes.start_time(pid)
+        return None if started is None else await self.containers.of_process(pid, started)
+
+    def _not_enforced(self, tenant: Tenant, message: str) -> None:
+        """The container runs without limits, which its owner can see in the pod's events."""
+        view = self._pods.get(tenant.pod) if tenant.pod else None
+        uid = tenant.pod_uid or (view.uid if view else None)
+        log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
+        if self._announcer is not None and tenant.pod is not None and uid is not None:
+            self._announcer.pod_event(tenant.pod, uid, reason="GpuLimitNotEnforced", message=message, warning=True)
+
+
+def _tenants(books: Books, pods: Pods) -> Iterable[tuple[Tenant, tuple[str, ...]]]:
+    for allocation in books.ledger.allocations.values():
+        view = pods.get(allocation.pod) if allocation.pod else None
+        tenant = tenant_of(allocation, books.ledger.cards, books.inventory, view)
+        if tenant is not None:
+            yield tenant, allocation.mechanisms

@@ -53,8 +53,16 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
         if loaded.set_aside is not None:
             log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
         podside = await stack.enter_async_context(PodSide.open(settings))
-        station = Station(settings, hardware, ledger=loaded.ledger, checkpoint=checkpoint, pods=podside.pods)
-        stack.callback(station.close)
+        station = Station(
+            settings,
+            hardware,
+            ledger=loaded.ledger,
+            checkpoint=checkpoint,
+            pods=podside.pods,
+            announcer=podside.announcer,
+        )
+        stack.push_async_callback(station.close)
+        await station.enforcing.open(station.books)
         if TAKEN_OVER not in loaded.notes:
             _take_over_first(station, checkpoint)
         web = WebServer(station, host=settings.http.address, port=settings.http.port)
@@ -73,6 +81,9 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
                 station.offers.start()
                 station.housekeeping.soon()
                 daemons.append(group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"))
+                daemons.append(
+                    group.create_task(forever("enforcing", lambda: station.enforcing.run(station.books)), name="enforcing")
+                )
                 daemons.append(group.create_task(station.link.run(), name="kubelet_link"))
                 daemons.append(group.create_task(_report(station, notifier), name="report"))
                 on_up(station, web.url)
@@ -114,10 +125,10 @@ async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
         async with asyncio.timeout(FIRST_NEWS_SECONDS):
             await asyncio.gather(station.news.known.wait(), podside.wait_synced(FIRST_PODS_SECONDS))
     station.books.restore_quarantine(loaded.notes)
-    await station.limits.choose()
     settings = station.settings
     entries = await read_entries(settings.kubelet.device_plugin_dir)
     await reconcile(station.housekeeping, podside, entries, lost=loaded.lost)
+    await station.enforcing.recover(station.books)
     station.remove_orphans()
 
 

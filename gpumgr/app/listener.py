@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -18,7 +18,11 @@ CLOSING_REASONS = frozenset({"mig", "operator"})
 
 
 class News:
-    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not looked at (a simulated node has none)."""
+    """Implements nvml.monitor.NodeListener. `device_root` None: device nodes are not looked at (a simulated node has none).
+
+    `before_snapshot` is awaited before GPUs of a snapshot are offered; `on_processes` hears of each sample with the start times of
+    its processes (pid -> clock ticks since boot).
+    """
 
     def __init__(
         self,
@@ -26,10 +30,12 @@ class News:
         processes: HostProcesses,
         *,
         device_root: str | None,
+        before_snapshot: Callable[[NodeSnapshot], Awaitable[None]],
+        on_processes: Callable[[NodeSample, Mapping[int, int]], Awaitable[None]],
         on_sample: Callable[[NodeSample | None], None],
     ) -> None:
         self._books, self._processes, self._device_root = books, processes, device_root
-        self._on_sample = on_sample
+        self._before_snapshot, self._on_processes, self._on_sample = before_snapshot, on_processes, on_sample
         #: Set once the driver was heard of for the first time, be it only that it is not there.
         self.known = asyncio.Event()
         self._health: Mapping[str, GpuHealth] = {}
@@ -38,6 +44,7 @@ class News:
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
         self.down_because = None
+        await self._before_snapshot(snapshot)
         await self._books.set_snapshot(snapshot)
         self._look_at_nodes()
         await self._tell()
@@ -57,6 +64,7 @@ class News:
         started = {pid: time for pid in pids if (time := self._processes.start_time(pid)) is not None}
         await self._books.set_sample(sample, started)
         self._on_sample(sample)
+        await self._on_processes(sample, started)
 
     async def driver_down(self, message: str) -> None:
         self.down_because = message

@@ -11,6 +11,7 @@ import structlog
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.station import Station
 from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.settings import Settings
@@ -23,9 +24,10 @@ REFUSED = "UnexpectedAdmissionError"
 
 @dataclass
 class PodSide:
-    """`pods` is the agent's port; without an API server it knows no pod."""
+    """`pods` is the agent's port; without an API server it knows no pod, and there is no `announcer`."""
 
     pods: PodCache | NoPods
+    announcer: Announcer | None
     delete_failed: bool
 
     @classmethod
@@ -33,11 +35,15 @@ class PodSide:
     async def open(cls, settings: Settings) -> AsyncIterator["PodSide"]:
         """Raises SettingsError if the kubeconfig can't be used."""
         if not settings.kubernetes.enabled:
-            yield cls(pods=NoPods(), delete_failed=False)
+            yield cls(pods=NoPods(), announcer=None, delete_failed=False)
             return
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         try:
-            yield cls(pods=PodCache(server, settings.node.name), delete_failed=settings.kubernetes.delete_failed_pods)
+            yield cls(
+                pods=PodCache(server, settings.node.name),
+                announcer=Announcer(server, settings.node.name),
+                delete_failed=settings.kubernetes.delete_failed_pods,
+            )
         finally:
             await server.close()
 
@@ -55,6 +61,8 @@ class PodSide:
 
         self.pods.subscribe(changed)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
+        if self.announcer is not None:
+            tasks.append(group.create_task(self.announcer.run(), name="announcer"))
         if self.delete_failed:
             tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
         return tasks

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from gpumgr import __version__
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
@@ -22,12 +20,13 @@ from gpumgr.aio import Latest
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.offer import Offer
-from gpumgr.allocator.tenant import Tenant
 from gpumgr.app.encode import encode_offer
-from gpumgr.app.enforcing import build_limits
+from gpumgr.app.enforcing import Enforcing
 from gpumgr.app.listener import News
+from gpumgr.app.truth import OverLimit, Truth
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
 from gpumgr.metrics.picture import Picture
@@ -38,8 +37,6 @@ from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import KINDS, RESOURCE_OF, Kind
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +51,16 @@ class Hardware:
 class Station:
     """The agent with everything around it that lives inside this process. Make it inside the event loop."""
 
-    def __init__(self, settings: Settings, hardware: Hardware, *, ledger: Ledger, checkpoint: Checkpoint, pods: Pods) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        *,
+        ledger: Ledger,
+        checkpoint: Checkpoint,
+        pods: Pods,
+        announcer: Announcer | None,
+    ) -> None:
         self.settings = settings
         self.metrics = Metrics(node=settings.node.name, version=__version__)
         self.devices: Mapping[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
@@ -68,9 +74,29 @@ class Station:
             runs=processes.runs,
             policy=settings.placement.policy,
             clock=time.monotonic,
-            on_freed=self._remove_folder,
+            on_freed=self._freed,
         )
-        self.limits = build_limits(settings, warn=self._warn)
+        self._nvml = Nvml(
+            library_path=hardware.library_path,
+            timeout_seconds=settings.nvml.call_timeout_seconds,
+            sysfs_root=hardware.sysfs_root,
+            cgroup_root=settings.cri.cgroup_root,
+        )
+        self.enforcing = Enforcing(settings, nvml=self._nvml, processes=processes, pods=pods, announcer=announcer)
+        limits = self.enforcing.limits
+        self.truth = Truth(
+            books=self.books,
+            pods=pods,
+            runtime=self.enforcing.containers,
+            backends=limits,
+            announcer=announcer,
+            meter=self.metrics,
+            over_limit=OverLimit(
+                samples=settings.enforcement.over_limit_samples,
+                slack_bytes=settings.enforcement.over_limit_slack_mebibytes << 20,
+                evict=settings.enforcement.evict,
+            ),
+        )
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
         self.admission = Admission(
             pods, self.pod_resources, pod_wait_seconds=settings.kubernetes.pod_wait_milliseconds / 1000, clock=time.monotonic
@@ -81,7 +107,7 @@ class Station:
             admission=self.admission,
             housekeeping=self.housekeeping,
             pods=pods,
-            enforcement=self.limits,
+            enforcement=limits,
             host=_host_paths(settings),
             make_dir=_make_dir,
             new_id=_new_id,
@@ -91,11 +117,13 @@ class Station:
             settings.kubelet.device_plugin_dir, self.agent, self.devices, on_state=self._linked, observe=self.metrics.called
         )
         device_root = None if hardware.simulated else str(settings.container.device_root)
-        self.news = News(self.books, processes, device_root=device_root, on_sample=self._sampled)
-        self._nvml = Nvml(
-            library_path=hardware.library_path,
-            timeout_seconds=settings.nvml.call_timeout_seconds,
-            sysfs_root=hardware.sysfs_root,
+        self.news = News(
+            self.books,
+            processes,
+            device_root=device_root,
+            before_snapshot=lambda snapshot: self.enforcing.choose(snapshot.driver_version),
+            on_processes=self._looked,
+            on_sample=self._sampled,
         )
         self.monitor = Monitor(
             self._nvml,
@@ -127,6 +155,11 @@ class Station:
             sampled_at=self._sampled_at,
             nvml_up=self.nvml_up,
             reasons=dict(reasons),
+            use=self.truth.use,
+            over=self.truth.over,
+            enforcement=self.enforcing.told(),
+            vcuda_registrations=dict(self.enforcing.vcuda.registrations),
+            mps_daemon_restarts={daemon.gpu: daemon.restarts for daemon in self.enforcing.mps.status()},
         )
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
@@ -155,13 +188,11 @@ class Station:
         cards = self.books.ledger.cards.cards
         return f"{registered}, {len(cards) - len(self.view().node.unfit)} of {len(cards)} GPUs offered"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.offers.close()
         self.pod_resources.close()
-
-    def _warn(self, tenant: Tenant, reason: str, message: str) -> None:
-        """Says something about a container that its owner should know."""
-        log.warning("tenant_warned", allocation=tenant.allocation, holder=tenant.describe(), reason=reason, message=message)
+        await self.truth.close()
+        await self.enforcing.close()
 
     # -- news --------------------------------------------------------------------------------------------------------------
 
@@ -169,6 +200,10 @@ class Station:
         for kind, message in encode_offer(self.books.ledger.cards, offer).items():
             self.devices[kind].set(message)
             self.metrics.listed(kind)
+
+    def _freed(self, allocation: AllocationId) -> None:
+        self._remove_folder(allocation)
+        self.enforcing.freed()
 
     def _remove_folder(self, allocation: AllocationId) -> None:
         """What a freed allocation's container saw at /etc/vcuda; only if it is empty."""
@@ -182,6 +217,12 @@ class Station:
             for folder in os.listdir(self.settings.container.allocation_dir):
                 if re.fullmatch("[0-9a-f]{16}", folder) and folder not in known:
                     self._remove_folder(folder)
+
+    async def _looked(self, sample: NodeSample, started: Mapping[int, int]) -> None:
+        if not self.enforcing.recovered:
+            return  # the mechanisms don't know their tenants yet, nor their own processes
+        await self.truth.sampled(sample, started)
+        self.monitor.watch_processes = self.truth.wanted()
 
     def _sampled(self, sample: NodeSample | None) -> None:
         self.nvml_up = sample is not None

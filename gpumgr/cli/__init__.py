@@ -15,6 +15,7 @@ from gpumgr.errors import GpumgrError, InputError
 
 _COMMANDS: Final = {
     "run": "run",
+    "doctor": "doctor",
     "place": "place",
     "topology": "topology",
     "checkpoint": "checkpoint",
@@ -46,6 +47,7 @@ def group() -> None:
     Examples:
       gpumgr demo
       gpumgr run --config /etc/gpumgr/gpumgr.yaml
+      gpumgr doctor
       gpumgr topology --sim dgx1-v100-8
       gpumgr place --sim hgx-h100-8 --cores 200
     """

@@ -6,13 +6,15 @@ else NVIDIA's Multi-Process Service; and if there is nothing at all, nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpumgr.allocator.pods import PodView
-from gpumgr.units import Kind
+from gpumgr.units import KINDS, Kind
 
 Mechanisms = tuple[str, ...]
 
 NOTHING: Mechanisms = ("none",)
+_WORDS: Final[Mapping[Kind, str]] = {"core": "cores", "memory": "memory"}
 #: Those that keep cores as well as memory, in the order in which `auto` tries them.
 COMPLETE: Sequence[str] = ("hami-core", "vcuda", "mps")
 
@@ -24,16 +26,19 @@ class Choice:
     mechanisms: Mechanisms = NOTHING
     obstacles: Mapping[str, str] = field(default_factory=dict)
 
-    def describe(self, limits: Mapping[str, frozenset[Kind]]) -> str:
-        """For the log and the node's annotation: "nvml-memory (memory) + mps (cores)"."""
-        words: list[str] = []
+    def told(self, limits: Mapping[str, frozenset[Kind]]) -> tuple[tuple[str, str], ...]:
+        """(mechanism, what it keeps here): what an earlier one keeps is not told again. `limits`: what each can keep."""
+        result: list[tuple[str, str]] = []
         taken: set[Kind] = set()
         for name in self.mechanisms:
-            mine = [kind for kind in ("core", "memory") if kind in limits.get(name, frozenset()) and kind not in taken]
-            taken |= set(mine)  # type: ignore[arg-type]
-            told = " and ".join({"core": "cores", "memory": "memory"}[kind] for kind in mine)
-            words.append(f"{name} ({told})" if told else name)
-        return " + ".join(words)
+            mine = [kind for kind in KINDS if kind in limits.get(name, frozenset()) and kind not in taken]
+            taken |= set(mine)
+            result.append((name, " and ".join(_WORDS[kind] for kind in mine) or "nothing"))
+        return tuple(result)
+
+    def describe(self, limits: Mapping[str, frozenset[Kind]]) -> str:
+        """For the log and the node's annotation: "nvml-memory (memory) + mps (cores)"."""
+        return " + ".join(name if kept == "nothing" else f"{name} ({kept})" for name, kept in self.told(limits))
 
 
 def choose(setting: str, obstacles: Mapping[str, str | None]) -> Choice:

@@ -68,6 +68,9 @@ class Limits:
     def describe(self) -> str:
         return self.choice.describe({name: backend.limits for name, backend in self.backends.items()})
 
+    def told(self) -> tuple[tuple[str, str], ...]:
+        return self.choice.told({name: backend.limits for name, backend in self.backends.items()})
+
     # -- the agent's port --------------------------------------------------------------------------------------------------
 
     def plan(self, pod: PodView | None) -> Mechanisms:
@@ -163,20 +166,23 @@ class Limits:
             except (GpumgrError, OSError) as error:
                 log.error("enforcement_not_recovered", backend=name, error=str(error))
 
-    async def tend(self, known: Collection[AllocationId]) -> None:
-        """Removes what is kept for allocations that are gone, after a grace, and never while a process has it mounted."""
+    async def tend(self, known: Collection[AllocationId]) -> float | None:
+        """Removes what is kept for allocations that are gone, after a grace, and never while a process has it mounted.
+
+        Returns after how many seconds something will be due; None: nothing is waiting.
+        """
         now = self._clock()
         self._starting = {allocation: lock for allocation, lock in self._starting.items() if allocation in known or lock.locked()}
         left = await asyncio.to_thread(self._left)
         gone = [allocation for allocation in left if allocation not in known]
         self._orphans = {allocation: self._orphans.get(allocation, now) for allocation in gone}
         due = [allocation for allocation, since in self._orphans.items() if now - since >= self._grace_seconds]
-        if not due:
-            return
-        used = await asyncio.to_thread(self._in_use, due)
+        used = await asyncio.to_thread(self._in_use, due) if due else ()
         for allocation in due:
             if allocation not in used:
                 await self._remove(allocation)
+        waiting = [since + self._grace_seconds - now for allocation, since in self._orphans.items() if allocation not in due]
+        return min(waiting, default=None)
 
     def _left(self) -> set[AllocationId]:
         left = {allocation for backend in self.backends.values() for allocation in backend.remains()}

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import aiohttp
+import msgspec
 import yaml
 
-from gpumgr.errors import SettingsError
+from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.kubeapi.library import load_library
 
-Method = Literal["GET", "DELETE"]
+Method = Literal["GET", "POST", "PATCH", "DELETE"]
 
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 
@@ -58,17 +59,20 @@ class ApiServer:
         timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
         body: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; the answer's body is not read yet, and its status may be anything.
+        """One request; the answer's body is not read yet, and its status may be anything. A PATCH is a JSON merge patch (RFC 7386).
 
         Raises aiohttp.ClientError, TimeoutError or OSError when there is no answer, SettingsError if the credentials (a token file is
         read again every minute) have become unusable.
         """
+        headers = {"Accept": "application/json"}
+        if method == "PATCH":
+            headers["Content-Type"] = "application/merge-patch+json"
         try:
             response: aiohttp.ClientResponse = await self._client.call_api(
                 path,
                 method,
                 query_params=list(query.items()),
-                header_params={"Accept": "application/json"},
+                header_params=headers,
                 body=body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
@@ -79,6 +83,50 @@ class ApiServer:
         async with response:
             _notice_dead_peer(response)
             yield response
+
+
+class AnswerError(GpumgrError):
+    """The server answered with an error. `retry_after_seconds` is what it asks for, 0.0 if nothing; `causes` are its words for why,
+    such as "NamespaceTerminating"."""
+
+    def __init__(
+        self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0, causes: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+        self.causes = causes
+
+
+class _Cause(msgspec.Struct):
+    reason: str = ""
+
+
+class _Details(msgspec.Struct):
+    causes: tuple[_Cause, ...] = ()
+
+
+class _Status(msgspec.Struct):
+    """metav1.Status, as far as it explains an error."""
+
+    message: str
+    details: _Details | None = None
+
+
+async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
+    """The error that an answer stands for. Reads the beginning of its body; raises what reading raises."""
+    body = await response.content.read(4096)
+    try:
+        status = msgspec.json.decode(body, type=_Status)
+    except ValueError:  # from a proxy, or longer than what was read
+        status = _Status(message=body.decode(errors="replace"))
+    wanted = response.headers.get("Retry-After", "")
+    return AnswerError(
+        f"HTTP {response.status}: {' '.join(status.message.split())[:300]}",
+        status=response.status,
+        retry_after_seconds=float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0,
+        causes=frozenset(cause.reason for cause in status.details.causes) if status.details else frozenset(),
+    )
 
 
 async def _make_client(kubeconfig: Path | None) -> Any:

@@ -1,5 +1,6 @@
 """A pod's JSON, cut down to what the allocator needs."""
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -15,6 +16,8 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
+#: gpu-manager's name for how far a container may go beyond its share while others are idle, in percent.
+CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 
 
 def parse_pod(pod: Mapping[str, Any]) -> PodView:
@@ -33,6 +36,8 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
         containers=containers if any(c.cores or c.memory_blocks for c in containers) else (),
+        service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
+        core_limit=_core_limit((metadata.get("annotations") or {}).get(CORE_LIMIT_ANNOTATION)),
     )
 
 
@@ -66,6 +71,12 @@ def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSp
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
     )
+
+
+def _core_limit(text: object) -> int | None:
+    """0..100, larger numbers as 100. What a tenant wrote in another way counts as nothing: it must not hide the pod from us."""
+    whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
+    return min(int(whole[0]), 100) if whole else None
 
 
 def _unix_seconds(timestamp: str | None) -> float:

@@ -18,7 +18,7 @@ import aiohttp
 import structlog
 
 from gpumgr.errors import GpumgrError, SettingsError
-from gpumgr.kubeapi.client import REQUEST_TIMEOUT, ApiServer
+from gpumgr.kubeapi.client import REQUEST_TIMEOUT, AnswerError, ApiServer, answer_error
 
 _log = structlog.get_logger(__name__)
 
@@ -53,15 +53,6 @@ class Pace:
 
 class ExpiredError(GpumgrError):
     """Our resource version is too old (410), or the stream can't be trusted: list again."""
-
-
-class AnswerError(GpumgrError):
-    """The server answered with an error. `retry_after_seconds` is what it asks for, 0.0 if nothing."""
-
-    def __init__(self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after_seconds = retry_after_seconds
 
 
 class Reflector(Generic[T]):
@@ -213,15 +204,8 @@ class Reflector(Generic[T]):
 async def _check_status(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
-    body = (await response.content.read(4096)).decode(errors="replace")
-    if response.status == 410:
-        raise ExpiredError(f"HTTP 410: {body[:200]}")
-    raise AnswerError(f"HTTP {response.status}: {body[:200]}", status=response.status, retry_after_seconds=_retry_after(response))
-
-
-def _retry_after(response: aiohttp.ClientResponse) -> float:
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isascii() and text.isdigit() else 0.0
+    error = await answer_error(response)
+    raise ExpiredError(str(error)) if error.status == 410 else error
 
 
 def _object(text: bytes) -> dict[str, Any]:

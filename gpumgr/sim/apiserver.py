@@ -1,8 +1,11 @@
-"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched and deleted.
+"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched, deleted and evicted.
 
 Law 1. Resource versions count up with every change; a watch from a version gets every change after it, in order.
 Law 2. A version older than what is remembered is answered 410 Expired, as an ERROR event inside a watch (as the real one does).
 Law 3. An outage loses nothing: what changed meanwhile is there when the server is back at the same address.
+Law 4. What `forbidden` names is answered 403, and a SelfSubjectAccessReview says so.
+
+Events, annotations of the node and access reviews are in `apiserver_written`.
 """
 
 import asyncio
@@ -17,9 +20,9 @@ import yaml
 from aiohttp import web
 
 from gpumgr.aio import Latest
+from gpumgr.sim.apiserver_written import Document, Right, Written, failure, status
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
-Document = dict[str, Any]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _PENDING: Final = PodStatus(phase="Pending")
@@ -35,14 +38,19 @@ class _Event:
 class SimApiServer:
     """Holds pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` holds back every answer and every event. `on_delete` hears the UID of a pod that a client deleted. `requests`
-    tells what was asked, as "list", "watch" and "delete".
+    `delay_seconds` holds back every answer and every event. `on_delete` hears the UID of a pod that a client deleted or evicted.
+    `requests` tells what was asked, as "list", "watch", "delete", "evict", and the words of `Written`. `forbidden` has pairs such as
+    ("create", "pods/eviction"). `protected` has the UIDs of pods whose PodDisruptionBudget lets none go. `written` is what clients
+    wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
         self.node_name = node_name
         self.delay_seconds = 0.0
         self.requests: list[str] = []
+        self.forbidden: set[Right] = set()
+        self.protected: set[str] = set()
+        self.written = Written(node_name, self.requests, self.forbidden)
         self._on_delete = on_delete
         self._pods: dict[str, Document] = {}
         self._events: list[_Event] = []
@@ -71,6 +79,8 @@ class SimApiServer:
         app = web.Application(middlewares=[self._counted])
         app.router.add_get("/api/v1/pods", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
+        app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
+        self.written.add_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
@@ -135,6 +145,7 @@ class SimApiServer:
         assert task is not None, "aiohttp handles requests in tasks"
         self._open[task] = request
         try:
+            await self._delay()
             return await handler(request)
         finally:
             del self._open[task]
@@ -143,8 +154,10 @@ class SimApiServer:
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         watch = request.query.get("watch") in ("true", "1")
-        self.requests.append("watch" if watch else "list")
-        await self._delay()
+        verb = "watch" if watch else "list"
+        self.requests.append(verb)
+        if (verb, "pods") in self.forbidden:
+            return failure(403, "Forbidden", f"pods is forbidden: the client cannot {verb} resource pods")
         return await self._watch(request) if watch else self._list(request)
 
     def _list(self, request: web.Request) -> web.Response:
@@ -166,7 +179,7 @@ class SimApiServer:
                 with self._version.subscribe() as versions:
                     async for _ in versions:
                         if sent < self._forgotten:
-                            await _send(response, "ERROR", _status(410, "Expired", f"too old resource version: {sent}"))
+                            await _send(response, "ERROR", status(410, "Expired", f"too old resource version: {sent}"))
                             return response
                         sent = await self._send_since(request, response, sent)
         except TimeoutError:
@@ -186,24 +199,35 @@ class SimApiServer:
 
     async def _delete(self, request: web.Request) -> web.Response:
         self.requests.append("delete")
-        await self._delay()
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        found = [
-            document
-            for document in self._pods.values()
-            if (document["metadata"]["namespace"], document["metadata"]["name"]) == (namespace, name)
-        ]
-        if not found:
-            return web.json_response(_status(404, "NotFound", f'pods "{name}" not found'), status=404)
-        uid = found[-1]["metadata"]["uid"]
         body = await request.json() if request.can_read_body else {}
-        expected = (body.get("preconditions") or {}).get("uid", uid)
+        return self._end(request, "delete", "pods", body.get("preconditions"))
+
+    async def _evict(self, request: web.Request) -> web.Response:
+        self.requests.append("evict")
+        body = await request.json()
+        return self._end(request, "create", "pods/eviction", (body.get("deleteOptions") or {}).get("preconditions"))
+
+    def _end(self, request: web.Request, verb: str, resource: str, preconditions: Document | None) -> web.Response:
+        """The end of a pod, one way or the other; the later of two that have the name."""
+        if (verb, resource) in self.forbidden:
+            return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        named = [
+            pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == (namespace, name)
+        ]
+        if not named:
+            return failure(404, "NotFound", f'pods "{name}" not found')
+        uid = named[-1]["metadata"]["uid"]
+        expected = (preconditions or {}).get("uid", uid)
         if expected != uid:
             message = f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}"
-            return web.json_response(_status(409, "Conflict", message), status=409)
+            return failure(409, "Conflict", message)
+        if resource == "pods/eviction" and uid in self.protected:
+            message = "Cannot evict pod as it would violate the pod's disruption budget."
+            return failure(429, "TooManyRequests", message, {"Retry-After": "10"})
         self.remove(uid)
         self._on_delete(uid)
-        return web.json_response(found[-1])
+        return web.json_response(named[-1])
 
     def _wanted(self, request: web.Request) -> bool:
         """Whether the request's field selector means this node."""
@@ -217,10 +241,6 @@ class SimApiServer:
 
 async def _send(response: web.StreamResponse, kind: str, item: Mapping[str, Any]) -> None:
     await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
-
-
-def _status(code: int, reason: str, message: str) -> Document:
-    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
 
 
 def _document(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:

@@ -4,16 +4,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from .cluster import Cluster, free_ports
 from .manifests import CORE, MEMORY
-from .places import AGENT_STATE, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT
+from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
 from .processes import wait_until
 
@@ -29,6 +32,8 @@ def agent_config(kubeconfig: Path, port: int) -> dict[str, Any]:
         "checkpoint": {"dir": str(AGENT_STATE / "checkpoint"), "gpu_manager_checkpoint": str(AGENT_STATE / "none")},
         "process": {"lock_path": str(AGENT_STATE / "agent.lock")},
         "container": {"allocation_dir": str(AGENT_STATE / "vm")},
+        "enforcement": {"backend": "none", "run_dir": str(RUN_DIR)},
+        "cri": {"socket": str(CONTAINERD_SOCKET)},
         "http": {"port": port},
     }
 
@@ -65,11 +70,56 @@ class Agent:
         self._cluster = cluster
         self._config = AGENT_STATE / "gpumgr.yaml"
         (self.port,) = free_ports(1)
-        self._config.write_text(yaml.safe_dump(agent_config(cluster.kubeconfig("gpumgr"), self.port)))
+        self.configure({})
         self._resources = PodResources()
         self.running = False
         #: Ids of each resource on a node without pods; known after the first start.
         self.offer: dict[str, int] = {}
+
+    def configure(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Settings of the next start: the usual ones with these changes (section -> key -> value)."""
+        settings = agent_config(self._cluster.kubeconfig("gpumgr"), self.port)
+        for section, values in changes.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        self._config.write_text(yaml.safe_dump(settings))
+
+    @contextmanager
+    def configured(self, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+        """Runs with other settings, and with the usual ones again afterwards."""
+        self.stop()
+        self.configure(changes)
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+            self.configure({})
+            self.start()
+
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """(name, labels) -> value, of one scrape."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        families = text_string_to_metric_families(text)
+        return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
+
+    def gpu_index(self, gpu: str) -> int:
+        """NVML's index of a GPU that the ledger calls so."""
+
+        def leaves(branch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+            if branch.get("gpu"):
+                yield branch["gpu"]
+            for child in branch.get("children", ()):
+                yield from leaves(child)
+
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=5) as answer:
+            tree = json.load(answer)["tree"]
+        return next(int(leaf["index"]) for leaf in leaves(tree) if leaf["name"] == gpu)
+
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of its log so far."""
+        text = self._cluster.processes.log("gpumgr").read_text()
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def close(self) -> None:
         """Ends the agent and the connection to the kubelet."""
@@ -114,13 +164,21 @@ class Agent:
         """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 10 s later)."""
         return self._resources.allocatable()
 
+    def is_ready(self) -> bool:
+        """What its readiness probe says: what the kubelet still offers of an agent that has ended is not ours."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
+                return True
+        except OSError:
+            return False
+
     def wait_offered(self, timeout: float = 15) -> float:
         """Waits until both resources are offered; answers when (monotonic clock) that was so."""
 
         def both() -> bool:
             self._cluster.processes.check("gpumgr")
             offered = self.offered()
-            return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
+            return bool(offered.get(CORE)) and bool(offered.get(MEMORY)) and self.is_ready()
 
         wait_until("both resources offered", both, timeout, every=0.02)
         now = time.monotonic()

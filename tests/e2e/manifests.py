@@ -78,14 +78,19 @@ def kubeconfig(server: str, authority: str, token: str) -> Json:
 
 
 def agent_rights() -> list[tuple[str, Json]]:
-    """What the agent may do, with the paths that the objects are posted to: it reads pods."""
+    """What the agent may do, with the paths that the objects are posted to: it reads pods, writes events, marks its node, evicts."""
     group = "rbac.authorization.k8s.io"
     base = f"/apis/{group}/v1"
     role = {
         "apiVersion": f"{group}/v1",
         "kind": "ClusterRole",
         "metadata": {"name": "gpumgr"},
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}],
+        "rules": [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+            {"apiGroups": [""], "resources": ["events"], "verbs": ["create", "patch"]},
+            {"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]},
+            {"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]},
+        ],
     }
     binding = {
         "apiVersion": f"{group}/v1",

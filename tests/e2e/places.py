@@ -22,6 +22,8 @@ POD_RESOURCES: Final = KUBELET_ROOT / "pod-resources" / "kubelet.sock"
 POD_LOGS: Final = STATE / "pod-logs"
 CONTAINER_LOGS: Final = Path("/var/log/containers")
 CONTAINERD_SOCKET: Final = STATE / "containerd.sock"
+#: The agent's folder for sockets and regions; as on a real node it is memory.
+RUN_DIR: Final = STATE / "run"
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 HERE: Final = Path(__file__).resolve().parent

@@ -183,13 +183,24 @@ async def test_a_full_disk_refuses_in_words_and_loses_nothing(folder: Path) -> N
         node.check_agreement(first, second)
 
 
+async def ignore(*_: object) -> None:
+    """Somebody whom the news do not concern."""
+
+
 async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> None:
     dev = folder / "dev"
     dev.mkdir()
     for minor in (0, 2):
         (dev / f"nvidia{minor}").touch()
     async with stage(folder, node=snapshot(3)) as node:
-        news = News(node.agent.books, HostProcesses(folder), device_root=str(dev), on_sample=lambda _: None)
+        news = News(
+            node.agent.books,
+            HostProcesses(folder),
+            device_root=str(dev),
+            before_snapshot=ignore,
+            on_processes=ignore,
+            on_sample=lambda _: None,
+        )
         await news.snapshot_taken(snapshot(3))
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
         sick = {text for text, (healthy, _) in node.kubelet.devices(CORE_RESOURCE).items() if not healthy}

@@ -21,11 +21,13 @@ def pod(name: str, uid: str, cores: str | None = "10", phase: str = "Running", *
     }
 
 
-def status(code: int, text: str, headers: dict[str, str] | None = None) -> Answer:
+def status(code: int, text: str, headers: dict[str, str] | None = None, cause: str | None = None) -> Answer:
     """Answers once with an HTTP error."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
-        body = {"kind": "Status", "code": code, "message": text}
+        body: dict[str, Any] = {"kind": "Status", "code": code, "message": text}
+        if cause is not None:
+            body["details"] = {"causes": [{"reason": cause, "message": text}]}
         return web.json_response(body, status=code, headers=headers)
 
     return answer
@@ -61,7 +63,8 @@ def event(kind: str, item: dict[str, Any]) -> bytes:
 
 
 class FakeApiServer:
-    """`lists` and `watches` hold answers that replace the ordinary one, one request each. `seen` are the queries so far."""
+    """`lists`, `watches`, `deletions` and `writes` hold answers that replace the ordinary one, one request each. `seen` are the queries
+    so far, `written` the method, path and body of each POST and PATCH."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -72,6 +75,8 @@ class FakeApiServer:
         self.lists: deque[Answer] = deque()
         self.watches: deque[Answer] = deque()
         self.deletions: deque[Answer] = deque()
+        self.writes: deque[Answer] = deque()
+        self.written: list[tuple[str, str, dict[str, Any]]] = []
         self.seen: list[dict[str, str]] = []
         self.tokens: list[str] = []
         self.deleted: list[tuple[str, dict[str, Any]]] = []
@@ -83,6 +88,8 @@ class FakeApiServer:
         app = web.Application()
         app.router.add_get("/api/v1/pods", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
+        app.router.add_post("/{path:.*}", self._write)
+        app.router.add_patch("/{path:.*}", self._write)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -174,4 +181,13 @@ class FakeApiServer:
         self.deleted.append((request.path, await request.json()))
         if self.deletions:
             return await self.deletions.popleft()(request)
+        return web.json_response({"kind": "Status", "status": "Success"})
+
+    async def _write(self, request: web.Request) -> web.StreamResponse:
+        self.written.append((request.method, request.path, await request.json()))
+        self.tokens.append(request.headers.get("Authorization", ""))
+        async with self.changed:
+            self.changed.notify_all()
+        if self.writes:
+            return await self.writes.popleft()(request)
         return web.json_response({"kind": "Status", "status": "Success"})

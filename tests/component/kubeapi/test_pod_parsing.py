@@ -64,6 +64,33 @@ def test_a_pod_without_status_is_pending() -> None:
     assert parse_pod({"metadata": METADATA}).phase == "Pending"
 
 
+def test_a_pod_runs_under_a_service_account() -> None:
+    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": "trainer"}}).service_account == "trainer"
+    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": ""}}).service_account is None
+    assert parse_pod({"metadata": METADATA}).service_account is None
+
+
+@pytest.mark.parametrize(
+    ("text", "percent"),
+    [
+        ("0", 0),
+        ("60", 60),
+        ("0100", 100),
+        ("101", 100),
+        ("999999999999999999", 100),
+        *((text, None) for text in ("", "-1", "+5", "1.5", " 5", "1_0", "٣", "9" * 5000, "many", None, 7)),
+    ],
+)
+def test_the_core_limit_is_a_percentage_or_nothing(text: object, percent: int | None) -> None:
+    metadata = {**METADATA, "annotations": {"tencent.com/vcuda-core-limit": text}}
+    assert parse_pod({"metadata": metadata}).core_limit == percent
+
+
+@pytest.mark.parametrize("annotations", [{}, {"annotations": None}, {"annotations": {}}])
+def test_without_the_annotation_there_is_no_core_limit(annotations: dict[str, Any]) -> None:
+    assert parse_pod({"metadata": {**METADATA, **annotations}}).core_limit is None
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("0", 0), ("10", 10), ("1k", 1000), ("2Ki", 2048), ("1e3", 1000), ("1E", 10**18), ("3000m", 3), ("1.5k", 1500), ("+4", 4)],

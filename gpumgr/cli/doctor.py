@@ -1,0 +1,94 @@
+"""`gpumgr doctor`: what is wrong on this node, and what to do. Exit 0 without errors, 1 with some, 2 for wrong settings."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final, NoReturn
+
+import click
+
+from gpumgr.cli.in_force import settings_in_force
+from gpumgr.cli.run import DEFAULT_CONFIG
+from gpumgr.doctor.checks import Host, checks_for
+from gpumgr.doctor.examine import LIMIT_SECONDS, examine
+from gpumgr.doctor.finding import Check, Finding
+from gpumgr.log import configure_log
+from gpumgr.settings import Settings
+
+_COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}
+
+_EPILOG = """
+\b
+Exit codes:
+  0  all is well, or warnings only
+  1  at least one error
+  2  wrong settings or options
+
+\b
+Examples:
+  gpumgr doctor --config /etc/gpumgr/gpumgr.yaml
+  gpumgr doctor --standalone --sim hgx-h100-8
+  gpumgr doctor --json | jq '.[] | select(.state == "error")'
+"""
+
+
+@click.command("doctor", epilog=_EPILOG)
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
+)
+@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@click.option("--standalone", is_flag=True, help="Without an API server.")
+@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
+def command(
+    file: Path | None, sim: str | None, standalone: bool, assignments: tuple[str, ...], output: str, as_json: bool
+) -> None:
+    """Look at everything that the agent needs of this node, as the agent's settings have it, and change nothing.
+
+    One line for each check: ok, warning (the agent runs, something will be missing), error (what the settings ask for can't work)
+    or skipped; what is the case; what to do. Run it as the agent's user, root.
+    """
+    configure_log("error", "auto", for_good=False)
+    settings = settings_in_force(file, standalone=standalone, assignments=assignments)
+    with _host(settings, sim) as host:
+        tell(checks_for(settings, host), as_json=as_json or output == "json")
+
+
+def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
+    """Prints what the checks find, and ends the process with their exit code."""
+    with asyncio.Runner() as runner:
+        report = runner.run(examine(checks, limit_seconds=limit_seconds))
+        if as_json:
+            click.echo(json.dumps([asdict(finding) for finding in report.findings], indent=2))
+        else:
+            click.echo("\n".join(map(_line, report.findings)))
+        if report.hung:
+            sys.stdout.flush()
+            os._exit(report.exit_code)  # an orderly end would wait for what hangs
+    sys.exit(report.exit_code)
+
+
+def _line(finding: Finding) -> str:
+    state = click.style(f"{finding.state:<9}", fg=_COLORS[finding.state])
+    told = "; ".join(filter(None, (finding.message, finding.remedy)))
+    return f"{state}{finding.check:<14}{told}"
+
+
+@contextmanager
+def _host(settings: Settings, sim: str | None) -> Iterator[Host]:
+    if sim is None:
+        path = settings.nvml.library_path
+        yield Host(library_path=str(path) if path else None)
+        return
+    from gpumgr.sim.library import prepare  # only here: on a real node there is no use for it
+
+    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
+        node = prepare(sim, Path(folder))
+        yield Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True)

@@ -1,0 +1,78 @@
+"""All checks of a node, in the order in which a person would look: from the driver upwards."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from gpumgr.doctor import gpus, kubelet, mechanisms, rights, runtime
+from gpumgr.doctor.examine import LIMIT_SECONDS
+from gpumgr.doctor.finding import Check
+from gpumgr.nvml.driver import Nvml
+from gpumgr.settings import Settings
+
+#: What a peer may take to answer, so that the sentence about its silence is its own and not that of the time limit.
+_SECONDS: Final = LIMIT_SECONDS * 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Where the host shows itself; a simulated node has a library and a sysfs of its own, no kernel module and no device nodes."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False
+
+
+def checks_for(settings: Settings, host: Host, extra: Callable[[gpus.Gpus], Iterable[Check]] = lambda _: ()) -> tuple[Check, ...]:
+    """`extra` come last; they ask NVML through the Gpus that they are given."""
+    nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
+    seen = gpus.Gpus(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
+    words = {settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)}
+    return (
+        *_of_gpus(settings, host, seen),
+        *_of_kubelet(settings),
+        *_of_runtime(settings, host, words),
+        *_of_mechanisms(settings, words),
+        Check(name="rbac", look=partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), if_hung=rights.IF_HUNG),
+        *extra(seen),
+    )
+
+
+def _of_gpus(settings: Settings, host: Host, seen: gpus.Gpus) -> Iterator[Check]:
+    driver = partial(gpus.look_at_driver, host.proc_root, simulated=host.simulated)
+    nodes = partial(gpus.look_at_device_nodes, seen, settings.container.device_root, simulated=host.simulated)
+    yield Check(name="driver", look=driver, if_hung=gpus.IF_HUNG)
+    yield Check(name="nvml", look=partial(gpus.look_at_nvml, seen), if_hung=gpus.IF_HUNG)
+    yield Check(name="device-nodes", look=nodes, if_hung=gpus.IF_HUNG)
+
+
+def _of_kubelet(settings: Settings) -> Iterator[Check]:
+    folder = partial(kubelet.look_at_folder, settings.kubelet.device_plugin_dir)
+    pods = partial(kubelet.look_at_pod_resources, settings.kubelet.pod_resources_socket, timeout_seconds=_SECONDS)
+    yield Check(name="kubelet", look=folder, if_hung=kubelet.IF_HUNG)
+    yield Check(name="pod-resources", look=pods, if_hung=kubelet.IF_HUNG)
+
+
+def _of_runtime(settings: Settings, host: Host, words: Collection[str]) -> Iterator[Check]:
+    cri, enforcement = settings.cri, settings.enforcement
+    version = partial(runtime.look_at_runtime, cri.socket, timeout_seconds=_SECONDS)
+    cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
+    cdi = partial(
+        runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=enforcement.injection == "cdi", timeout_seconds=_SECONDS
+    )
+    yield Check(name="cri", look=version, if_hung=runtime.IF_HUNG)
+    yield Check(name="cgroups", look=cgroups, if_hung=runtime.IF_HUNG)
+    yield Check(name="cdi", look=cdi, if_hung=runtime.IF_HUNG)
+
+
+def _of_mechanisms(settings: Settings, words: Collection[str]) -> Iterator[Check]:
+    hami_core, vcuda = settings.hami_core, settings.vcuda
+    mps = partial(mechanisms.look_at_mps, settings.mps, words, timeout_seconds=_SECONDS)
+    first = partial(mechanisms.look_at_library, "hami-core", hami_core.library_path, hami_core.library_sha256, words)
+    second = partial(mechanisms.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
+    yield Check(name="mps", look=mps, if_hung=mechanisms.IF_HUNG)
+    yield Check(name="hami-core", look=first, if_hung=mechanisms.IF_HUNG)
+    yield Check(name="vcuda", look=second, if_hung=mechanisms.IF_HUNG)

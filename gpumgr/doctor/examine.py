@@ -1,0 +1,72 @@
+"""Runs checks side by side, none longer than its time, whatever it waits for."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from gpumgr.doctor.finding import Check, Finding, error, error_of
+from gpumgr.errors import GpumgrError
+
+LIMIT_SECONDS: Final = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`findings` in the order of the checks. `hung`: something did not come back, and may hold up an orderly end of the process."""
+
+    findings: tuple[Finding, ...]
+    hung: bool
+
+    @property
+    def exit_code(self) -> int:
+        return int(any(finding.state == "error" for finding in self.findings))
+
+
+async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
+    """Never raises because of a check. One that does not even end when it is cancelled is left behind."""
+    tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
+    _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
+    for task in hung:
+        task.cancel()
+    findings = tuple(_finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True))
+    return Report(findings=findings, hung=bool(hung))
+
+
+def _finding(check: Check, task: "asyncio.Task[Finding]", limit_seconds: float) -> Finding:
+    if not task.done() or task.cancelled():
+        return error(check.name, f"no answer within {limit_seconds:g} s", check.if_hung)
+    match task.exception():
+        case None:
+            return task.result()
+        case GpumgrError() | OSError() as known:
+            return error_of(check.name, known, check.if_hung)
+        case unknown:
+            return error(check.name, f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
+
+
+async def aside(fn: Callable[[], T]) -> T:
+    """`fn` on a thread of its own that holds up neither the loop nor the end of the process, unlike those of asyncio.to_thread."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(done: Callable[[], None]) -> None:
+        if not answer.done():
+            done()
+
+    def work() -> None:
+        try:
+            result = fn()
+            done = functools.partial(answer.set_result, result)
+        except Exception as failure:
+            done = functools.partial(answer.set_exception, failure)
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, done)
+
+    threading.Thread(target=work, name="doctor", daemon=True).start()
+    return await answer

@@ -1,0 +1,143 @@
+"""The driver: its kernel module, its library, its device nodes."""
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Final, TypeVar
+
+from gpumgr.allocator.answer import CONTROL_NODES
+from gpumgr.doctor.examine import aside
+from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.errors import GpumgrError
+from gpumgr.nvml.driver import Nvml
+from gpumgr.topology.devices import Gpu, NodeSnapshot
+
+INSTALL: Final = "install NVIDIA's driver and run `modprobe -a nvidia nvidia-uvm`, then look at `dmesg | grep -i nvrm`"
+IF_HUNG: Final = (
+    "look at `dmesg | grep -i -e nvrm -e xid`; a driver that hangs for good needs a reboot of the drained node, a slow one needs "
+    "nvidia-persistenced"
+)
+
+T = TypeVar("T")
+
+
+class Gpus:
+    """NVML for checks that run side by side: a process has one session at a time, so their questions wait for one another."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+        self._asking = asyncio.Lock()
+        self._snapshot: asyncio.Task[NodeSnapshot] | None = None
+
+    async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        """What `question` answers, which may use `nvml`: it is open meanwhile. Raises NvmlError."""
+        async with self._asking:
+            try:
+                await self.nvml.open()
+                return await question()
+            finally:
+                await self.nvml.close()
+
+    async def snapshot(self) -> NodeSnapshot:
+        """Read once for all checks. Raises NvmlError."""
+        if self._snapshot is None:
+            self._snapshot = asyncio.create_task(self.ask(self.nvml.snapshot))
+        return await asyncio.shield(self._snapshot)
+
+
+async def look_at_driver(proc_root: Path, *, simulated: bool) -> Finding:
+    """The kernel module, as the driver itself shows it under /proc."""
+    if simulated:
+        return skipped("driver", "a simulated node has none")
+    return await aside(lambda: _driver(proc_root))
+
+
+def _driver(proc_root: Path) -> Finding:
+    file = proc_root / "driver/nvidia/version"
+    try:
+        text = file.read_text(errors="replace")
+    except OSError:
+        return error("driver", f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
+    version = re.search(r"Kernel Module.*?\s(\d+\.\d+(\.\d+)?)\s", text)
+    shown = version[1] if version else text.partition("\n")[0].strip()
+    try:
+        devices = (proc_root / "devices").read_text(errors="replace").split()
+    except OSError:
+        devices = ["nvidia-uvm"]  # nothing is known
+    if "nvidia-uvm" not in devices:
+        return warning(
+            "driver", f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`"
+        )
+    return ok("driver", shown)
+
+
+async def look_at_nvml(gpus: Gpus) -> Finding:
+    try:
+        snapshot = await gpus.snapshot()
+    except GpumgrError as exception:
+        return error_of("nvml", exception, INSTALL)
+    about = f"driver {snapshot.driver_version or 'unknown'}, CUDA {snapshot.cuda_version or 'unknown'}"
+    trouble = list(_trouble(snapshot))
+    if trouble:
+        remedy = "these are not offered: reset or replace what failed (`nvidia-smi -q`), turn MIG off with `nvidia-smi -mig 0`"
+        return warning("nvml", f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
+    if not snapshot.gpus:
+        return error(
+            "nvml", f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says"
+        )
+    return ok("nvml", f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}")
+
+
+def _trouble(snapshot: NodeSnapshot) -> Iterator[str]:
+    for failure in snapshot.failures:
+        yield f"GPU{failure.index}: {failure.reason}"
+    for gpu in snapshot.gpus:
+        if gpu.mig_enabled:
+            yield f"GPU{gpu.index} is in MIG mode"
+
+
+def _models(gpus: tuple[Gpu, ...]) -> str:
+    return " and ".join(dict.fromkeys(gpu.model or "unknown GPU" for gpu in gpus))
+
+
+async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool) -> Finding:
+    """Those that containers get: one for each GPU that NVML shows, and the common ones."""
+    name = "device-nodes"
+    if simulated:
+        return skipped(name, "a simulated node has none")
+    try:
+        minors = [gpu.minor for gpu in (await gpus.snapshot()).gpus if gpu.minor is not None]
+    except GpumgrError:
+        minors = None
+    return await aside(lambda: _device_nodes(device_root, minors))
+
+
+def _device_nodes(root: Path, minors: list[int] | None) -> Finding:
+    """`minors` None: NVML does not tell; then some GPU's node must be there."""
+    name = "device-nodes"
+    found = [entry for entry in _entries(root) if re.fullmatch(r"nvidia\d+", entry)]
+    wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]
+    missing = [f"{root}/{node}" for node in (*wanted, *CONTROL_NODES) if not _is_device(root / node)]
+    if missing:
+        modprobe = " && ".join(["nvidia-modprobe -u -c 0", *(f"nvidia-modprobe -c {minor}" for minor in minors or ())])
+        return error(name, f"missing or no devices: {', '.join(missing)}", f"run `{modprobe}`, or start nvidia-persistenced")
+    if not wanted:
+        return error(name, f"no {root}/nvidia0 or another GPU's node", INSTALL)
+    return ok(name, f"{', '.join((*wanted, *CONTROL_NODES))} in {root}")
+
+
+def _entries(root: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(root))
+    except OSError:
+        return []
+
+
+def _is_device(path: Path) -> bool:
+    try:
+        return stat.S_ISCHR(path.stat().st_mode)
+    except OSError:
+        return False

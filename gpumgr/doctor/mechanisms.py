@@ -1,0 +1,70 @@
+"""What the mechanisms of enforcement need: NVIDIA's MPS, and libraries that the operator supplies."""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from gpumgr.doctor.examine import aside
+from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.enforcement import operator_library
+from gpumgr.enforcement.mps.commands import Abilities
+from gpumgr.enforcement.mps.control import Control
+from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.settings.schema import BackendName, MpsSettings
+
+IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+_ONE_USER: Final = "let the containers that share a GPU run under one user id, or install a newer driver"
+
+
+async def look_at_mps(mps: MpsSettings, words: Collection[str], *, timeout_seconds: float) -> Finding:
+    """`words`: what the settings say of backends, "auto" among them."""
+    name = "mps"
+    if not {"auto", "nvml-memory", "mps"} & set(words):
+        return skipped(name, f"not used: enforcement.backend is {' and '.join(sorted(words))}")
+    program = await aside(lambda: shutil.which(mps.control_program))
+    if program is None:
+        return (error if "mps" in words else warning)(
+            name,
+            f"the control program {mps.control_program} is not found",
+            "install it (it comes with the driver, package nvidia-compute-utils), or set mps.control_program to its path",
+        )
+    try:
+        abilities = await Control(Path(program), timeout_seconds=timeout_seconds).abilities()
+    except MpsError as exception:
+        return error_of(name, exception, "reinstall the driver", "error" if "mps" in words else "warning")
+    return judge_mps(program, abilities, mps.protocol)
+
+
+def judge_mps(program: str, abilities: Abilities, protocol: str) -> Finding:
+    """`protocol`: the setting mps.protocol."""
+    name = "mps"
+    protocols = " and ".join(map(str, sorted(abilities.protocols)))
+    if protocol not in ("auto", *map(str, abilities.protocols)):
+        return error(
+            name,
+            f"{program} speaks protocol {protocols}, mps.protocol is {protocol}",
+            "set mps.protocol to auto, or install driver r615 or newer",
+        )
+    newest = max(abilities.protocols) if protocol == "auto" else int(protocol)
+    users = "one server for all users" if abilities.multiuser_option else "a server for one user at a time"
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}"
+    if abilities.multiuser_option is None:
+        return warning(name, f"{message}: containers of other users wait", _ONE_USER)
+    return ok(name, message)
+
+
+async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> Finding:
+    """The operator's library of a backend: there, an ELF file for this machine, and the one that was meant."""
+    section = backend.replace("-", "_")
+    if path is None or sha256 is None:
+        lacking = f"{section}.{'library_path' if path is None else 'library_sha256'} is not set"
+        if path is None and backend not in words:
+            return skipped(backend, lacking)
+        return error(backend, lacking, f"set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
+    try:
+        found = await aside(lambda: operator_library.check(path, sha256))
+    except LibraryError as exception:
+        return error_of(backend, exception, f"put the right file there, or change {section}.library_path and library_sha256")
+    return ok(backend, f"{found.path}, SHA-256 {found.sha256[:12]}…")

@@ -1,0 +1,74 @@
+"""A node for the doctor: peers on sockets that answer, hang or are not there. They run on threads, so that a command can be run too."""
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gpumgr.rpc import wire
+from tests.component.deviceplugin.harness import short_folder
+from tests.component.nvml.conftest import library_cache
+from tests.component.nvml.conftest import node as sim_node
+
+__all__ = ["library_cache", "sim_node"]
+
+VERSION = "/runtime.v1.RuntimeService/Version"
+ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
+
+
+def version_answer(name: str, version: str) -> bytes:
+    """A VersionResponse of CRI v1."""
+    return wire.text_field(2, name) + wire.text_field(3, version) + wire.text_field(4, "v1")
+
+
+class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def __init__(self, answers: Mapping[str, bytes | None], over: threading.Event) -> None:
+        self._answers, self._over = answers, over
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if details.method not in self._answers:
+            return None
+        answer = self._answers[details.method]
+
+        def call(_request: bytes, _context: object) -> bytes:
+            if answer is None:
+                self._over.wait()
+            return answer or b""
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+
+@contextmanager
+def serving(path: Path, answers: Mapping[str, bytes | None]) -> Iterator[None]:
+    """A gRPC server at `path`, on threads, that knows these methods; None: it takes the call and never answers."""
+    over = threading.Event()
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        server = grpc.server(pool, handlers=[_Fixed(answers, over)])
+        server.add_insecure_port(f"unix:{path}")
+        server.start()
+        try:
+            yield
+        finally:
+            over.set()
+            server.stop(grace=None).wait()
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[None]:
+    """A socket that takes connections and says nothing."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with short_folder() as made:
+        yield made

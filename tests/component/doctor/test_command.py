@@ -1,0 +1,174 @@
+"""`gpumgr doctor` as a person runs it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from gpumgr.cli.doctor import command
+from gpumgr.doctor.checks import Host, checks_for
+from gpumgr.doctor.examine import examine
+from gpumgr.doctor.finding import Check, Finding, ok
+from gpumgr.doctor.gpus import Gpus
+from gpumgr.errors import InputError
+from gpumgr.settings import load_settings
+from tests.component.nvml.conftest import Prepare
+
+from .conftest import ALLOCATABLE, VERSION, listening, serving, version_answer
+
+
+@pytest.fixture
+def peers() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
+    """A node whose every path lies in `folder`, with cgroup v1 nowhere and no API server."""
+    document: dict[str, dict[str, Any]] = {
+        "node": {"name": "node-1"},
+        "kubelet": {"device_plugin_dir": f"{folder}/plugins", "pod_resources_socket": f"{folder}/pods.sock"},
+        "kubernetes": {"enabled": False},
+        "cri": {"socket": f"{folder}/cri.sock", "cgroup_root": f"{folder}/cgroup"},
+        "mps": {"control_program": "no-such-program"},
+        "enforcement": {"backend": "none"},
+        **sections,
+    }
+    path = folder / "gpumgr.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def doctor(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def test_json_has_an_object_for_each_check(folder: Path) -> None:
+    result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout.replace(str(folder), "DIR"))
+    cri, cgroups = found.pop(5), found.pop(5)  # they speak in the words of their stations
+    assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
+    assert found == [
+        {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {"check": "nvml", "state": "ok", "message": "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", "remedy": None},
+        {"check": "device-nodes", "state": "skipped", "message": "a simulated node has none", "remedy": None},
+        {
+            "check": "kubelet",
+            "state": "error",
+            "message": "DIR/plugins is no folder",
+            "remedy": "start the kubelet, or set kubelet.device_plugin_dir to <its --root-dir>/device-plugins",
+        },
+        {
+            "check": "pod-resources",
+            "state": "error",
+            "message": "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)",
+            "remedy": "start the kubelet, or set kubelet.pod_resources_socket",
+        },
+        {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
+        {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
+        {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
+        {"check": "vcuda", "state": "skipped", "message": "vcuda.library_path is not set", "remedy": None},
+        {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
+    ]
+
+
+def test_text_has_a_line_for_each_check_with_what_to_do(folder: Path) -> None:
+    result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
+    lines = result.stdout.splitlines()
+    assert len(lines) == 12
+    assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
+    assert lines[3].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
+
+
+def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
+    (folder / "plugins").mkdir()
+    peers.enter_context(listening(folder / "plugins/kubelet.sock"))
+    peers.enter_context(serving(folder / "pods.sock", {ALLOCATABLE: b""}))
+    peers.enter_context(serving(folder / "cri.sock", {VERSION: version_answer("containerd", "v2.1.4")}))
+    path = write_settings(folder, cri={"socket": f"{folder}/cri.sock"}, enforcement={"backend": "auto"})
+    result = doctor("--config", path, "--sim", "pcie-a10-4", "--output", "json")
+    states = {finding["check"]: finding["state"] for finding in json.loads(result.stdout)}
+    assert "warning" in states.values()
+    assert "error" not in states.values()
+    assert (states["kubelet"], states["pod-resources"], states["cri"], states["mps"]) == ("ok", "ok", "ok", "warning")
+    assert result.exit_code == 0
+
+
+def test_flags_go_over_the_file(folder: Path) -> None:
+    path = write_settings(folder, kubernetes={"kubeconfig": f"{folder}/none"})
+    options = ("--config", path, "--sim", "mixed-2", "--json")
+    *_, rbac = json.loads(doctor(*options).stdout)
+    assert (rbac["check"], rbac["state"]) == ("rbac", "error")
+    *_, rbac = json.loads(doctor(*options, "--standalone").stdout)
+    assert rbac["state"] == "skipped"
+    findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
+    assert {"check": "mps", "state": "error"}.items() <= findings[8].items()
+
+
+def test_wrong_settings_are_an_input_error(folder: Path) -> None:
+    assert isinstance(doctor("--config", write_settings(folder, http={"port": "x"})).exception, InputError)
+    assert isinstance(doctor("--set", "http.port").exception, InputError)
+    wrong = subprocess.run(
+        [sys.executable, "-m", "gpumgr", "doctor", "--set", "http.port=x"], capture_output=True, text=True, check=False
+    )
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "http.port: 'x' is not allowed" in wrong.stderr
+
+
+STUCK = """
+import asyncio, time
+from gpumgr.cli.doctor import tell
+from gpumgr.doctor.finding import Check, ok
+
+async def stuck():
+    await asyncio.shield(asyncio.to_thread(time.sleep, 3600))
+
+async def well():
+    return ok("well", "as it should be")
+
+tell(
+    [Check(name="stuck", look=stuck, if_hung="reboot"), Check(name="well", look=well, if_hung="")],
+    as_json=True,
+    limit_seconds=0.05,
+)
+"""
+
+
+def test_what_hangs_does_not_hold_up_the_end_of_the_command() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=30)
+    assert ended.returncode == 1, ended.stderr
+    assert json.loads(ended.stdout) == [
+        {"check": "stuck", "state": "error", "message": "no answer within 0.05 s", "remedy": "reboot"},
+        {"check": "well", "state": "ok", "message": "as it should be", "remedy": None},
+    ]
+
+
+async def test_further_checks_come_last_and_may_ask_nvml(folder: Path, sim_node: Prepare) -> None:
+    node = sim_node("mixed-2")
+
+    def further(gpus: Gpus) -> list[Check]:
+        async def look() -> Finding:
+            obstacle = await gpus.ask(gpus.nvml.memory_limits_supported)
+            return ok("backend", obstacle or "all can")
+
+        return [Check(name="backend", look=look, if_hung="")]
+
+    settings = load_settings(write_settings(folder), environ={}, overrides={})
+    host = Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True)
+    report = await examine(checks_for(settings, host, further))
+    assert [finding.check for finding in report.findings][-2:] == ["rbac", "backend"]
+    assert report.findings[-1].state == "ok"
+
+
+def test_help_has_examples_and_exit_codes() -> None:
+    text = doctor("--help").stdout
+    assert "gpumgr doctor --config /etc/gpumgr/gpumgr.yaml" in text
+    assert "2  wrong settings or options" in text

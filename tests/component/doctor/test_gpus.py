@@ -1,0 +1,125 @@
+"""Driver, NVML and device nodes, on simulated nodes and in temporary folders."""
+
+from pathlib import Path
+
+import pytest
+
+from gpumgr.doctor.finding import State
+from gpumgr.doctor.gpus import Gpus, look_at_device_nodes, look_at_driver, look_at_nvml
+from gpumgr.nvml.driver import Nvml
+from gpumgr.sim.library import SimNode
+from tests.component.nvml.conftest import Prepare
+
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  615.71.09  Release Build  (builder@host)  Mon Jun 1\n"
+
+
+def gpus(node: SimNode, *, timeout_seconds: float = 10.0) -> Gpus:
+    return Gpus(Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds))
+
+
+def lay_out_proc(root: Path, version: str, devices: str) -> Path:
+    (root / "driver/nvidia").mkdir(parents=True)
+    (root / "driver/nvidia/version").write_text(version)
+    (root / "devices").write_text(devices)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("version", "devices", "state", "message"),
+    [
+        (PROPRIETARY, "195 nvidia\n511 nvidia-uvm\n", "ok", "535.104.05"),
+        (OPEN, "195 nvidia\n511 nvidia-uvm\n", "ok", "615.71.09"),
+        ("something new\n", "511 nvidia-uvm\n", "ok", "something new"),
+        (OPEN, "195 nvidia\n", "warning", "615.71.09, but the module nvidia-uvm is not loaded: CUDA can't start"),
+    ],
+)
+async def test_the_kernel_module(version: str, devices: str, state: State, message: str, tmp_path: Path) -> None:
+    found = await look_at_driver(lay_out_proc(tmp_path, version, devices), simulated=False)
+    assert (found.check, found.state, found.message) == ("driver", state, message)
+
+
+async def test_no_kernel_module(tmp_path: Path) -> None:
+    found = await look_at_driver(tmp_path, simulated=False)
+    assert found.state == "error"
+    assert found.message == f"NVIDIA's kernel module is not loaded ({tmp_path}/driver/nvidia/version is missing)"
+    assert "modprobe -a nvidia nvidia-uvm" in (found.remedy or "")
+
+
+async def test_nvml_tells_versions_and_gpus(sim_node: Prepare) -> None:
+    found = await look_at_nvml(gpus(sim_node("hgx-h100-8")))
+    assert (found.state, found.message) == ("ok", "driver 550.90.07, CUDA 12.4, 8 NVIDIA H100 80GB HBM3")
+
+
+async def test_gpus_that_are_not_offered_are_named(sim_node: Prepare) -> None:
+    node = sim_node("hgx-h100-8")
+    node.control.lose_gpu(2)
+    node.control.set_mig(4, enabled=True)
+    found = await look_at_nvml(gpus(node))
+    assert found.state == "warning"
+    assert "7 GPUs; GPU2: " in found.message
+    assert "GPU4 is in MIG mode" in found.message
+
+
+async def test_no_driver_is_an_error_with_a_sentence(tmp_path: Path) -> None:
+    found = await look_at_nvml(Gpus(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1"))))
+    assert (found.check, found.state) == ("nvml", "error")
+    assert found.message.startswith("the NVML library can't be loaded: ")
+    assert found.remedy
+
+
+async def test_a_driver_that_is_not_loaded(sim_node: Prepare) -> None:
+    node = sim_node("mixed-2")
+    node.control.unload_driver()
+    found = await look_at_nvml(gpus(node))
+    assert found.state == "error"
+    assert found.message.startswith("the NVIDIA driver is not loaded")
+
+
+async def test_a_driver_that_hangs_is_left(sim_node: Prepare) -> None:
+    node = sim_node("mixed-2")
+    node.control.hang()
+    found = await look_at_nvml(gpus(node, timeout_seconds=0.05))
+    assert (found.state, found.message) == ("error", "NVML gave no answer within 0.05 s: the driver hangs")
+    node.control.clear()
+
+
+# -- device nodes ------------------------------------------------------------------------------------------------------------
+
+
+def lay_out_dev(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).symlink_to("/dev/null")
+    return root
+
+
+async def test_device_nodes_of_all_gpus(sim_node: Prepare, tmp_path: Path) -> None:
+    dev = lay_out_dev(tmp_path, "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")
+    node = sim_node("mixed-2")
+    found = await look_at_device_nodes(gpus(node), dev, simulated=False)
+    assert (found.state, found.message) == ("ok", f"nvidia0, nvidia1, nvidiactl, nvidia-uvm in {dev}")
+
+
+async def test_missing_device_nodes_are_named_with_the_command_that_makes_them(sim_node: Prepare, tmp_path: Path) -> None:
+    dev = lay_out_dev(tmp_path, "nvidia0", "nvidiactl")
+    (dev / "nvidia-uvm").write_text("no device")
+    found = await look_at_device_nodes(gpus(sim_node("mixed-2")), dev, simulated=False)
+    assert (found.state, found.message) == ("error", f"missing or no devices: {dev}/nvidia1, {dev}/nvidia-uvm")
+    assert "`nvidia-modprobe -u -c 0 && nvidia-modprobe -c 0 && nvidia-modprobe -c 1`" in (found.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("names", "state", "message"),
+    [
+        (("nvidia3", "nvidiactl", "nvidia-uvm"), "ok", "nvidia3, nvidiactl, nvidia-uvm in "),
+        (("nvidiactl", "nvidia-uvm"), "error", "no "),
+        ((), "error", "missing or no devices: "),
+    ],
+)
+async def test_without_nvml_any_gpus_node_will_do(names: tuple[str, ...], state: State, message: str, tmp_path: Path) -> None:
+    nothing = Gpus(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1")))
+    dev = tmp_path / "dev"
+    dev.mkdir()
+    found = await look_at_device_nodes(nothing, lay_out_dev(dev, *names), simulated=False)
+    assert found.state == state
+    assert found.message.startswith(message)

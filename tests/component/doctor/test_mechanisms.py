@@ -1,0 +1,108 @@
+"""MPS's program and the operator's libraries, as files."""
+
+import hashlib
+import platform
+from pathlib import Path
+
+import pytest
+
+from gpumgr.doctor.finding import State
+from gpumgr.doctor.mechanisms import look_at_library, look_at_mps
+from gpumgr.settings.schema import MpsSettings
+
+NEW = """#!/bin/sh
+case "$*" in
+  "-p 3 -h") echo "usage: nvidia-cuda-mps-control -p 3 server|namespace|client VERB" ;;
+  *) echo "  -d  -f  -multiuser-server" ;;
+esac
+"""
+OLD = "#!/bin/sh\necho 'usage: nvidia-cuda-mps-control [-d]'\nexit 1\n"
+HUNG = "#!/bin/sh\nexec sleep 60\n"
+#: e_machine of this host's programs.
+MACHINE = {"x86_64": 62, "aarch64": 183}[platform.machine()]
+
+
+def program(folder: Path, text: str) -> MpsSettings:
+    path = folder / "mps-control"
+    path.write_text(text)
+    path.chmod(0o755)
+    return MpsSettings(control_program=str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "said"),
+    [
+        (NEW, "ok", "speaks protocol 2 and 3 (3 is used), one server for all users"),
+        (OLD, "warning", "speaks protocol 2 (2 is used), a server for one user at a time"),
+    ],
+)
+async def test_what_the_program_can(text: str, state: State, said: str, tmp_path: Path) -> None:
+    found = await look_at_mps(program(tmp_path, text), {"auto"}, timeout_seconds=5)
+    assert (found.check, found.state) == ("mps", state)
+    assert said in found.message
+
+
+@pytest.mark.parametrize(("words", "state"), [({"auto"}, "warning"), ({"none", "mps"}, "error")])
+async def test_a_program_that_hangs_or_is_missing(words: set[str], state: State, tmp_path: Path) -> None:
+    found = await look_at_mps(program(tmp_path, HUNG), words, timeout_seconds=0.1)
+    assert (found.state, "did not end" in found.message) == (state, True)
+    found = await look_at_mps(MpsSettings(control_program="no-such-program"), words, timeout_seconds=5)
+    assert (found.state, found.message) == (state, "the control program no-such-program is not found")
+    assert "mps.control_program" in (found.remedy or "")
+
+
+async def test_mps_that_nobody_asks_for_is_skipped() -> None:
+    found = await look_at_mps(MpsSettings(control_program="no-such-program"), {"hami-core", "none"}, timeout_seconds=5)
+    assert (found.state, found.message) == ("skipped", "not used: enforcement.backend is hami-core and none")
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------------
+
+
+def library(folder: Path, *, elf_class: int = 2) -> tuple[Path, str]:
+    """The header of a shared library and nothing behind it, and its SHA-256."""
+    identity = b"\x7fELF" + bytes([elf_class, 1, 1]) + bytes(9)
+    content = identity + (3).to_bytes(2, "little") + MACHINE.to_bytes(2, "little") + bytes(44)
+    path = folder / "libvgpu.so"
+    path.write_bytes(content)
+    return path, hashlib.sha256(content).hexdigest()
+
+
+async def test_the_right_library(tmp_path: Path) -> None:
+    path, digest = library(tmp_path)
+    found = await look_at_library("hami-core", path, digest, {"auto"})
+    assert (found.check, found.state, found.message) == ("hami-core", "ok", f"{path}, SHA-256 {digest[:12]}…")
+
+
+async def test_another_library_than_was_meant(tmp_path: Path) -> None:
+    path, digest = library(tmp_path)
+    found = await look_at_library("vcuda", path, "0" * 64, {"auto"})
+    assert found.state == "error"
+    assert f"{path} has SHA-256 {digest}, but {'0' * 64} is set" in found.message
+    assert found.remedy == "put the right file there, or change vcuda.library_path and library_sha256"
+
+
+async def test_a_library_for_32_bits_or_none_at_all(tmp_path: Path) -> None:
+    path, digest = library(tmp_path, elf_class=1)
+    found = await look_at_library("hami-core", path, digest, set())
+    assert found.state == "error"
+    assert "64-bit" in found.message
+    found = await look_at_library("hami-core", tmp_path / "none.so", digest, set())
+    assert found.state == "error"
+    assert "No such file" in found.message
+
+
+@pytest.mark.parametrize(
+    ("path", "sha256", "words", "state", "message"),
+    [
+        (None, None, {"auto"}, "skipped", "hami_core.library_path is not set"),
+        (None, "0" * 64, {"auto"}, "skipped", "hami_core.library_path is not set"),
+        (None, None, {"auto", "hami-core"}, "error", "hami_core.library_path is not set"),
+        (Path("/lib/libvgpu.so"), None, {"auto"}, "error", "hami_core.library_sha256 is not set"),
+    ],
+)
+async def test_settings_that_are_incomplete(
+    path: Path | None, sha256: str | None, words: set[str], state: State, message: str
+) -> None:
+    found = await look_at_library("hami-core", path, sha256, words)
+    assert (found.state, found.message) == (state, message)

@@ -1,0 +1,84 @@
+"""Tenants with limits: agents with other settings, pods that have the tenants' programs at hand, and where their files are."""
+
+import hashlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from gpumgr.sim.control import SimControl
+
+from . import programs
+from .agent import Agent
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .node import Node
+from .places import AGENT_STATE, CGROUPS
+from .processes import wait_until
+
+Changes = Mapping[str, Mapping[str, Any]]
+LIBRARY = AGENT_STATE / "library.so"
+
+BLOCK = 1 << 28
+
+
+@contextmanager
+def limited(cluster: Cluster, agent: Agent, changes: Changes) -> Iterator[Node]:
+    """A node whose agent enforces as `changes` say; an ordinary one again afterwards."""
+    programs.build()
+    agent.ensure()
+    node = Node(cluster, agent)
+    node.clear()
+    try:
+        with agent.configured(changes):
+            yield node
+            node.clear()
+    finally:
+        node.close()
+
+
+def tenant(name: str, command: str, cores: int = 30, memory: int = 16, **spec: Any) -> Json:
+    """A pod with one share that runs `command` with the tenants' programs at hand."""
+    main, fields = programs.mounted(container(cores=cores, memory=memory, command=command))
+    return pod(name, [main], **fields, **spec)
+
+
+def lines(node: Node, name: str) -> list[str]:
+    return node.cluster.log_of(name).splitlines()
+
+
+def wait_line(node: Node, name: str, line: str) -> None:
+    wait_until(f"{line!r} of {name}", lambda: any(line in each for each in lines(node, name)), 20)
+
+
+def allocation(node: Node, name: str) -> str:
+    (holding,) = node.ledger_of(name)
+    return holding.allocation
+
+
+def pids(node: Node, name: str) -> list[int]:
+    """The host's pids of the processes in a pod's first container (its sandbox has one of its own)."""
+    status = node.cluster.pods.all()[name]["status"]["containerStatuses"][0]
+    identity = status["containerID"].rpartition("/")[2]
+    folders = list((CGROUPS / "memory").rglob(identity)) or list(CGROUPS.rglob(identity))
+    return sorted(
+        {int(line) for folder in folders for procs in folder.rglob("cgroup.procs") for line in procs.read_text().split()}
+    )
+
+
+def control() -> SimControl:
+    return SimControl(AGENT_STATE / "sim" / "control.txt")
+
+
+def library() -> dict[str, str]:
+    """An operator's library, with its checksum. What a container loads is no part of these tests, so it is an empty one."""
+    source = programs.build() / "library.c"
+    source.write_text("int library_of_an_operator;\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", LIBRARY, source], check=True)
+    return {"library_path": str(LIBRARY), "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}
+
+
+def gpu_index(node: Node, name: str) -> int:
+    """NVML's index of the GPU of a pod."""
+    (holding,) = node.ledger_of(name)
+    return node.agent.gpu_index(holding.gpus[0])

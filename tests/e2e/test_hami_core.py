@@ -1,0 +1,132 @@
+"""Backend hami-core in real containers: what the library would see, after a restart too, and what a hostile tenant can do."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .agent import Agent
+from .cluster import Cluster
+from .manifests import SLEEP
+from .node import Node
+from .places import RUN_DIR
+from .processes import wait_until
+from .tenants import BLOCK, LIBRARY, allocation, library, limited, lines, pids, tenant, wait_line
+
+REGION = "/programs/region_client"
+
+
+@pytest.fixture(scope="module")
+def hami_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    with limited(cluster, running_agent, {"enforcement": {"backend": "hami-core"}, "hami_core": library()}) as node:
+        yield node
+
+
+@pytest.fixture
+def hami(hami_node: Node) -> Node:
+    hami_node.clear()
+    return hami_node
+
+
+def region(node: Node, name: str) -> Path:
+    return RUN_DIR / "hami-core" / allocation(node, name) / "region.cache"
+
+
+def test_a_tenant_of_hami_core_sees_its_limits_at_both_places(hami: Node) -> None:
+    show = f"env | sort; cat /etc/ld.so.preload; {REGION} show; env -i {REGION} show; {REGION} take alloc 4294967296 alloc 1; {SLEEP}"
+    hami.run([tenant("seen", show)])
+    wait_line(hami, "seen", "refused")
+    text = lines(hami, "seen")
+    assert "CUDA_DEVICE_MEMORY_LIMIT_0=4096m" in text
+    assert "CUDA_DEVICE_SM_LIMIT_0=30" in text
+    assert "GPU_CORE_UTILIZATION_POLICY=force" in text
+    assert "/usr/local/vgpu/libvgpu.so" in text
+    assert len([each for each in text if f"memory={16 * BLOCK} cores=30 " in each]) == 2, text
+    assert text[-2:] == ["granted", "refused"]
+
+
+def test_a_region_is_fresh_after_a_container_restart(hami: Node) -> None:
+    """The first life raises its limits, leaves a stale slot and dies; the second finds what it was granted."""
+    spoil = f"{REGION} take use 4294967296 raise 68719476736 100; exit 1"
+    command = f"if test -e /tmp/x/seen; then {REGION} show; {SLEEP}; fi; touch /tmp/x/seen; {spoil}"
+    body = tenant("again", command, restartPolicy="OnFailure")
+    body["spec"]["volumes"].append({"name": "x", "emptyDir": {}})
+    body["spec"]["containers"][0]["volumeMounts"].append({"name": "x", "mountPath": "/tmp/x"})
+    hami.cluster.create([body])
+    wait_until("its pod", lambda: "again" in hami.cluster.pods.all(), 10)
+    wait_line(hami, "again", "memory=")
+    (shown,) = [each for each in lines(hami, "again") if "memory=" in each]
+    assert f"memory={16 * BLOCK} cores=30 " in shown
+    assert shown.endswith("processes=0")
+
+
+def test_limits_of_hami_core_outlive_the_agent(hami: Node) -> None:
+    hami.run([tenant("lasting", f"while sleep 1; do {REGION} show; done")])
+    before = region(hami, "lasting").stat()
+    hami.agent.kill()
+    seen = len(lines(hami, "lasting"))
+    wait_until("more lines", lambda: len(lines(hami, "lasting")) > seen + 1, 20)
+    assert str(16 * BLOCK) in "\n".join(lines(hami, "lasting")[seen:])
+    hami.agent.start()
+    assert region(hami, "lasting").stat().st_ino == before.st_ino, "a running container keeps its file"
+
+
+@pytest.mark.parametrize(
+    ("attack", "code"),
+    [
+        ("take raise 68719476736 100 sleep 600", "GpuLimitTampered"),
+        ("take uuid overflow count 2147483647 sleep 600", None),
+        ("truncate 100 sleep 600", "GpuLimitBroken"),
+        ("priority 0 switch 0 sleep 600", "GpuLimitTampered"),
+    ],
+    ids=["raise", "counters", "truncate", "priority"],
+)
+def test_a_hostile_tenant_harms_itself_alone(hami: Node, attack: str, code: str | None) -> None:
+    hami.run(
+        [tenant("honest", f"while sleep 1; do {REGION} show; done", 20, 8), tenant("hostile", f"{REGION} {attack}; {SLEEP}")]
+    )
+    if code is not None:
+        assert hami.event("hostile", code, 20)
+    if "raise" in attack:
+        name = region(hami, "hostile")
+        wait_until("the limit again", lambda: name.read_bytes()[1600:1608] == (16 * BLOCK).to_bytes(8, "little"), 10)
+    seen = len(lines(hami, "honest"))
+    wait_until("the neighbour goes on", lambda: len(lines(hami, "honest")) > seen + 2, 20)
+    assert str(8 * BLOCK) in "\n".join(lines(hami, "honest")[seen:])
+    hami.agent.ensure()
+    hami.run([tenant("later", SLEEP, 10, 8)])
+
+
+@pytest.mark.parametrize("swap", ["symlink /etc/passwd", "fifo"])
+def test_a_region_can_not_be_replaced_from_inside(hami: Node, swap: str) -> None:
+    hami.run([tenant("swapper", f"{REGION} {swap}; echo tried; {REGION} show; {SLEEP}")])
+    wait_line(hami, "swapper", "tried")
+    wait_line(hami, "swapper", f"memory={16 * BLOCK} ")
+    assert any(each.startswith("can't: ") for each in lines(hami, "swapper"))
+    hami.agent.ensure()
+
+
+def test_host_pids_are_written_for_the_library(hami: Node) -> None:
+    """A process in a pid namespace of its own learns from the agent which process of the host it is."""
+    hami.run([tenant("hostpid", f"{REGION} take sleep 600; {SLEEP}")])
+    wait_line(hami, "hostpid", "slot 0 process")
+    path, slot = region(hami, "hostpid"), 1856
+
+    def hostpid() -> int:
+        return int.from_bytes(path.read_bytes()[slot + 4 : slot + 8], "little")
+
+    wait_until("the host's pid", lambda: hostpid() in pids(hami, "hostpid"), 15)
+    assert "region_client" in Path(f"/proc/{hostpid()}/cmdline").read_text()
+
+
+def test_a_wrong_library_refuses_the_container_and_says_so(hami: Node) -> None:
+    made = LIBRARY
+    kept = made.with_suffix(".kept")
+    shutil.copy2(made, kept)
+    try:
+        made.write_bytes(made.read_bytes() + b"\0")
+        hami.cluster.create([tenant("refused", SLEEP)])
+        assert "sha" in hami.event("refused", "Failed", 30).lower()
+    finally:
+        shutil.copy2(kept, made)

@@ -1,0 +1,82 @@
+"""Backend vcuda in real containers: limits read and processes registered as the library does it."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.vcuda.client import build_client
+
+from . import programs
+from .agent import Agent
+from .cluster import Cluster
+from .manifests import SLEEP
+from .node import Node
+from .places import AGENT_STATE
+from .processes import wait_until
+from .tenants import BLOCK, allocation, library, limited, lines, pids, tenant, wait_line
+
+READER = "/programs/vcuda_reader"
+
+
+@pytest.fixture(scope="module")
+def vcuda_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
+    with limited(cluster, running_agent, {"enforcement": {"backend": "vcuda"}, "vcuda": library()}) as node:
+        yield node
+
+
+@pytest.fixture
+def vcuda(vcuda_node: Node) -> Node:
+    vcuda_node.clear()
+    return vcuda_node
+
+
+CLIENT = "/programs/gpu-client"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client(cluster: Cluster) -> None:
+    """The project's own client; on a node with a driver it stands in the mirror of the driver's files."""
+    cluster.wait_ready()
+    shutil.copy2(build_client(programs.build()), programs.FOLDER / "gpu-client")
+
+
+def test_a_tenant_of_vcuda_reads_its_limits_and_registers(vcuda: Node) -> None:
+    vcuda.run([tenant("seen", f"env | grep NVIDIA; {READER} config; {READER} register {CLIENT}; echo registered $?; {SLEEP}")])
+    wait_line(vcuda, "seen", "registered")
+    text = lines(vcuda, "seen")
+    assert "registered 0" in text
+    assert "NVIDIA_VISIBLE_DEVICES=void" in text
+    assert str(16 * BLOCK) in "\n".join(text)
+    folder = AGENT_STATE / "vm" / allocation(vcuda, "seen")
+    listed = (folder / "pids.config").read_bytes()
+    known = [int.from_bytes(listed[at : at + 4], "little") for at in range(0, len(listed), 4)]
+    assert known == sorted(known)
+    wait_until("its processes are listed", lambda: set(pids(vcuda, "seen")) <= set(_pids_in(folder / "pids.config")), 10)
+
+
+def _pids_in(path: Path) -> list[int]:
+    data = path.read_bytes()
+    return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
+
+
+def test_who_registers_is_told_by_the_kernel_not_by_the_caller(vcuda: Node) -> None:
+    """The other pod's UID and container in the request change nothing: the caller is put under its own."""
+    vcuda.run([tenant("victim", SLEEP, 20, 8)])
+    uid = vcuda.cluster.pods.all()["victim"]["metadata"]["uid"]
+    claim = f"{CLIENT} --addr /etc/vcuda/vcuda.sock --pod-uid {uid} --cont-name main"
+    vcuda.run([tenant("liar", f"{claim}; echo ended $?; {SLEEP}")])
+    wait_line(vcuda, "liar", "ended")
+    victims = set(_pids_in(AGENT_STATE / "vm" / allocation(vcuda, "victim") / "pids.config"))
+    assert not victims & set(pids(vcuda, "liar"))
+
+
+def test_registration_goes_on_after_the_agent_was_killed(vcuda: Node) -> None:
+    again = f"while sleep 1; do {READER} register {CLIENT} 2>/dev/null && echo registered; done"
+    vcuda.run([tenant("lasting", again)])
+    wait_line(vcuda, "lasting", "registered")
+    vcuda.agent.kill()
+    vcuda.agent.start()
+    seen = len(lines(vcuda, "lasting"))
+    wait_until("registered again", lambda: len(lines(vcuda, "lasting")) > seen + 1, 20)

@@ -1,0 +1,97 @@
+"""How checks are run, and what is made of what they raise."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpumgr.doctor.examine import Report, aside, examine
+from gpumgr.doctor.finding import Check, Finding, Look, State, ok, skipped
+from gpumgr.errors import CriError
+
+
+def check(name: str, look: Look) -> Check:
+    return Check(name=name, look=look, if_hung="restart it")
+
+
+def raising(exception: Exception) -> Look:
+    async def look() -> Finding:
+        raise exception
+
+    return look
+
+
+async def well() -> Finding:
+    return ok("well", "as it should be")
+
+
+async def test_findings_stand_in_the_order_of_the_checks() -> None:
+    first = asyncio.Event()
+
+    async def waits() -> Finding:
+        await first.wait()
+        return skipped("waits", "not used")
+
+    async def goes_first() -> Finding:
+        first.set()
+        return await well()
+
+    report = await examine([check("waits", waits), check("well", goes_first)])
+    assert report == Report(findings=(skipped("waits", "not used"), ok("well", "as it should be")), hung=False)
+
+
+@pytest.mark.parametrize(
+    ("exception", "message", "remedy"),
+    [
+        (CriError("nobody listens there; start it; or don't"), "nobody listens there", "start it; or don't"),
+        (CriError("nobody\n  listens"), "nobody listens", "restart it"),
+        (ConnectionResetError(), "ConnectionResetError", "restart it"),
+        (ZeroDivisionError("by zero"), "the check failed: ZeroDivisionError: by zero", "report this bug of gpumgr"),
+    ],
+)
+async def test_what_a_check_raises_is_an_error_of_its_own(exception: Exception, message: str, remedy: str) -> None:
+    report = await examine([check("bad", raising(exception)), check("well", well)])
+    bad, good = report.findings
+    assert bad == Finding(check="bad", state="error", message=message, remedy=remedy)
+    assert good.state == "ok"
+    assert report.exit_code == 1
+
+
+async def test_a_check_that_does_not_even_end_when_cancelled_holds_nobody_up() -> None:
+    released = asyncio.Event()
+
+    async def stubborn() -> Finding:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+        return ok("stubborn", "at last")
+
+    report = await examine([check("stubborn", stubborn), check("well", well)], limit_seconds=0.02)
+    assert report.hung
+    assert report.findings[0] == Finding(check="stubborn", state="error", message="no answer within 0.02 s", remedy="restart it")
+    assert report.findings[1].state == "ok"
+    released.set()
+    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "stubborn"])
+
+
+@pytest.mark.parametrize(
+    ("states", "code"), [([], 0), (["ok", "warning", "skipped"], 0), (["ok", "error"], 1), (["error", "error"], 1)]
+)
+def test_only_errors_count(states: list[State], code: int) -> None:
+    found = tuple(Finding(check="x", state=state, message="") for state in states)
+    assert Report(findings=found, hung=False).exit_code == code
+
+
+async def test_no_checks_no_findings() -> None:
+    assert await examine([]) == Report(findings=(), hung=False)
+
+
+async def test_work_aside_returns_and_raises() -> None:
+    def raise_it() -> Any:
+        raise CriError("no")
+
+    assert await aside(lambda: 5) == 5
+    with pytest.raises(CriError, match="no"):
+        await aside(raise_it)

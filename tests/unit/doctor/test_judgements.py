@@ -1,0 +1,54 @@
+"""What versions and abilities mean."""
+
+from pathlib import Path
+
+import pytest
+
+from gpumgr.cri.codec import Runtime
+from gpumgr.doctor.finding import State
+from gpumgr.doctor.mechanisms import judge_mps
+from gpumgr.doctor.runtime import judge_cdi
+from gpumgr.enforcement.mps.commands import Abilities, Protocol
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state", "word"),
+    [
+        ("containerd", "v2.1.4", "ok", "on by default"),
+        ("containerd", "2.0.0-rc.1", "ok", "on by default"),
+        ("containerd", "1.7.28", "warning", "off by default"),
+        ("containerd", "1.6.36", "error", "no CDI"),
+        ("cri-o", "1.33.1", "ok", "on by default"),
+        ("cri-o", "1.22.0", "error", "no CDI"),
+        ("cri-dockerd", "0.3.4", "warning", "can't be known"),
+        ("containerd", "main", "warning", "can't be known"),
+    ],
+)
+def test_cdi_by_the_version_of_the_runtime(name: str, version: str, state: State, word: str) -> None:
+    found = judge_cdi(Runtime(name=name, version=version, api_version="v1"), Path("/var/run/cdi"))
+    assert (found.check, found.state) == ("cdi", state)
+    assert word in found.message
+    assert (found.remedy is None) == (state == "ok")
+
+
+@pytest.mark.parametrize(
+    ("protocols", "multiuser", "setting", "state", "message"),
+    [
+        ({2, 3}, "-multiuser-server", "auto", "ok", "/m speaks protocol 2 and 3 (3 is used), one server for all users"),
+        ({2, 3}, "-multiuser-server", "2", "ok", "/m speaks protocol 2 and 3 (2 is used), one server for all users"),
+        (
+            {2},
+            None,
+            "auto",
+            "warning",
+            "/m speaks protocol 2 (2 is used), a server for one user at a time: containers of other users wait",
+        ),
+        ({2}, "-multiuser-server", "3", "error", "/m speaks protocol 2, mps.protocol is 3"),
+    ],
+)
+def test_mps_by_what_the_program_can(
+    protocols: set[Protocol], multiuser: str | None, setting: str, state: State, message: str
+) -> None:
+    found = judge_mps("/m", Abilities(protocols=frozenset(protocols), multiuser_option=multiuser), setting)
+    assert (found.check, found.state, found.message) == ("mps", state, message)
+    assert (found.remedy is None) == (state == "ok")
