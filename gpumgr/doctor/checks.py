@@ -1,12 +1,12 @@
 """All checks of a node, in the order in which a person would look: from the driver upwards."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor import gpus, kubelet, mechanisms, rights, runtime
+from gpumgr.doctor import choice, gpus, kubelet, mechanisms, rights, runtime
 from gpumgr.doctor.examine import LIMIT_SECONDS
 from gpumgr.doctor.finding import Check
 from gpumgr.nvml.driver import Nvml
@@ -26,8 +26,7 @@ class Host:
     simulated: bool = False
 
 
-def checks_for(settings: Settings, host: Host, extra: Callable[[gpus.Gpus], Iterable[Check]] = lambda _: ()) -> tuple[Check, ...]:
-    """`extra` come last; they ask NVML through the Gpus that they are given."""
+def checks_for(settings: Settings, host: Host) -> tuple[Check, ...]:
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     seen = gpus.Gpus(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
     words = {settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)}
@@ -37,7 +36,7 @@ def checks_for(settings: Settings, host: Host, extra: Callable[[gpus.Gpus], Iter
         *_of_runtime(settings, host, words),
         *_of_mechanisms(settings, words),
         Check(name="rbac", look=partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), if_hung=rights.IF_HUNG),
-        *extra(seen),
+        Check(name=choice.NAME, look=partial(choice.look_at_choice, settings, seen), if_hung=choice.IF_HUNG),
     )
 
 

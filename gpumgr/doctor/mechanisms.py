@@ -49,7 +49,8 @@ def judge_mps(program: str, abilities: Abilities, protocol: str) -> Finding:
         )
     newest = max(abilities.protocols) if protocol == "auto" else int(protocol)
     users = "one server for all users" if abilities.multiuser_option else "a server for one user at a time"
-    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}"
+    each = "; its limits hold for each process, not for the container" if newest == 2 else ""
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{each}"
     if abilities.multiuser_option is None:
         return warning(name, f"{message}: containers of other users wait", _ONE_USER)
     return ok(name, message)

@@ -26,7 +26,7 @@ FOR_PEOPLE: Final = (
 
 def needed(settings: Settings) -> Iterator[Right]:
     """Rights without which something that the settings ask for does not work."""
-    for verb in ("get", "list", "watch"):
+    for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
     if settings.enforcement.evict:
         yield Right(verb="create", resource="pods", subresource="eviction")

@@ -13,13 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from gpumgr.cli.doctor import command
-from gpumgr.doctor.checks import Host, checks_for
-from gpumgr.doctor.examine import examine
-from gpumgr.doctor.finding import Check, Finding, ok
-from gpumgr.doctor.gpus import Gpus
 from gpumgr.errors import InputError
-from gpumgr.settings import load_settings
-from tests.component.nvml.conftest import Prepare
 
 from .conftest import ALLOCATABLE, VERSION, listening, serving, version_answer
 
@@ -77,13 +71,19 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
         {"check": "vcuda", "state": "skipped", "message": "vcuda.library_path is not set", "remedy": None},
         {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
+        {
+            "check": "enforcement",
+            "state": "warning",
+            "message": "nothing keeps shares within their limits (enforcement.backend is none)",
+            "remedy": "set enforcement.backend to auto",
+        },
     ]
 
 
 def test_text_has_a_line_for_each_check_with_what_to_do(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     assert lines[3].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
 
@@ -105,9 +105,9 @@ def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
 def test_flags_go_over_the_file(folder: Path) -> None:
     path = write_settings(folder, kubernetes={"kubeconfig": f"{folder}/none"})
     options = ("--config", path, "--sim", "mixed-2", "--json")
-    *_, rbac = json.loads(doctor(*options).stdout)
+    *_, rbac, _ = json.loads(doctor(*options).stdout)
     assert (rbac["check"], rbac["state"]) == ("rbac", "error")
-    *_, rbac = json.loads(doctor(*options, "--standalone").stdout)
+    *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
     assert rbac["state"] == "skipped"
     findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
     assert {"check": "mps", "state": "error"}.items() <= findings[8].items()
@@ -149,23 +149,6 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_command() -> None:
         {"check": "stuck", "state": "error", "message": "no answer within 0.05 s", "remedy": "reboot"},
         {"check": "well", "state": "ok", "message": "as it should be", "remedy": None},
     ]
-
-
-async def test_further_checks_come_last_and_may_ask_nvml(folder: Path, sim_node: Prepare) -> None:
-    node = sim_node("mixed-2")
-
-    def further(gpus: Gpus) -> list[Check]:
-        async def look() -> Finding:
-            obstacle = await gpus.ask(gpus.nvml.memory_limits_supported)
-            return ok("backend", obstacle or "all can")
-
-        return [Check(name="backend", look=look, if_hung="")]
-
-    settings = load_settings(write_settings(folder), environ={}, overrides={})
-    host = Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True)
-    report = await examine(checks_for(settings, host, further))
-    assert [finding.check for finding in report.findings][-2:] == ["rbac", "backend"]
-    assert report.findings[-1].state == "ok"
 
 
 def test_help_has_examples_and_exit_codes() -> None:

@@ -13,7 +13,7 @@ from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Right
 
-ORDINARY = "get pods, list pods, watch pods, create events, patch events, patch nodes"
+ORDINARY = "list pods, watch pods, create events, patch events, patch nodes"
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cri.codec import Runtime
+from gpumgr.doctor.choice import judge_choice
 from gpumgr.doctor.finding import State
 from gpumgr.doctor.mechanisms import judge_mps
 from gpumgr.doctor.runtime import judge_cdi
+from gpumgr.enforcement.choice import Choice
 from gpumgr.enforcement.mps.commands import Abilities, Protocol
 
 
@@ -31,17 +33,20 @@ def test_cdi_by_the_version_of_the_runtime(name: str, version: str, state: State
     assert (found.remedy is None) == (state == "ok")
 
 
+EACH = "; its limits hold for each process, not for the container"
+
+
 @pytest.mark.parametrize(
     ("protocols", "multiuser", "setting", "state", "message"),
     [
         ({2, 3}, "-multiuser-server", "auto", "ok", "/m speaks protocol 2 and 3 (3 is used), one server for all users"),
-        ({2, 3}, "-multiuser-server", "2", "ok", "/m speaks protocol 2 and 3 (2 is used), one server for all users"),
+        ({2, 3}, "-multiuser-server", "2", "ok", f"/m speaks protocol 2 and 3 (2 is used), one server for all users{EACH}"),
         (
             {2},
             None,
             "auto",
             "warning",
-            "/m speaks protocol 2 (2 is used), a server for one user at a time: containers of other users wait",
+            f"/m speaks protocol 2 (2 is used), a server for one user at a time{EACH}: containers of other users wait",
         ),
         ({2}, "-multiuser-server", "3", "error", "/m speaks protocol 2, mps.protocol is 3"),
     ],
@@ -51,4 +56,39 @@ def test_mps_by_what_the_program_can(
 ) -> None:
     found = judge_mps("/m", Abilities(protocols=frozenset(protocols), multiuser_option=multiuser), setting)
     assert (found.check, found.state, found.message) == ("mps", state, message)
+    assert (found.remedy is None) == (state == "ok")
+
+
+NO_PROGRAM = {"mps": "no program"}
+NOTHING = "nothing keeps shares within their limits (enforcement.backend is none)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "choice", "state", "message"),
+    [
+        (
+            "auto",
+            Choice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
+            "ok",
+            "mps (cores and memory); not: vcuda (no library)",
+        ),
+        ("auto", Choice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto); not: mps (no program)"),
+        (
+            "none",
+            Choice(obstacles=NO_PROGRAM),
+            "warning",
+            "nothing keeps shares within their limits (enforcement.backend is none)",
+        ),
+        (
+            "mps",
+            Choice(mechanisms=("mps",), obstacles=NO_PROGRAM),
+            "error",
+            "which this node can't carry: mps (no program)",
+        ),
+    ],
+)
+def test_the_choice_is_judged_by_what_was_asked(setting: str, choice: Choice, state: State, message: str) -> None:
+    found = judge_choice(setting, choice, "mps (cores and memory)")
+    assert (found.check, found.state) == ("enforcement", state)
+    assert found.message.endswith(message)
     assert (found.remedy is None) == (state == "ok")

@@ -1,0 +1,108 @@
+"""Which mechanisms shares of this node would get, and what stands in the way of the others. The agent's own rules are asked."""
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.cri.cgroups import Cgroups
+from gpumgr.doctor.finding import Finding, error, ok, warning
+from gpumgr.doctor.gpus import Gpus
+from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.choice import NOTHING, Choice, choose
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.nothing import Nothing
+from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.errors import NvmlError
+from gpumgr.settings import Settings
+from gpumgr.usage.containers import Container
+
+IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+NAME: Final = "enforcement"
+
+
+async def look_at_choice(settings: Settings, gpus: Gpus) -> Finding:
+    with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:  # MPS remembers its protocol; not on behalf of a look
+        backends = _backends(settings, gpus, Path(scratch))
+        obstacles: dict[str, str | None] = {}
+        for backend in backends:
+            try:
+                obstacles[backend.name] = (
+                    await gpus.ask(backend.unavailable) if backend.name == "nvml-memory" else await backend.unavailable()
+                )
+            except NvmlError as exception:
+                obstacles[backend.name] = str(exception)
+    choice = choose(settings.enforcement.backend, obstacles)
+    return judge_choice(settings.enforcement.backend, choice, choice.describe({each.name: each.limits for each in backends}))
+
+
+def judge_choice(setting: str, choice: Choice, described: str) -> Finding:
+    """`setting`: enforcement.backend; `described`: the choice in words."""
+    lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
+    if lost:
+        return error(
+            NAME,
+            f"enforcement.backend is {setting}, which this node can't carry: {_told(lost)}",
+            "mend that, or choose another backend; until then containers that share a GPU are refused at their start",
+        )
+    others = {name: why for name, why in choice.obstacles.items() if name not in choice.mechanisms}
+    beside = f"; not: {_told(others)}" if others else ""
+    if choice.mechanisms == NOTHING:
+        told = f"nothing keeps shares within their limits (enforcement.backend is {setting})"
+        if setting != "auto":
+            return warning(NAME, told, "set enforcement.backend to auto")
+        return warning(NAME, f"{told}{beside}", "mend one of these")
+    return ok(NAME, f"{described}{beside}")
+
+
+def _told(obstacles: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
+
+
+def _backends(settings: Settings, gpus: Gpus, scratch: Path) -> tuple[Backend, ...]:
+    cgroup_root = settings.cri.cgroup_root
+    return (
+        DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
+        HamiCore(
+            library_path=settings.hami_core.library_path,
+            library_sha256=settings.hami_core.library_sha256,
+            library_dir=scratch,
+            run_dir=settings.enforcement.run_dir,
+            nspid_of=Cgroups(cgroup_root).nspid_of,
+        ),
+        VcudaBackend(
+            allocation_dir=settings.container.allocation_dir,
+            library_path=settings.vcuda.library_path,
+            library_sha256=settings.vcuda.library_sha256,
+            container_of=_nobody,
+            pids_of=_none,
+        ),
+        Mps(
+            limits=("core", "memory"),
+            program=settings.mps.control_program,
+            setting=settings.mps.protocol,
+            run_dir=settings.enforcement.run_dir,
+            state_dir=scratch,
+            modes=gpus.nvml,
+            exclusive_process=settings.mps.exclusive_process,
+            idle_seconds=settings.mps.idle_seconds,
+            clock=time.monotonic,
+        ),
+        Nothing(_ignore),
+    )
+
+
+async def _nobody(_pid: int) -> Container | None:
+    return None
+
+
+def _none(_container: Container) -> tuple[int, ...]:
+    return ()
+
+
+def _ignore(_tenant: Tenant, _message: str) -> None:
+    """No container starts while somebody looks."""
