@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .places import GO, KUBERNETES, cache
+from .places import GO, GO_CDI, KUBERNETES, cache
 
 # Command, and the Debian package that brings it.
 NEEDED = {
@@ -38,8 +38,8 @@ def _stamp(paths: list[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
-def _go_build(out: Path, stamp: str, packages: list[str], ldflags: str) -> None:
-    """Builds `packages` into the folder `out`, unless the mark left there says that it is done."""
+def _go_build(out: Path, stamp: str, packages: list[str], ldflags: str, module: Path = GO) -> None:
+    """Builds `packages` of a module into the folder `out`, unless the mark left there says that it is done."""
     mark = out / "stamp"
     if mark.exists() and mark.read_text() == stamp:
         return
@@ -48,14 +48,14 @@ def _go_build(out: Path, stamp: str, packages: list[str], ldflags: str) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     command = [go, "build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", f"{fresh}/"]
-    subprocess.run([*command, *packages], check=True, cwd=GO, env={**os.environ, "CGO_ENABLED": "0"})
+    subprocess.run([*command, *packages], check=True, cwd=module, env={**os.environ, "CGO_ENABLED": "0"})
     (fresh / "stamp").write_text(stamp)
     shutil.rmtree(out, ignore_errors=True)
     fresh.rename(out)
 
 
 def build() -> Path:
-    """Builds what the cache lacks; answers the cache's folder with `kubernetes/` and `floor/` in it."""
+    """Builds what the cache lacks; answers the cache's folder with `kubernetes/`, `floor/` and `cdi/` in it."""
     root = cache()
     modules = [GO / "go.mod", GO / "go.sum"]
     major, minor, _ = KUBERNETES.split(".")
@@ -63,6 +63,8 @@ def build() -> Path:
     ldflags = f"-s -w -X {version}.gitVersion=v{KUBERNETES} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
+    files = [GO_CDI / name for name in ("go.mod", "go.sum", "main.go")]
+    _go_build(root / "cdi", _stamp(files), ["."], "-s -w", GO_CDI)
     return root
 
 

@@ -29,6 +29,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 HERE: Final = Path(__file__).resolve().parent
 PROJECT: Final = HERE.parent.parent
 GO: Final = HERE / "go"
+GO_CDI: Final = HERE / "go_cdi"
 
 
 def cache() -> Path:
