@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.bench.bench_checkpoint import commits
 from tests.bench.figures import median_and_worst, spread
 from tests.bench.kubelet import Kubelet, Plugin, PodKey, Times, admit
 
+Changes = Mapping[str, Mapping[str, Any]]
 NODE = "bench-node"
 DESCRIPTION = Path(__file__).with_name("h200-8.yaml")
 OFFER = {CORE_RESOURCE: 800, MEMORY_RESOURCE: 4512}
@@ -54,7 +55,8 @@ REPORTED = {
 class Agent:
     """`gpumgr run`, and a supervisor that starts it at once when it was killed."""
 
-    def __init__(self, folder: Path, kubelet: Kubelet, kubeconfig: Path) -> None:
+    def __init__(self, folder: Path, kubelet: Kubelet, kubeconfig: Path, changes: Changes | None = None) -> None:
+        """`changes` (section -> key -> value) go over settings that have everything in `folder`."""
         settings: dict[str, dict[str, Any]] = {
             "node": {"name": NODE},
             "kubelet": {
@@ -63,10 +65,18 @@ class Agent:
             },
             "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
             "kubernetes": {"kubeconfig": str(kubeconfig)},
-            "container": {"allocation_dir": str(folder / "vm")},
+            "container": {
+                "allocation_dir": str(folder / "vm"),
+                "driver_share_dir": str(folder / "driver" / "share"),
+                "driver_whole_dir": str(folder / "driver" / "whole"),
+            },
+            "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+            "cri": {"socket": str(folder / "cri.sock")},
             "http": {"port": 0},
             "process": {"lock_path": str(folder / "agent.lock")},
         }
+        for section, values in (changes or {}).items():
+            settings[section] = {**settings.get(section, {}), **values}
         config = folder / "gpumgr.yaml"
         config.write_text(yaml.safe_dump(settings))
         simulated = ["--sim", str(DESCRIPTION), "--sim-dir", str(folder / "sim")]

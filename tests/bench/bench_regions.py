@@ -1,13 +1,12 @@
 """What one pass of the HAMi-core backend costs: a look at every region, and the repair of those that need none.
 
-`python -m tests.bench.bench_regions [--regions N] [--processes N] [--folder DIR]` prints JSON.
+`python -m tests.bench.bench_regions [--regions N] [--processes N] [--folder DIR]` prints JSON; `bench_limits` has the same figures.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -17,45 +16,65 @@ from pathlib import Path
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.backend import Running
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.hami_core.region import Write
+from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
 from gpumgr.enforcement.hami_core.seed import LAYOUT
 from gpumgr.usage.containers import Container
+from tests.bench.figures import spread
 
-ROUNDS = 30
+ROUNDS = 300
+REGIONS, PROCESSES = 200, 2
 
 
-async def measure(regions: int, processes: int, folder: Path) -> dict[str, float]:
-    """Median and maximum in milliseconds of `observe` and of `adjust`, with so many processes in each region; `folder` is on a tmpfs."""
+async def measure(folder: Path, regions: int = REGIONS, processes: int = PROCESSES) -> dict[str, object]:
+    """`observe`, `adjust` and both (the pass) with so many processes in each region; `folder` is on a tmpfs."""
     backend = _backend(folder)
     running = [_running(n, processes) for n in range(regions)]
     try:
         for each in running:
             await backend.start(each.tenant)
-            _fill(folder / "run" / "hami-core" / each.tenant.allocation / "region.cache", each.pids)
-        took: dict[str, list[float]] = {"observe": [], "adjust": []}
+            fill(folder / "run" / "hami-core" / each.tenant.allocation / FILE_NAME, each.pids)
+        took: dict[str, list[float]] = {"pass": [], "observe": [], "adjust": []}
         for _ in range(ROUNDS):
             started = time.perf_counter()
             findings = await backend.observe(running)
             looked = time.perf_counter()
             await backend.adjust(running)
-            took["observe"].append((looked - started) * 1000)
-            took["adjust"].append((time.perf_counter() - looked) * 1000)
+            ended = time.perf_counter()
+            took["pass"].append(ended - started)
+            took["observe"].append(looked - started)
+            took["adjust"].append(ended - looked)
             assert not findings
     finally:
         await backend.close()
-    return {
-        f"{name}_{quantile}_ms": round(value, 2)
-        for name, values in took.items()
-        for quantile, value in (("p50", statistics.median(values)), ("max", max(values)))
-    }
+    return {"regions": regions, "processes": processes, **{name: spread([seconds]) for name, seconds in took.items()}}
+
+
+def empty_library(path: Path) -> str:
+    """Makes a library for this machine, as far as the agent looks into one; its SHA-256."""
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def fill(path: Path, pids: tuple[int, ...]) -> None:
+    """Slots of processes that run, as the library writes them into the region at `path`."""
+    words = [Write(offset=LAYOUT.proc_num, data=len(pids).to_bytes(4, "little"))]
+    for index, pid in enumerate(pids):
+        start = LAYOUT.slot_at(index)
+        number = pid.to_bytes(4, "little")
+        words += [
+            Write(offset=start, data=number + number),
+            Write(offset=start + LAYOUT.slot.status, data=(1).to_bytes(4, "little")),
+        ]
+    with path.open("r+b", buffering=0) as file:
+        for word in words:
+            os.pwrite(file.fileno(), word.data, word.offset)
 
 
 def _backend(folder: Path) -> HamiCore:
     library = folder / "libvgpu.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", library, "/dev/null"], check=True)
     return HamiCore(
         library_path=library,
-        library_sha256=sha256(library.read_bytes()).hexdigest(),
+        library_sha256=empty_library(library),
         library_dir=folder / "lib",
         run_dir=folder / "run",
         nspid_of=lambda pid: pid,
@@ -71,30 +90,14 @@ def _running(n: int, processes: int) -> Running:
     return Running(tenant=tenant, container=container, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
 
 
-def _fill(path: Path, pids: tuple[int, ...]) -> None:
-    """Slots of processes that run, as the library writes them."""
-    words = [Write(offset=LAYOUT.proc_num, data=len(pids).to_bytes(4, "little"))]
-    for index, pid in enumerate(pids):
-        start = LAYOUT.slot_at(index)
-        number = pid.to_bytes(4, "little")
-        words += [
-            Write(offset=start, data=number + number),
-            Write(offset=start + LAYOUT.slot.status, data=(1).to_bytes(4, "little")),
-        ]
-    with path.open("r+b", buffering=0) as file:
-        for word in words:
-            os.pwrite(file.fileno(), word.data, word.offset)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--regions", type=int, default=200)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--regions", type=int, default=REGIONS)
+    parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        figures = asyncio.run(measure(given.regions, given.processes, Path(folder)))
-    print(json.dumps({"regions": given.regions, "processes": given.processes, **figures}))
+        print(json.dumps(asyncio.run(measure(Path(folder), given.regions, given.processes)), indent=2))
 
 
 if __name__ == "__main__":

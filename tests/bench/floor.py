@@ -14,7 +14,11 @@ import grpc
 
 from tests.kubelet_api import deviceplugin as pb
 
-_EMPTY = {"Allocate": pb.AllocateResponse(), "GetPreferredAllocation": pb.PreferredAllocationResponse()}
+_EMPTY = {
+    "Allocate": pb.AllocateResponse(),
+    "GetPreferredAllocation": pb.PreferredAllocationResponse(),
+    "PreStartContainer": pb.PreStartContainerResponse(),
+}
 
 
 def handlers(count: int) -> Any:

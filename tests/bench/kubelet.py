@@ -123,6 +123,16 @@ class Kubelet:
         for resource, ids in admit(self.plugins, wanted, self.times, free):
             self.pods[pod][resource] = ids
 
+    def pre_start(self, pod: PodKey) -> dict[str, float]:
+        """The pod's container is about to start (again). Seconds of the call for each resource."""
+        took = {}
+        for resource, ids in self.pods[pod].items():
+            request = pb.PreStartContainerRequest(devices_ids=ids)
+            with Stopwatch() as watch:
+                self.plugins[resource].stub.PreStartContainer(request)
+            took[resource] = watch.seconds
+        return took
+
     def end(self, pod: PodKey) -> None:
         del self.pods[pod]
 

@@ -31,7 +31,11 @@ def agent_config(kubeconfig: Path, port: int) -> dict[str, Any]:
         "kubernetes": {"kubeconfig": str(kubeconfig)},
         "checkpoint": {"dir": str(AGENT_STATE / "checkpoint"), "gpu_manager_checkpoint": str(AGENT_STATE / "none")},
         "process": {"lock_path": str(AGENT_STATE / "agent.lock")},
-        "container": {"allocation_dir": str(AGENT_STATE / "vm")},
+        "container": {
+            "allocation_dir": str(AGENT_STATE / "vm"),
+            "driver_share_dir": str(AGENT_STATE / "vdriver" / "nvidia"),
+            "driver_whole_dir": str(AGENT_STATE / "vdriver" / "origin"),
+        },
         "enforcement": {"backend": "none", "run_dir": str(RUN_DIR)},
         "cri": {"socket": str(CONTAINERD_SOCKET)},
         "http": {"port": port},
