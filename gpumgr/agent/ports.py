@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Iterable
 from typing import Literal, Protocol
 
-from gpumgr.allocator.ledger import AllocationId, Change
+from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.tenant import Tenant, Terms
 from gpumgr.units import Kind
 
 
@@ -47,19 +47,16 @@ class Pods(Protocol):
 class Enforcement(Protocol):
     """Limits of containers that share a GPU, and the way in which containers get what they are given."""
 
-    def plan(self, pod: PodView | None) -> tuple[str, ...]:
-        """Names of the mechanisms for a share of this pod (None = unknown); kept with the allocation."""
+    def terms(self, pod: PodView | None, *, share: bool) -> Terms:
+        """For a container of this pod (None = which pod it is is not sure)."""
         ...
 
-    def answer(
-        self, base: ContainerResponse, kind: Kind, allocation: AllocationId, tenant: Tenant | None, mechanisms: tuple[str, ...]
-    ) -> ContainerResponse:
-        """The answer to one Allocate: `base` with what the limits need. `tenant` None: whole GPUs. Depends on the arguments alone."""
+    def answer(self, base: ContainerResponse, kind: Kind, allocation: Allocation, tenant: Tenant | None) -> ContainerResponse:
+        """The answer to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
+        Raises Refusal."""
         ...
 
-    async def start(
-        self, base: ContainerResponse, allocation: AllocationId, tenant: Tenant | None, mechanisms: tuple[str, ...]
-    ) -> None:
+    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: Tenant | None) -> None:
         """The container is about to start (again). `base`: what both its calls were answered beside the limits. Raises Refusal."""
         ...
 

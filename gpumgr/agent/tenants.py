@@ -1,11 +1,18 @@
 """Allocations as enforcement sees them."""
 
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.units import BLOCK_BYTES
+
+
+def view_of(allocation: Allocation, pods: Pods) -> PodView | None:
+    """The allocation's pod as the API server has it; None if it is not known, or known under this name only in another life."""
+    view = pods.get(allocation.pod) if allocation.pod else None
+    return None if view is None or allocation.uid not in (None, view.uid) else view
 
 
 def tenant_of(allocation: Allocation, cards: Cards, inventory: Inventory, view: PodView | None) -> Tenant | None:
@@ -30,4 +37,5 @@ def tenant_of(allocation: Allocation, cards: Cards, inventory: Inventory, view: 
         pod_uid=allocation.uid,
         container=allocation.container,
         core_limit=view.core_limit if view else None,
+        runtime_uid=view.runtime_uid if view else None,
     )

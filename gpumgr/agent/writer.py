@@ -16,7 +16,7 @@ from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, Pods
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.tenants import tenant_of, view_of
 from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
 from gpumgr.allocator.callers import NOBODY, Caller
 from gpumgr.allocator.choose import Ask, Choice, choose
@@ -31,6 +31,9 @@ from gpumgr.evaluators.select import check_request
 from gpumgr.units import CORES_PER_GPU, KINDS, Kind
 
 log = structlog.get_logger(__name__)
+
+#: What a share has where nothing enforces.
+NO_MECHANISM = ("none",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +160,8 @@ class Agent:
             allocation = grant(
                 books.node(), books.ledger, caller, kind, masks, new_id=self._new_id(), now=self._wall_clock(), why=why
             )
-            allocation = self._with_mechanisms(allocation, caller)
+            allocation = self._with_terms(allocation, caller)
+            answer = self._answer(allocation, kind)
             try:
                 await books.commit(books.ledger.occupy(allocation))
             except CheckpointError as error:
@@ -165,7 +169,6 @@ class Agent:
             self.admission.granted(caller, allocation)
             self._mind_memory(kind, allocation, caller)
             books.tell()
-            answer = self._answer(allocation, kind)
             self.housekeeping.answered()
         self._log_grant(kind, allocation, len(device_ids), evaluator)
         return answer
@@ -177,15 +180,18 @@ class Agent:
         if kind == "core" and allocation.whole and not allocation.blocks and wants_memory:
             self.books.leave_open(allocation.id)
 
-    def _with_mechanisms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Decided at the first of the two calls; whole GPUs have no limits."""
-        if allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU):
-            return replace(allocation, mechanisms=())
-        return allocation if allocation.mechanisms else replace(allocation, mechanisms=self._enforcement.plan(caller.view))
+    def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
+        """Decided at the first of the two calls. What the operator excepts is excepted for a pod that is sure to be the caller."""
+        whole = allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
+        if whole:
+            allocation = replace(allocation, mechanisms=(), exemption=None)
+        elif allocation.mechanisms:
+            return allocation
+        terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
+        return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
 
     def _answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
-        base, tenant = self._base_answer(allocation, kind), self._tenant(allocation)
-        return self._enforcement.answer(base, kind, allocation.id, tenant, allocation.mechanisms)
+        return self._enforcement.answer(self._base_answer(allocation, kind), kind, allocation, self._tenant(allocation))
 
     def _base_answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
         """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
@@ -196,8 +202,8 @@ class Agent:
     def _tenant(self, allocation: Allocation) -> Tenant | None:
         if not allocation.mechanisms:
             return None
-        view = self._pods.get(allocation.pod) if allocation.pod else None
-        return tenant_of(allocation, self.books.ledger.cards, self.books.inventory, view)
+        books = self.books
+        return tenant_of(allocation, books.ledger.cards, books.inventory, view_of(allocation, self._pods))
 
     def _log_grant(self, kind: Kind, allocation: Allocation, size: int, evaluator: str | None) -> None:
         pod = "/".join(allocation.pod) if allocation.pod else None
@@ -249,10 +255,46 @@ class Agent:
         self._make_folders(holders)
         if kind == "core":  # every share has cores; one of the container's two calls is enough
             for holder in holders:
-                if holder.whole:
-                    await self._enforcement.vacate([books.ledger.cards.by_name[gpu].uuid for gpu in holder.gpus])
-                base = merged(*(self._base_answer(holder, each) for each in KINDS if holder.held(each)))
-                await self._enforcement.start(base, holder.id, self._tenant(holder), holder.mechanisms)
+                await self._start(holder)
+
+    async def _start(self, allocation: Allocation) -> None:
+        cards = self.books.ledger.cards
+        if allocation.whole:
+            await self._enforcement.vacate([cards.by_name[gpu].uuid for gpu in allocation.gpus])
+        self._check_exemption(allocation)
+        allocation = self._with_known_terms(allocation)
+        base = merged(*(self._base_answer(allocation, each) for each in KINDS if allocation.held(each)))
+        await self._enforcement.start(base, allocation, self._tenant(allocation))
+
+    def _with_known_terms(self, allocation: Allocation) -> Allocation:
+        """A share that came into the ledger without its answer (the checkpoint was lost): nobody knows what it was promised."""
+        if allocation.whole or allocation.anonymous or allocation.mechanisms:
+            return allocation
+        mechanisms = self._enforcement.terms(view_of(allocation, self._pods), share=True).mechanisms
+        if mechanisms != NO_MECHANISM:
+            raise Refusal(
+                "internal",
+                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
+                "again",
+            )
+        return replace(allocation, mechanisms=mechanisms)
+
+    def _check_exemption(self, allocation: Allocation) -> None:
+        """An exception of the operator's is for the pods that he named, whoever the caller seemed to be when it was granted."""
+        exemption = allocation.exemption
+        if exemption is None:
+            return
+        view = view_of(allocation, self._pods)
+        if allocation.pod is None or ("/" in exemption and view is None):
+            raise Refusal(
+                "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"
+            )
+        if exemption not in (allocation.pod[0], view.account if view else None):
+            raise Refusal(
+                "conflict",
+                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
+                f"the pod and create it again",
+            )
 
     def _make_folders(self, allocations: Sequence[Allocation]) -> None:
         for allocation in allocations:

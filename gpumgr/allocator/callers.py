@@ -20,13 +20,15 @@ FindPod = Callable[[PodKey], PodView | None]
 class Caller:
     """The container on whose behalf the kubelet calls; everything is None as far as it is not known.
 
-    `continues`: an allocation that this call completes, as the order of calls tells, though it does not have the caller's name.
+    `guessed`: nothing but the order of pods speaks for it. `continues`: an allocation that this call completes, as the order of calls
+    tells, though it does not have the caller's name.
     """
 
     pod: PodKey | None = None
     view: PodView | None = None
     spec: ContainerSpec | None = None
     continues: AllocationId | None = None
+    guessed: bool = False
 
     @property
     def uid(self) -> str | None:
@@ -110,7 +112,7 @@ def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Kind, size: i
     if not waiting:
         return None
     _, pod, view, spec = min(waiting, key=lambda w: w[:2])
-    return Caller(pod=pod, view=view, spec=spec)
+    return Caller(pod=pod, view=view, spec=spec, guessed=True)
 
 
 def reuser(ledger: Ledger, kind: Kind, masks: Masks) -> Allocation | None:

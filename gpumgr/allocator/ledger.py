@@ -28,6 +28,8 @@ class Allocation:
     those its ids lie on (a container that takes over an init container's ids gets one, or as many as it asked for).
     `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU. `mechanisms` are
     the names of what keeps a share within its limits, as they were when it was granted: what its container was answered never changes.
+    `exemption` is the namespace or namespace/serviceaccount for whose sake they are others than the node's; `cdi`: its container was
+    answered with the name of a CDI device.
     """
 
     id: AllocationId
@@ -42,6 +44,8 @@ class Allocation:
     why: str = ""
     anonymous: bool = False
     mechanisms: tuple[str, ...] = ()
+    exemption: str | None = None
+    cdi: bool = False
 
     def held(self, kind: Kind) -> Masks:
         return self.cores if kind == "core" else self.blocks

@@ -34,7 +34,8 @@ class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
     `created_at` is in unix seconds; `phase` and `reason` are the API's words. `controlled`: some controller would replace the pod.
-    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most.
+    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID by which the
+    kubelet and the runtime know a static pod, whose `uid` is its mirror's.
     """
 
     namespace: str
@@ -47,10 +48,16 @@ class PodView:
     containers: tuple[ContainerSpec, ...] = ()
     service_account: str | None = None
     core_limit: int | None = None
+    runtime_uid: str | None = None
 
     @property
     def key(self) -> PodKey:
         return (self.namespace, self.name)
+
+    @property
+    def account(self) -> str:
+        """Its service account as "namespace/name"."""
+        return f"{self.namespace}/{self.service_account or 'default'}"
 
     @property
     def ended(self) -> bool:

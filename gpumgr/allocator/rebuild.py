@@ -17,8 +17,8 @@ from gpumgr.units import CORES_PER_GPU, KINDS, GpuName, Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
-    """One container's ids of one resource as the kubelet remembers them. `allocation_id` and `mechanisms` (of its limits) are read
-    from its stored answer."""
+    """One container's ids of one resource as the kubelet remembers them. `allocation_id`, `mechanisms` (of its limits) and `cdi`
+    (it names a CDI device) are read from its stored answer."""
 
     uid: str
     container: str
@@ -26,6 +26,7 @@ class KubeletEntry:
     device_ids: tuple[str, ...]
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
+    cdi: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ def _claims(
             old.with_held(entry.kind, masks),
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
+            cdi=old.cdi or entry.cdi,
         )
     visible = shown(cards, listing) if listing else {}
     for (pod, container), held in visible.items():

@@ -8,6 +8,15 @@ from gpumgr.units import GpuName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is decided at a grant about a container's limits and kept with its allocation: see there."""
+
+    mechanisms: tuple[str, ...] = ()
+    exemption: str | None = None
+    cdi: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """One share: it lies on one GPU (containers with whole GPUs have no limits, so they are no tenants).
 
@@ -27,6 +36,8 @@ class Tenant:
     pod: PodKey | None = None
     pod_uid: str | None = None
     container: str | None = None
+    #: The UID by which the container runtime knows a static pod (the API server knows its mirror); None for all others.
+    runtime_uid: str | None = None
     #: Annotation `tencent.com/vcuda-core-limit` of the pod, in percent, capped at 100: how far it may go while others are idle.
     core_limit: int | None = None
 

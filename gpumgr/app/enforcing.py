@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 
 from gpumgr.agent.books import Books
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.tenants import tenant_of, view_of
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 #: How often to look for what is left over, if nothing calls for it earlier.
 TEND_SECONDS = 30.0
 LEAST_SECONDS = 0.5
+#: How often to ask again what stands in the way of a mechanism.
+CHOICE_SECONDS = 60.0
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
@@ -87,13 +89,19 @@ class Enforcing:
             backends,
             setting=chosen.backend,
             overrides=chosen.overrides,
-            cdi_dir=chosen.cdi_dir if chosen.injection == "cdi" else None,
+            cdi_dir=chosen.cdi_dir,
+            inject_by_cdi=chosen.injection == "cdi",
             orphan_grace_seconds=chosen.orphan_grace_seconds,
             on_start=self.containers.wake,
+            neighbours=self._neighbours,
             clock=time.monotonic,
         )
         self._mirror: DriverMirror | None = None
         self._mirrored: str | None = None
+        self._mirror_error: str | None = None
+        self._driver_version: str | None = None
+        self._annotated: str | None = None
+        self._books: Books | None = None
         self.recovered = False
         self._freed = asyncio.Event()
 
@@ -101,44 +109,58 @@ class Enforcing:
         """(mechanism, what it keeps): what shares of this node get unless the operator said otherwise."""
         return self.limits.told()
 
-    async def open(self, books: Books) -> None:
-        """Before the driver is asked for anything."""
-        keep = any("mps" in a.mechanisms for a in books.ledger.allocations.values())
-        await self.mps.open(keep_protocol=keep)
+    async def open(self, books: Books, *, lost: bool) -> None:
+        """Before the driver is asked for anything. `lost`: the ledger is, so nobody knows yet who was answered what."""
+        self._books = books
+        keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in books.ledger.allocations.values())
+        await self.mps.open(keep_protocol=keep or lost)
 
     async def choose(self, driver_version: str | None) -> None:
         """The driver shows GPUs, for the first time or again: what can this node carry now?"""
-        await self.limits.choose()
-        if self._announcer is not None:
-            self._announcer.annotate_node(NODE_ANNOTATION, self.limits.describe())
-        await self._mirror_driver(driver_version)
+        self._driver_version = driver_version
+        await self._mirror_driver()
+        await self._choose()
 
-    async def recover(self, books: Books) -> None:
+    async def _choose(self) -> None:
+        await self.limits.choose()
+        if self._announcer is not None and (told := self.limits.describe()) != self._annotated:
+            self._announcer.annotate_node(NODE_ANNOTATION, told)
+            self._annotated = told
+
+    async def recover(self) -> None:
         """Takes over what an earlier life of the agent left for the containers that live."""
-        await self.limits.recover(list(_tenants(books, self._pods)))
+        await self.limits.recover(list(self._tenants()))
         self.recovered = True
 
     def freed(self) -> None:
         """An allocation is gone: what is kept for it will be due."""
         self._freed.set()
 
-    async def run(self, books: Books) -> None:
-        """Removes what is left over; for ever."""
-        next_prune = time.monotonic() + PRUNE_SECONDS
+    async def run(self) -> None:
+        """Removes what is left over, and asks again for what stands in a mechanism's way; for ever."""
+        next_prune = next_choice = time.monotonic()
         wait = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._freed.wait()
             self._freed.clear()
-            due = await self.limits.tend(books.ledger.allocations.keys())
+            due = await self.limits.tend(lambda: self.books.ledger.allocations.keys())
             wait = TEND_SECONDS if due is None else min(max(due, LEAST_SECONDS), TEND_SECONDS)
-            if self._mirror is not None and time.monotonic() >= next_prune:
-                next_prune = time.monotonic() + PRUNE_SECONDS
-                try:
-                    await self._mirror.prune()
-                except DriverFilesError as error:
-                    log.warning("driver_files_not_removed", error=str(error))
+            now = time.monotonic()
+            if now >= next_choice and self._driver_version is not None:
+                next_choice = now + CHOICE_SECONDS
+                await self._mirror_driver()
+                await self._choose()
+            if now >= next_prune and self._mirror is not None:
+                next_prune = now + PRUNE_SECONDS
+                await self._prune(self._mirror)
+
+    @property
+    def books(self) -> Books:
+        if self._books is None:
+            raise RuntimeError("open() comes first")
+        return self._books
 
     async def close(self) -> None:
         await self.limits.close()
@@ -146,10 +168,10 @@ class Enforcing:
 
     # -- the driver's files ------------------------------------------------------------------------------------------------
 
-    async def _mirror_driver(self, driver_version: str | None) -> None:
+    async def _mirror_driver(self) -> None:
         """What containers get at /usr/local/nvidia, if it is ours to make: for the vcuda library."""
-        library = self._settings.vcuda.library_path
-        if library is None or driver_version is None or driver_version == self._mirrored:
+        library, version = self._settings.vcuda.library_path, self._driver_version
+        if library is None or version is None or version == self._mirrored:
             return
         try:
             if self._mirror is None:
@@ -160,15 +182,34 @@ class Enforcing:
                     client=await self._gpu_client(),
                     base=self._settings.container.driver_share_dir.parent,
                 )
-            files = await self._mirror.ensure(driver_version)
-        except (DriverFilesError, InputError) as error:
-            log.error(
-                "driver_files_not_mirrored", error=str(error), consequence="containers get the files that were there before"
-            )
+            files = await self._mirror.ensure(version)
+        except (DriverFilesError, InputError, OSError) as error:
+            self._not_mirrored(str(error))
             return
-        self._mirrored = driver_version
-        for problem in (*files.problems, *([files.share_error] if files.share_error else [])):
+        if files.share_error is not None:
+            self._not_mirrored(files.share_error)
+            return
+        self._mirrored, self._mirror_error = version, None
+        for problem in files.problems:
             log.warning("driver_files_incomplete", problem=problem)
+
+    def _not_mirrored(self, error: str) -> None:
+        """It is tried again with the next choice."""
+        if error != self._mirror_error:
+            log.error("driver_files_not_mirrored", error=error, consequence="the backend vcuda can't be used")
+        self._mirror_error = error
+
+    def _files_obstacle(self) -> str | None:
+        """Why vcuda's library would not stand before the driver's in a container."""
+        if self._mirrored is not None:
+            return None
+        return self._mirror_error or "the driver's files are not mirrored yet"
+
+    async def _prune(self, mirror: DriverMirror) -> None:
+        try:
+            await mirror.prune()
+        except (DriverFilesError, OSError) as error:
+            log.warning("driver_files_not_removed", error=str(error))
 
     async def _gpu_client(self) -> Path:
         given = self._settings.vcuda.client_path
@@ -188,10 +229,21 @@ class Enforcing:
         if self._announcer is not None and tenant.pod is not None and uid is not None:
             self._announcer.pod_event(tenant.pod, uid, reason="GpuLimitNotEnforced", message=message, warning=True)
 
+    def _tenants(self) -> Iterator[tuple[Tenant, tuple[str, ...]]]:
+        books = self.books
+        for allocation in books.ledger.allocations.values():
+            tenant = tenant_of(allocation, books.ledger.cards, books.inventory, view_of(allocation, self._pods))
+            if tenant is not None:
+                yield tenant, allocation.mechanisms
 
-def _tenants(books: Books, pods: Pods) -> Iterable[tuple[Tenant, tuple[str, ...]]]:
-    for allocation in books.ledger.allocations.values():
-        view = pods.get(allocation.pod) if allocation.pod else None
-        tenant = tenant_of(allocation, books.ledger.cards, books.inventory, view)
-        if tenant is not None:
-            yield tenant, allocation.mechanisms
+    def _neighbours(self, tenant: Tenant) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Other pods' shares on the tenant's GPU."""
+        ledger = self.books.ledger
+        own = ledger.allocations.get(tenant.allocation)
+        for other in ledger.on(tenant.gpu):
+            if (
+                other.id != tenant.allocation
+                and other.mechanisms
+                and not (own and own.same_pod(other) and own.init != other.init)
+            ):
+                yield other.describe(), other.mechanisms

@@ -1,7 +1,6 @@
 """Work that may take long, for somebody who has a round to keep."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -37,8 +36,12 @@ class Errand:
         """Calls the work off."""
         if self._out is not None:
             self._out.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await self._out
+            except asyncio.CancelledError:
+                pass
+            except Exception as error:  # the process ends, and nobody waits for the outcome
+                log.warning("errand_failed", errand=self._name, error=str(error))
 
     def _came_back(self, task: asyncio.Task[None]) -> bool:
         if not task.done():

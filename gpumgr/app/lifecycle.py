@@ -62,7 +62,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
             announcer=podside.announcer,
         )
         stack.push_async_callback(station.close)
-        await station.enforcing.open(station.books)
+        await station.enforcing.open(station.books, lost=loaded.lost)
         if TAKEN_OVER not in loaded.notes:
             _take_over_first(station, checkpoint)
         web = WebServer(station, host=settings.http.address, port=settings.http.port)
@@ -81,9 +81,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
                 station.offers.start()
                 station.housekeeping.soon()
                 daemons.append(group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"))
-                daemons.append(
-                    group.create_task(forever("enforcing", lambda: station.enforcing.run(station.books)), name="enforcing")
-                )
+                daemons.append(group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"))
                 daemons.append(group.create_task(station.link.run(), name="kubelet_link"))
                 daemons.append(group.create_task(_report(station, notifier), name="report"))
                 on_up(station, web.url)
@@ -128,7 +126,7 @@ async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
     settings = station.settings
     entries = await read_entries(settings.kubelet.device_plugin_dir)
     await reconcile(station.housekeeping, podside, entries, lost=loaded.lost)
-    await station.enforcing.recover(station.books)
+    await station.enforcing.recover()
     station.remove_orphans()
 
 

@@ -40,6 +40,7 @@ async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Seque
             device_ids=e.device_ids,
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
             mechanisms=mechanisms_in(e.response.annotations) if e.response else (),
+            cdi=bool(e.response.cdi_devices) if e.response else False,
         )
         for e in entries
         if (kind := KIND_OF.get(e.resource)) is not None

@@ -15,7 +15,7 @@ import structlog
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.tenants import tenant_of, view_of
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.tenant import Tenant
@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 CALM_PERIOD_SECONDS: Final = 10.0
 #: How long a sample waits for the container runtime, and for the mechanisms.
 PATIENCE_SECONDS: Final = 0.5
+#: An offender that was to be evicted and is still there.
+EVICT_AGAIN_SECONDS: Final = 60.0
 
 Mechanisms = tuple[str, ...]
 
@@ -113,6 +115,7 @@ class Truth:
         self._where = Whereabouts()
         self._excess = Excess()
         self._strangers: Known = {}
+        self._evicted: dict[AllocationId, float] = {}
         self._findings = Findings(count=meter.found, announce=self._announce, clock=clock)
 
     # -- what readers see --------------------------------------------------------------------------------------------------
@@ -155,10 +158,7 @@ class Truth:
 
     def _tenants(self, ledger: Ledger) -> Iterator[Tenant]:
         for allocation in ledger.allocations.values():
-            view = self._pods.get(allocation.pod) if allocation.pod else None
-            if view is not None and allocation.uid not in (None, view.uid):
-                view = None  # another life of this name
-            tenant = tenant_of(allocation, ledger.cards, self._books.inventory, view)
+            tenant = tenant_of(allocation, ledger.cards, self._books.inventory, view_of(allocation, self._pods))
             if tenant is not None:
                 yield tenant
 
@@ -188,8 +188,8 @@ class Truth:
             self._meter.went_over()
             self._log_use(log.warning, "container_over_limit", use)
             self._announce(use.allocation, OVER_LIMIT, self._over_limit_message(use))
-            if rule.evict:
-                self._evict(use)
+        if rule.evict:
+            self._evict_offenders(uses)
         for use in weighed.ended:
             self._log_use(log.info, "container_within_limit", use)
 
@@ -212,6 +212,15 @@ class Truth:
             f"{rule.samples} samples in a row; let it use less, or ask for more {MEMORY_RESOURCE}"
             + ("; the pod is evicted" if rule.evict and self._announcer else "")
         )
+
+    def _evict_offenders(self, uses: Sequence[ContainerUse]) -> None:
+        """Asked again now and then for those that stay: a name may have been missing, or a right."""
+        now, over = self._clock(), self._excess.over
+        self._evicted = {allocation: at for allocation, at in self._evicted.items() if allocation in over}
+        for use in uses:
+            if use.allocation in over and now - self._evicted.get(use.allocation, float("-inf")) >= EVICT_AGAIN_SECONDS:
+                self._evicted[use.allocation] = now
+                self._evict(use)
 
     def _evict(self, use: ContainerUse) -> None:
         name = self._pod_of(use.allocation)

@@ -28,6 +28,8 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     why: str = ""
     anonymous: bool = False
     mechanisms: tuple[str, ...] = ()
+    exemption: str | None = None
+    cdi: bool = False
 
 
 _decoder = msgspec.json.Decoder(_Row)
@@ -49,6 +51,8 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
             why=allocation.why,
             anonymous=allocation.anonymous,
             mechanisms=allocation.mechanisms,
+            exemption=allocation.exemption,
+            cdi=allocation.cdi,
         )
     ).decode()
     return allocation.id, record, checksum(allocation.id, record)
@@ -73,6 +77,8 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
             why=row.why,
             anonymous=row.anonymous,
             mechanisms=row.mechanisms,
+            exemption=row.exemption,
+            cdi=row.cdi,
         )
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error

@@ -60,10 +60,17 @@ def expand(setting: str, able: Sequence[str]) -> Mechanisms:
     return tuple(first + ([complete] if complete else [])) or NOTHING
 
 
-def override_for(overrides: Sequence[str], pod: PodView | None) -> str | None:
-    """The word that the operator chose for this pod's service account, else for its namespace."""
-    if pod is None:
-        return None
+def exception_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:
+    """What the operator chose for this pod's service account, else for its namespace: (for whom, which word); None: nothing."""
     rules = dict(rule.split("=", 1) for rule in overrides)
-    account = f"{pod.namespace}/{pod.service_account or 'default'}"
-    return rules.get(account, rules.get(pod.namespace))
+    for subject in (pod.account, pod.namespace) if pod is not None else ():
+        if subject in rules:
+            return subject, rules[subject]
+    return None
+
+
+def excepted(word: str, able: Sequence[str], node: Mechanisms) -> Mechanisms:
+    """Mechanisms of a share that is to have another one than the node's. On GPUs that MPS holds for itself nobody gets a context past
+    it: who is to have no limits goes through its daemon without any."""
+    mechanisms = expand(word, able)
+    return ("mps-open",) if mechanisms == NOTHING and "mps" in node else mechanisms

@@ -18,6 +18,8 @@ _FACTORS: Final = {
 _MAX_QUANTITY: Final = 1 << 63
 #: gpu-manager's name for how far a container may go beyond its share while others are idle, in percent.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
+#: On the API server's mirror of a static pod, which nobody but the kubelet can make: the UID that the kubelet gives the pod itself.
+MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 
 
 def parse_pod(pod: Mapping[str, Any]) -> PodView:
@@ -26,6 +28,7 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
     Raises ValueError, KeyError, TypeError or AttributeError for an object that is no pod.
     """
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    annotations = metadata.get("annotations") or {}
     containers = tuple(_containers(spec))
     return PodView(
         namespace=str(metadata["namespace"]),
@@ -37,7 +40,8 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
         containers=containers if any(c.cores or c.memory_blocks for c in containers) else (),
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
-        core_limit=_core_limit((metadata.get("annotations") or {}).get(CORE_LIMIT_ANNOTATION)),
+        core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
+        runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
     )
 
 

@@ -117,7 +117,7 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Sockets, shared memory and region files of running containers; on a tmpfs. The path is short: it is part of sockets' names.
     run_dir: Path = Path("/run/gpumgr")
     #: How long files of a container that is gone are kept.
-    orphan_grace_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
+    orphan_grace_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
     #: So many samples in a row over its memory make a container an offender.
     over_limit_samples: Annotated[int, Meta(ge=1, le=3600)] = 5
     #: Memory beyond the limit that is not held against a container (contexts, rounding).

@@ -18,10 +18,14 @@ class Claims:
 
     def __init__(self, allocations: Collection[Allocation]) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
+        by_name: defaultdict[PodKey, list[Allocation]] = defaultdict(list)
         for allocation in allocations:
             if (pod := allocation.uid or allocation.pod) is not None:
                 by_pod[pod].append(allocation)
+            if allocation.uid is not None and allocation.pod is not None:
+                by_name[allocation.pod].append(allocation)
         self._by_pod: Mapping[str | PodKey, list[Allocation]] = dict(by_pod)
+        self._by_name: Mapping[PodKey, list[Allocation]] = dict(by_name)
         self._without_uid = [allocation for allocation in allocations if allocation.uid is None]
 
     def exact(self, container: Container) -> list[Allocation]:
@@ -41,4 +45,5 @@ class Claims:
         return "unclear" if maybe else "nobody"
 
     def _of_pod(self, container: Container) -> list[Allocation]:
-        return [*self._by_pod.get(container.pod_uid, ()), *self._by_pod.get(container.pod, ())]
+        by_name = self._by_name.get(container.pod, ()) if container.static else ()
+        return [*self._by_pod.get(container.pod_uid, ()), *self._by_pod.get(container.pod, ()), *by_name]

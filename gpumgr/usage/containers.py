@@ -1,5 +1,6 @@
 """Containers as the runtime has them, and where their processes are found."""
 
+import re
 from dataclasses import dataclass
 
 from gpumgr.allocator.pods import PodKey
@@ -22,3 +23,8 @@ class Container:
     pid: int | None = None
     cgroup: str | None = None
     created_at: float = 0.0
+
+    @property
+    def static(self) -> bool:
+        """Of a static pod: its UID is the hash of the pod's file, and the API server knows only a mirror, under another UID."""
+        return re.fullmatch("[0-9a-f]{32}", self.pod_uid) is not None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.tenant import Tenant, Terms
 from gpumgr.enforcement import cdi
 from gpumgr.enforcement.backend import BackendName, Finding, Running
 from gpumgr.enforcement.leftovers import mounted
@@ -40,6 +42,10 @@ def tenant(allocation: str = ID) -> Tenant:
         pod=("team", "p"),
         container="main",
     )
+
+
+def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Allocation:
+    return Allocation(id=allocation, mechanisms=mechanisms, cdi=cdi)
 
 
 @dataclass
@@ -104,6 +110,7 @@ class Made:
     clock: Clock
     told: list[str]
     used: set[str]
+    neighbours: list[tuple[str, tuple[str, ...]]]
 
 
 @pytest.fixture
@@ -114,45 +121,50 @@ def folder(tmp_path: Path) -> Path:
 
 def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), with_cdi: bool = False) -> Made:
     clock, told, used = Clock(), list[str](), set[str]()
+    neighbours = list[tuple[str, tuple[str, ...]]]()
     files = Files(folder / "mps")
     limits = Limits(
         [files, Nothing(lambda _tenant, message: told.append(message))],
         setting=setting,
         overrides=overrides,
-        cdi_dir=folder / "cdi" if with_cdi else None,
+        cdi_dir=folder / "cdi",
+        inject_by_cdi=with_cdi,
         orphan_grace_seconds=60,
         in_use=lambda names: used & set(names),
+        neighbours=lambda _: neighbours,
         clock=clock,
     )
-    return Made(limits, files, clock, told, used)
+    return Made(limits, files, clock, told, used, neighbours)
 
 
 async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
     made = make(folder)
     await made.limits.choose()
-    mechanisms = made.limits.plan(None)
-    assert mechanisms == ("mps",)
-    core = made.limits.answer(BASE, "core", ID, tenant(), mechanisms)
+    assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
+    core = made.limits.answer(BASE, "core", granted("mps"), tenant())
     assert core.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30"}
     assert core.mounts == BASE.mounts
     assert core.annotations == {"tencent.com/vcuda-core": "30", "gpumgr.io/enforcement": "mps"}
-    memory = made.limits.answer(ContainerResponse(), "memory", ID, tenant(), mechanisms)
+    memory = made.limits.answer(ContainerResponse(), "memory", granted("mps"), tenant())
     assert memory.envs == {"MEMORY": str(1 << 30)}
 
 
 async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
     made = make(folder)
-    assert made.limits.answer(BASE, "core", ID, None, ()) == BASE
+    assert made.limits.terms(None, share=False) == Terms()
+    assert made.limits.answer(BASE, "core", granted(), None) == BASE
 
 
 async def test_with_cdi_the_answer_is_a_name_and_the_file_says_the_rest(folder: Path) -> None:
     made = make(folder, with_cdi=True)
-    core = made.limits.answer(BASE, "core", ID, tenant(), ("mps",))
+    assert made.limits.terms(None, share=False) == Terms(cdi=True)
+    core = made.limits.answer(BASE, "core", granted("mps", cdi=True), tenant())
     assert core.cdi_devices == (f"gpumgr.io/gpu={ID}",)
     assert (core.envs, core.devices, core.mounts) == ({}, (), BASE.mounts)
-    memory = made.limits.answer(ContainerResponse(annotations={"m": "1"}), "memory", ID, tenant(), ("mps",))
+    memory = made.limits.answer(ContainerResponse(annotations={"m": "1"}), "memory", granted("mps", cdi=True), tenant())
     assert memory == ContainerResponse(annotations={"m": "1", "gpumgr.io/enforcement": "mps"})
-    await made.limits.start(BASE, ID, tenant(), ("mps",))
+    await made.limits.start(BASE, granted("mps", cdi=True), tenant())
+    assert (folder / "cdi" / cdi.file_name(ID)).stat().st_mode & 0o777 == 0o644
     document = json.loads((folder / "cdi" / cdi.file_name(ID)).read_text())
     assert document["devices"][0]["containerEdits"]["env"] == [
         "CORES=30",
@@ -163,11 +175,11 @@ async def test_with_cdi_the_answer_is_a_name_and_the_file_says_the_rest(folder: 
 
 
 async def test_a_container_without_limits_is_told_of(folder: Path) -> None:
-    made = make(folder, overrides=["team=none"])
+    made = make(folder, overrides=["team=none"], setting="hami-core")
     await made.limits.choose()
-    mechanisms = made.limits.plan(PodView(namespace="team", name="p", uid="u"))
-    assert mechanisms == ("none",)
-    await made.limits.start(BASE, ID, tenant(), mechanisms)
+    terms = made.limits.terms(PodView(namespace="team", name="p", uid="u"), share=True)
+    assert terms == Terms(mechanisms=("none",), exemption="team")
+    await made.limits.start(BASE, granted("none"), tenant())
     assert made.told == [
         "nothing on this node keeps container main within its 30 cores and 1024 MiB of GPU memory (enforcement backend none); "
         "`gpumgr doctor` on the node says what could"
@@ -178,13 +190,13 @@ async def test_a_start_that_fails_is_a_refusal_that_says_where(folder: Path) -> 
     made = make(folder)
     made.files.error = OSError(28, "No space left on device", "/run/x")
     with pytest.raises(Refusal, match="limits can't be put in place: /run/x: No space left on device"):
-        await made.limits.start(BASE, ID, tenant(), ("mps",))
+        await made.limits.start(BASE, granted("mps"), tenant())
 
 
 async def test_a_mechanism_of_another_version_is_refused(folder: Path) -> None:
     made = make(folder)
     with pytest.raises(Refusal, match="no enforcement backend 'green'"):
-        await made.limits.start(BASE, ID, tenant(), ("green",))
+        await made.limits.start(BASE, granted("green"), tenant())
 
 
 async def test_each_mechanism_sees_its_own_tenants(folder: Path, running: Running) -> None:
@@ -206,19 +218,55 @@ def running() -> Running:
 async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_process(folder: Path) -> None:
     made = make(folder, with_cdi=True)
     for each in (ID, "ffffffffffffffff"):
-        await made.limits.start(BASE, each, tenant(each), ("mps",))
-    await made.limits.tend({ID})
+        await made.limits.start(BASE, granted("mps", allocation=each, cdi=True), tenant(each))
+    await made.limits.tend(lambda: {ID})
     made.clock.now += 59
-    await made.limits.tend({ID})
+    await made.limits.tend(lambda: {ID})
     assert len(made.files.remains()) == 2
     made.clock.now += 2
     made.used.add("ffffffffffffffff")
-    await made.limits.tend({ID})
+    await made.limits.tend(lambda: {ID})
     assert len(made.files.remains()) == 2
     made.used.clear()
-    await made.limits.tend({ID})
+    await made.limits.tend(lambda: {ID})
     assert made.files.remains() == [ID]
     assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_mps_shares_a_gpu_with_nobody(folder: Path) -> None:
+    made = make(folder)
+    made.neighbours.append(("team/old (main)", ("none",)))
+    with pytest.raises(Refusal, match=r"limited by MPS, and team/old \(main\) uses the same GPU by way of others"):
+        await made.limits.start(BASE, granted("mps"), tenant())
+    await made.limits.start(BASE, granted("none"), tenant())
+    made.neighbours[:] = [("team/old (main)", ("nvml-memory", "mps"))]
+    await made.limits.start(BASE, granted("mps"), tenant())
+    with pytest.raises(Refusal, match=r"limited by none, and .* by way of MPS"):
+        await made.limits.start(BASE, granted("none"), tenant())
+
+
+async def test_one_backends_weather_is_its_own(folder: Path) -> None:
+    made = make(folder)
+
+    async def unavailable() -> str | None:
+        raise OSError(5, "Input/output error")
+
+    made.files.unavailable = unavailable  # type: ignore[method-assign]
+    choice = await made.limits.choose()
+    assert choice.mechanisms == ("none",)
+    assert "Input/output error" in choice.obstacles["mps"]
+    shutil.rmtree(made.files.folder)
+    assert await made.limits.tend(set) is None
+
+
+async def test_specs_of_containers_that_got_them_are_removed_whatever_is_injected_now(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted("mps", cdi=True), tenant())
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+    await made.limits.tend(set)
+    made.clock.now += 60
+    await made.limits.tend(set)
+    assert os.listdir(folder / "cdi") == []
 
 
 async def test_every_mechanism_makes_room_for_whole_gpus(folder: Path) -> None:

@@ -98,7 +98,8 @@ def unlimited() -> Limits:
         [Nothing(lambda _tenant, _message: None)],
         setting="none",
         overrides=(),
-        cdi_dir=None,
+        cdi_dir=Path("/nonexistent"),
+        inject_by_cdi=False,
         orphan_grace_seconds=0,
         clock=Clock(),
     )

@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.limits import Limits
 from gpumgr.enforcement.nothing import Nothing
-from gpumgr.sim.kubelet_pods import SimContainer
+from gpumgr.errors import Refusal
+from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
 from gpumgr.units import BLOCK_BYTES, Kind
 from tests.component.stage.stage import Clock, snapshot
-from tests.unit.agent.world import World
+from tests.unit.agent.world import Refused, World
 
 ORDERS = ["core_first", "memory_first"]
 
@@ -20,7 +23,7 @@ ORDERS = ["core_first", "memory_first"]
 class Recorded(Nothing):
     """A mechanism that keeps both kinds and remembers what it was asked."""
 
-    name = "mps"  # type: ignore[misc]
+    name = "hami-core"  # type: ignore[misc]
     limits = frozenset({"core", "memory"})  # type: ignore[misc]
 
     def __init__(self) -> None:
@@ -38,7 +41,15 @@ class Recorded(Nothing):
 
 def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Limits:
     nothing = Nothing(lambda _tenant, _message: None)
-    return Limits([backend, nothing], setting="mps", overrides=overrides, cdi_dir=None, orphan_grace_seconds=0, clock=Clock())
+    return Limits(
+        [backend, nothing],
+        setting="hami-core",
+        overrides=overrides,
+        cdi_dir=Path("/nonexistent"),
+        inject_by_cdi=False,
+        orphan_grace_seconds=0,
+        clock=Clock(),
+    )
 
 
 async def limited(backend: Recorded, overrides: Sequence[str] = (), **options: object) -> World:
@@ -57,10 +68,10 @@ async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: 
     world = await limited(backend, resource_order=order)
     await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
-    assert allocation.mechanisms == ("mps",)
+    assert allocation.mechanisms == ("hami-core",)
     envs = {key: value for answer in world.answers for key, value in answer.envs.items() if key.startswith("LIMIT")}
     assert envs == {"LIMIT_core": "30", "LIMIT_memory": str(8 * BLOCK_BYTES)}
-    assert [answer.annotations["gpumgr.io/enforcement"] for answer in world.answers] == ["mps", "mps"]
+    assert [answer.annotations["gpumgr.io/enforcement"] for answer in world.answers] == ["hami-core", "hami-core"]
     (started,) = backend.started
     assert (started.allocation, started.cores, started.memory_bytes) == (allocation.id, 30, 8 * BLOCK_BYTES)
     assert (started.pod, started.container, started.uuid) == (("team", "share"), "main", world.node.gpus[0].uuid)
@@ -116,3 +127,57 @@ async def test_what_allocate_answers_depends_on_no_name() -> None:
     nameless = [(kind, replace(t, pod=None, pod_uid=None, container=None, core_limit=None)) for kind, t in backend.prepared]
     again = Recorded()
     assert [again.prepare(t, kind) for kind, t in nameless] == [again.prepare(t, kind) for kind, t in backend.prepared]
+
+
+async def test_an_exception_is_not_given_on_a_guess() -> None:
+    """PodResources is away, and the pod that seems to call is one that the operator excepts."""
+    backend = Recorded()
+    world = await limited(backend, overrides=["batch=none"], known=False)
+    waiting = PodView(
+        namespace="batch", name="job", uid="uid-job", containers=(ContainerSpec(name="main", cores=30, memory_blocks=8),)
+    )
+    world.pods.views[waiting.key] = waiting
+    world.away = True
+    await world.admit(world.pod("evil", app(30, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    assert (allocation.pod, allocation.mechanisms, allocation.exemption) == (("batch", "job"), ("hami-core",), None)
+
+
+@pytest.mark.parametrize(
+    ("exemption", "starts"), [("team", True), ("team/default", True), ("batch", False), ("team/root", False)]
+)
+async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str, starts: bool) -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    pod = await world.run(world.pod("share", app(30, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    await world.books.commit(world.books.ledger.occupy(replace(allocation, mechanisms=("none",), exemption=exemption)))
+    if starts:
+        await world.start(pod)
+    else:
+        with pytest.raises(SimKubeletError, match=f"admitted as one of {exemption}, which the operator excepts"):
+            await world.start(pod)
+
+
+async def test_a_share_whose_limits_nobody_remembers_does_not_start_without() -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    pod = await world.run(world.pod("share", app(30, 8)))
+    (allocation,) = world.ledger.allocations.values()
+    await world.books.commit(world.books.ledger.occupy(replace(allocation, mechanisms=())))
+    with pytest.raises(SimKubeletError, match="which limits this container was admitted with is not known any more"):
+        await world.start(pod)
+
+
+async def test_a_refused_answer_leaves_nothing_in_the_ledger() -> None:
+    backend = Recorded()
+    world = await limited(backend)
+    backend.prepare = refuse  # type: ignore[assignment,method-assign]
+    with pytest.raises(Refused, match="no daemon"):
+        await world.admit(world.pod("share", app(30, 8)))
+    assert not world.ledger.allocations
+    assert not world.checkpoint.allocations
+
+
+def refuse(*_: object) -> ContainerResponse:
+    raise Refusal("internal", "no daemon")

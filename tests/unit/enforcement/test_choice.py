@@ -3,7 +3,7 @@
 import pytest
 
 from gpumgr.allocator.pods import PodView
-from gpumgr.enforcement.choice import Choice, choose, expand, override_for
+from gpumgr.enforcement.choice import Choice, choose, excepted, exception_for, expand
 
 NAMES = ("nvml-memory", "hami-core", "vcuda", "mps", "none")
 LIMITS = {
@@ -55,21 +55,28 @@ def test_the_choice_is_told_with_what_each_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("namespace", "account", "word"),
+    ("namespace", "account", "exception"),
     [
-        ("batch", None, "none"),
-        ("batch", "trainer", "vcuda"),
-        ("batch", "other", "none"),
-        ("legacy", "default", "hami-core"),
-        ("legacy", None, "hami-core"),
+        ("batch", None, ("batch", "none")),
+        ("batch", "trainer", ("batch/trainer", "vcuda")),
+        ("batch", "other", ("batch", "none")),
+        ("legacy", "default", ("legacy/default", "hami-core")),
+        ("legacy", None, ("legacy/default", "hami-core")),
         ("legacy", "other", None),
         ("elsewhere", None, None),
     ],
 )
-def test_the_most_exact_exception_counts(namespace: str, account: str | None, word: str | None) -> None:
+def test_the_most_exact_exception_counts(namespace: str, account: str | None, exception: tuple[str, str] | None) -> None:
     rules = ("batch=none", "batch/trainer=vcuda", "legacy/default=hami-core")
-    assert override_for(rules, PodView(namespace=namespace, name="p", uid="u", service_account=account)) == word
+    assert exception_for(rules, PodView(namespace=namespace, name="p", uid="u", service_account=account)) == exception
 
 
 def test_a_pod_that_nobody_knows_is_no_exception() -> None:
-    assert override_for(("batch=none",), None) is None
+    assert exception_for(("batch=none",), None) is None
+
+
+def test_without_limits_on_a_node_of_mps_goes_through_its_daemon() -> None:
+    assert excepted("none", ["mps"], ("mps",)) == ("mps-open",)
+    assert excepted("none", ["mps"], ("nvml-memory", "mps")) == ("mps-open",)
+    assert excepted("none", [], ("hami-core",)) == ("none",)
+    assert excepted("vcuda", ["mps", "vcuda"], ("mps",)) == ("vcuda",)
