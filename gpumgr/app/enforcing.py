@@ -39,6 +39,7 @@ TEND_SECONDS = 30.0
 LEAST_SECONDS = 0.5
 #: How often to ask again what stands in the way of a mechanism.
 CHOICE_SECONDS = 60.0
+RUNTIME_SECONDS = 0.5
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
@@ -75,6 +76,7 @@ class Enforcing:
             library_sha256=settings.vcuda.library_sha256,
             container_of=self._container_of,
             pids_of=self.containers.pids,
+            driver_files_obstacle=self._files_obstacle,
         )
         hami_core = HamiCore(
             library_path=settings.hami_core.library_path,
@@ -83,7 +85,7 @@ class Enforcing:
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
         )
-        memory = DriverMemory(nvml, cgroup_root=settings.cri.cgroup_root)
+        memory = DriverMemory(nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable)
         backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, Nothing(self._not_enforced)]
         self.limits = Limits(
             backends,
@@ -122,6 +124,9 @@ class Enforcing:
         await self._choose()
 
     async def _choose(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a mechanism asks whether the runtime answers
+            async with asyncio.timeout(RUNTIME_SECONDS):
+                await self.containers.refresh()
         await self.limits.choose()
         if self._announcer is not None and (told := self.limits.describe()) != self._annotated:
             self._announcer.annotate_node(NODE_ANNOTATION, told)
@@ -180,7 +185,9 @@ class Enforcing:
                     shim=library,
                     shim_sha256=self._settings.vcuda.library_sha256,
                     client=await self._gpu_client(),
-                    base=self._settings.container.driver_share_dir.parent,
+                    roots=self._settings.vcuda.driver_roots,
+                    share_dir=self._settings.container.driver_share_dir,
+                    whole_dir=self._settings.container.driver_whole_dir,
                 )
             files = await self._mirror.ensure(version)
         except (DriverFilesError, InputError, OSError) as error:

@@ -18,9 +18,11 @@ from gpumgr.driverfiles.plan import HIJACKED, Overlay, Plan, plan
 from gpumgr.driverfiles.source import Source, inspect, sha256_of
 from gpumgr.driverfiles.survey import Catch, Survey, survey
 from gpumgr.driverfiles.version import parse_proc_version
-from gpumgr.driverfiles.volume_conf import CLIENT, SHARE, SHIM, Volume, VolumeConf, load
+from gpumgr.driverfiles.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
+from gpumgr.errors import SettingsError
 
-DEFAULT_BASE: Final = Path("/etc/gpu-manager/vdriver")
+DEFAULT_SHARE_DIR: Final = Path("/etc/gpu-manager/vdriver/nvidia")
+DEFAULT_WHOLE_DIR: Final = Path("/etc/gpu-manager/vdriver/origin")
 DEFAULT_ROOTS: Final = (Path("/"), Path("/run/nvidia/driver"))
 _GRACE_SECONDS: Final = 600.0
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
@@ -47,7 +49,9 @@ class DriverFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    volume: Volume
+    """`link` leads to what the plan makes, and is what containers get."""
+
+    link: Path
     plan: Plan
 
 
@@ -56,6 +60,8 @@ class DriverMirror:
 
     `roots` are looked at in their order. `shim`: libcuda-control.so, `shim_sha256` its hash if another file is to be refused;
     `client`: the program that the shim runs in a container, None = the gpu-client that is installed, if volume.conf lists it.
+    `share_dir` and `whole_dir`: where the volumes `nvidia` and `origin` are to be found. Volumes of other names lie at base/name, as
+    volume.conf says; without a base beside `share_dir`.
     """
 
     def __init__(
@@ -65,7 +71,8 @@ class DriverMirror:
         shim: Path | None,
         client: Path | None,
         shim_sha256: str | None = None,
-        base: Path = DEFAULT_BASE,
+        share_dir: Path = DEFAULT_SHARE_DIR,
+        whole_dir: Path = DEFAULT_WHOLE_DIR,
         roots: Sequence[Path] = DEFAULT_ROOTS,
         proc_root: Path = Path("/proc"),
         machine: str | None = None,
@@ -75,18 +82,19 @@ class DriverMirror:
         self._shim = shim
         self._shim_sha256 = shim_sha256
         self._client = client
-        self._base = base
+        self._places = {SHARE: share_dir, WHOLE: whole_dir}
         self._roots = tuple(roots)
         self._proc_root = proc_root
         self._machine = machine or _MACHINES.get(platform.machine(), platform.machine())
         self._wall_clock = wall_clock
-        self._bases = {base}
+        self._bases = {share_dir.parent, whole_dir.parent}
         self._turn = threading.Lock()
 
     async def ensure(self, driver_version: str | None = None) -> DriverFiles:
         """Brings the mirror up to date; what is current is not touched. `driver_version` None: as /proc/driver/nvidia/version has it.
 
-        Raises SettingsError for a bad volume.conf, DriverFilesError if there is no driver or the mirror can't be made.
+        Raises SettingsError for a bad volume.conf and for volumes that want the same place,
+        DriverFilesError if there is no driver or the mirror can't be made.
         """
         return await asyncio.to_thread(self._ensure, driver_version)
 
@@ -96,14 +104,15 @@ class DriverMirror:
 
     def _ensure(self, driver_version: str | None) -> DriverFiles:
         with self._turn:
-            conf = load(self._volume_conf, self._base)
+            conf = load(self._volume_conf, self._places[SHARE].parent)
+            self._check_places(conf)
             version = driver_version or self._loaded_version()
             try:
                 survey_ = survey(self._roots, conf.volumes, machine=self._machine, driver_version=version)
                 wanted, share_error, problems = self._plan_all(conf, survey_, version)
             except OSError as error:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; it is tried again") from error
-            self._bases |= {volume.base for volume in conf.volumes}
+            self._bases |= {self._link_of(volume).parent for volume in conf.volumes}
             self._mirror(wanted, version)
             return _answer(wanted, version, share_error, problems)
 
@@ -119,6 +128,21 @@ class DriverMirror:
         if removed:
             _log.info("driver_files_removed", versions=removed)
         return tuple(removed)
+
+    def _link_of(self, volume: Volume) -> Path:
+        return self._places.get(volume.name, volume.base / volume.name)
+
+    def _check_places(self, conf: VolumeConf) -> None:
+        """Raises SettingsError: a place that two volumes took turns at would give shares a driver without limits."""
+        taken: dict[Path, str] = {}
+        for volume in conf.volumes:
+            link = self._link_of(volume)
+            if link in taken:
+                raise SettingsError(
+                    f"the volumes {taken[link]!r} and {volume.name!r} of the driver's files would both be {link}: give them different "
+                    "folders in container.driver_share_dir, container.driver_whole_dir and vcuda.volume_conf"
+                )
+            taken[link] = volume.name
 
     def _loaded_version(self) -> str:
         path = self._proc_root / "driver" / "nvidia" / "version"
@@ -156,8 +180,13 @@ class DriverMirror:
             if overlay and (lacking := _lacking(drawn, version)):
                 share_error = lacking
                 continue
-            wanted.append(_Wanted(volume=volume, plan=drawn))
+            link = self._link_of(volume)
+            wanted.append(_Wanted(link=link, plan=drawn))
             problems += _problems(volume, drawn, catch, conf, survey_.root)
+            if volume.base not in (link.parent, self._places[SHARE].parent):
+                problems.append(
+                    f"{conf.source}: volume {volume.name!r}: its base {volume.base} is overlooked, containers get {link}"
+                )
         return wanted, share_error, problems
 
     def _overlay(self, catch: Catch) -> Overlay:
@@ -182,8 +211,8 @@ class DriverMirror:
 
     def _mirror(self, wanted: Sequence[_Wanted], driver_version: str) -> None:
         """All versions are complete before the first name changes."""
-        made = [each.plan.volume for each in wanted if build(each.plan, each.volume.base)]
-        switched = [each.plan.volume for each in wanted if switch(each.plan, each.volume.base, now_seconds=self._wall_clock())]
+        made = [each.plan.volume for each in wanted if build(each.plan, each.link.parent)]
+        switched = [each.plan.volume for each in wanted if switch(each.plan, each.link, now_seconds=self._wall_clock())]
         if made or switched:
             _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
         for each in wanted if made else ():
@@ -229,7 +258,7 @@ def _problems(volume: Volume, drawn: Plan, catch: Catch, conf: VolumeConf, root:
 
 def _answer(wanted: Sequence[_Wanted], driver_version: str, share_error: str | None, problems: Sequence[str]) -> DriverFiles:
     """gpu-manager takes the last volume of another name than `nvidia` for whole GPUs."""
-    folders = [(each.volume.name, each.volume.base / each.volume.name) for each in wanted]
+    folders = [(each.plan.volume, each.link) for each in wanted]
     return DriverFiles(
         driver_version=driver_version,
         share_dir=next((folder for name, folder in reversed(folders) if name == SHARE), None),

@@ -1,7 +1,7 @@
 """A volume on disk. A version is made beside its place, complete and durable, before a name leads to it; then it is never changed.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
-    <base>/<volume> -> .versions/<version>/<volume>
+    <base>/<link> -> .versions/<version>/<volume>
 
 A container's mount follows the link once, when it starts: it keeps its version until it ends. The modification time of a version's
 folder is the last time at which it was known to be in use. One agent per node, one call at a time.
@@ -62,13 +62,13 @@ def build(plan: Plan, base: Path) -> bool:
     return True
 
 
-def switch(plan: Plan, base: Path, *, now_seconds: float) -> bool:
-    """Lets `<base>/<volume>` lead to the plan's version. True: it did not before. Raises DriverFilesError.
+def switch(plan: Plan, link: Path, *, now_seconds: float) -> bool:
+    """Lets `link` lead to the plan's version, which was made in the link's folder. True: it did not before. Raises DriverFilesError.
 
     What is there and is no link, such as gpu-manager's folder, is renamed: its containers keep it.
     """
-    link, target = base / plan.volume, f"{VERSIONS}/{plan.version}/{plan.volume}"
-    fresh = base / f".{plan.volume}.new"
+    base, target = link.parent, f"{VERSIONS}/{plan.version}/{plan.volume}"
+    fresh = base / f".{link.name}.new"
     try:
         before = os.readlink(link) if link.is_symlink() else None
         if before == target:

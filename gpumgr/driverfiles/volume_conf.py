@@ -3,7 +3,8 @@
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are beginnings of file names. `mode` has no meaning, there as here. Without a file the built-in lists hold.
+`libraries` are beginnings of file names. `mode` has no meaning, there as here, and `base` none for the two volumes whose folders are
+settings (`nvidia` and `origin`). Without a file the built-in lists hold.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from gpumgr.errors import SettingsError
 
-#: The volume whose libcuda and libnvidia-ml are the limiting library. All others hold the driver as it is.
+#: The volume whose libcuda and libnvidia-ml are the limiting library, and gpu-manager's name for the driver as it is (as all others are).
 SHARE: Final = "nvidia"
 WHOLE: Final = "origin"
 #: What the share volume gets from elsewhere, not from the driver.
@@ -49,7 +50,8 @@ _LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """One volume: containers see `base`/`name` at /usr/local/nvidia. `libraries` are beginnings of names."""
+    """One volume, which containers see at /usr/local/nvidia: `base`/`name`, unless settings say where. `libraries` are
+    beginnings of names."""
 
     name: str
     base: Path

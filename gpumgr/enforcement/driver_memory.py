@@ -4,17 +4,19 @@ The NVIDIA driver (615 and newer) accounts all device memory to cgroups through 
 allocation fails with CUDA's out-of-memory error, whatever the container does, and cuMemGetInfo shows the limit as the total. Nothing
 is put into the container. Cores are not limited, nor is managed memory while it lies in the host's (both are the driver's limits).
 
-The soft limit is what a cgroup is guaranteed; a container is guaranteed what it was granted, so both limits are the same number. The
-driver adds soft limits up through the ancestors and takes one back only when it is set to 0 before the cgroup goes, hence `_release`.
-A runtime that removes the cgroup in the instant in which a container ends is faster than we are; what the ancestors then keep too
-much guards nothing but memory that is in use. The hard limit is left to vanish with the cgroup: what still runs there stays limited.
+Only the hard limit is set. A soft one, a guarantee, would be added up through the ancestors, who give it back only when somebody sets
+it to 0 before the cgroup goes; the runtime removes that in the instant in which a container ends. The guarantee is not missed: shares
+add up to no more than the GPU has, and all who have one have a hard limit. A soft limit that is found is set to 0. The hard limit
+vanishes with the cgroup.
 
 The cgroup exists only once the container does, so the limit comes with the first look at the running container. Memory that it took
-before stays its own: the kernel refuses, silently, a limit below what is in use, so what was set is read back.
+before stays its own: the kernel refuses, silently, a limit below what is in use, so what was set is read back. A container that the
+runtime does not show never gets its limit: no container starts while the runtime can't be asked, and one that is not found is told.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,12 +29,15 @@ from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.backend import BackendName, Finding, Running
+from gpumgr.enforcement.leftovers import mounted
 from gpumgr.errors import NvmlError, Refusal
 from gpumgr.topology.devices import MemoryLimit
 from gpumgr.units import Kind
 
 #: How often a limit that stands is read back: others may set it too, and a driver that was loaded anew has forgotten it.
 _RECHECK_SECONDS: Final = 10.0
+#: A started container is seen within a second or two; one that is not after so long is looked for.
+_SEEN_WITHIN_SECONDS: Final = 30.0
 
 log = structlog.get_logger(__name__)
 
@@ -62,28 +67,53 @@ class _Held:
 
     @property
     def wanted(self) -> MemoryLimit:
-        return MemoryLimit(soft_bytes=self.memory_bytes, hard_bytes=self.memory_bytes)
+        return MemoryLimit(soft_bytes=0, hard_bytes=self.memory_bytes)
+
+
+@dataclass(slots=True)
+class _Unseen:
+    """A start whose container was not seen yet. `due`: when to look whether it runs."""
+
+    tenant: Tenant
+    since: float
+    due: float
 
 
 class DriverMemory:
-    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` counts seconds."""
+    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` counts seconds.
+
+    `runtime_obstacle` says why the container runtime can't be asked for containers (None: it can). `in_use` tells which allocations
+    have a process, by their mounts; it is called in a thread.
+    """
 
     name: Final[BackendName] = "nvml-memory"
     limits: Final[frozenset[Kind]] = frozenset({"memory"})
 
     def __init__(
-        self, driver: MemoryLimits, *, cgroup_root: Path = Path("/sys/fs/cgroup"), clock: Callable[[], float] = time.monotonic
+        self,
+        driver: MemoryLimits,
+        *,
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
+        runtime_obstacle: Callable[[], str | None] = lambda: None,
+        in_use: Callable[[Collection[str]], Collection[str]] = mounted,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver, self._cgroup_root, self._clock = driver, cgroup_root, clock
+        self._runtime_obstacle, self._in_use = runtime_obstacle, in_use
         self._held: dict[str, _Held] = {}  # by container id
-        self._unplaced: frozenset[str] = frozenset()  # containers whose cgroup was not known at the last `adjust`
+        self._seen: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
+        self._unplaced: frozenset[str] = frozenset()  # ... and those of them whose cgroup was not known
+        self._unseen: dict[AllocationId, _Unseen] = {}
 
     async def unavailable(self) -> str | None:
         try:
             of_driver = await self._driver.memory_limits_supported()
         except NvmlError as error:
             of_driver = str(error)
-        return "; ".join(obstacle for obstacle in (self._cgroup_obstacle(), of_driver) if obstacle) or None
+        of_runtime = self._runtime_obstacle()
+        if of_runtime is not None:
+            of_runtime = f"the cgroups of containers can't be found: {of_runtime}"
+        return "; ".join(obstacle for obstacle in (self._cgroup_obstacle(), of_driver, of_runtime) if obstacle) or None
 
     def _cgroup_obstacle(self) -> str | None:
         try:
@@ -107,16 +137,35 @@ class DriverMemory:
         obstacle = await self.unavailable()
         if obstacle is not None:
             raise Refusal("internal", f"the GPU memory of {tenant.describe()} can't be limited any more: {obstacle}")
+        self._expect(tenant)
+
+    def _expect(self, tenant: Tenant) -> None:
+        now = self._clock()
+        self._unseen[tenant.allocation] = _Unseen(tenant, since=now, due=now + _SEEN_WITHIN_SECONDS)
 
     async def vacate(self, uuids: Collection[str]) -> None:
         pass
 
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        return [
-            Finding(allocation=each.tenant.allocation, code="broken", message=_broken(each.tenant, why))
-            for each in running
-            if (why := self._obstacle(each)) is not None
-        ]
+        found = [(each.tenant, _retried(why)) for each in running if (why := self._obstacle(each)) is not None]
+        found += [(tenant, _NOT_SEEN) for tenant in await self._overdue({each.tenant.allocation for each in running})]
+        return [Finding(allocation=tenant.allocation, code="broken", message=_broken(tenant, why)) for tenant, why in found]
+
+    async def _overdue(self, here: Collection[AllocationId]) -> list[Tenant]:
+        """Those that run and were never seen, each once. One that does not run may have ended, or be slow: it is looked for again
+        when as much time has passed once more."""
+        now = self._clock()
+        due = [name for name, unseen in self._unseen.items() if now >= unseen.due and name not in here]
+        if not due:
+            return []
+        try:
+            alive = await asyncio.to_thread(self._in_use, due)
+        except OSError:  # who can't be looked at is taken for running
+            alive = due
+        late = [self._unseen.pop(name).tenant for name in due if name in alive and name in self._unseen]
+        for unseen in (self._unseen[name] for name in due if name in self._unseen):
+            unseen.due = now + (now - unseen.since)
+        return late
 
     def _obstacle(self, each: Running) -> str | None:
         if each.container.cgroup is None:
@@ -125,9 +174,13 @@ class DriverMemory:
         return None if held is None else held.obstacle
 
     async def adjust(self, running: Sequence[Running]) -> None:
-        present = {each.container.id for each in running}
+        present = frozenset(each.container.id for each in running)
         for gone in [container for container in self._held if container not in present]:
-            await self._release(gone)
+            del self._held[gone]
+        for each in running:
+            if each.container.id not in self._seen:
+                self._unseen.pop(each.tenant.allocation, None)
+        self._seen = present
         self._unplaced = frozenset(each.container.id for each in running if each.container.cgroup is None)
         for each in running:
             if each.container.cgroup is not None and each.tenant.memory_bytes:
@@ -171,26 +224,17 @@ class DriverMemory:
         )
         return None
 
-    async def _release(self, container: str) -> None:
-        """Takes the guarantee back. The cgroup may be gone."""
-        held = self._held.pop(container, None)
-        if held is None or not held.cgroup.is_dir():
-            return
-        try:
-            await self._driver.set_memory_limit(held.uuid, str(held.cgroup), 0, held.memory_bytes)
-        except NvmlError as error:
-            if held.cgroup.is_dir():
-                log.warning("memory_guarantee_left", allocation=held.allocation, cgroup=str(held.cgroup), reason=str(error))
-
     def remains(self) -> Collection[AllocationId]:
-        return {held.allocation for held in tuple(self._held.values())}
+        return {*tuple(self._unseen), *(held.allocation for held in tuple(self._held.values()))}
 
     async def cleanup(self, allocation: AllocationId) -> None:
-        for container in [container for container, held in self._held.items() if held.allocation == allocation]:
-            await self._release(container)
+        self._unseen.pop(allocation, None)
+        self._held = {container: held for container, held in self._held.items() if held.allocation != allocation}
 
     async def recover(self, tenants: Sequence[Tenant]) -> None:
         """Limits live in the kernel, under cgroups that are known once their containers are: the first `adjust` reads them back."""
+        for tenant in tenants:
+            self._expect(tenant)
 
     def own_pids(self) -> Collection[int]:
         return ()
@@ -199,11 +243,21 @@ class DriverMemory:
         """Limits go on without us."""
 
 
-def _broken(tenant: Tenant, why: str) -> str:
+#: Why, and what to do.
+_NOT_SEEN: Final = (
+    f"it runs, but the container runtime did not tell within {_SEEN_WITHIN_SECONDS:g} s which of its containers it is; until it does "
+    "the container may use what the GPU has: see to cri.socket, and delete the pod if this stays"
+)
+
+
+def _retried(why: str) -> str:
     return (
-        f"the GPU memory of {tenant.describe()} can't be limited to {tenant.memory_bytes >> 20} MiB: {why}; "
-        "it is tried again every second, and until then it may use what the GPU has: restart the container if this stays"
+        f"{why}; it is tried again every second, and until then it may use what the GPU has: restart the container if this stays"
     )
+
+
+def _broken(tenant: Tenant, why: str) -> str:
+    return f"the GPU memory of {tenant.describe()} can't be limited to {tenant.memory_bytes >> 20} MiB: {why}"
 
 
 def _words(limit: MemoryLimit) -> str:

@@ -55,11 +55,14 @@ class _Identity:
 def check(path: Path, sha256: str) -> CheckedLibrary:
     """The library at `path`, if it is readable, made for this machine, and has this SHA-256. A file is read once.
 
-    Raises LibraryError.
+    Raises LibraryError, also where the disk fails in the middle of the file.
     """
-    with _reading(path) as descriptor:
-        _check_elf(path, os.pread(descriptor, _ELF_HEADER_BYTES, 0))
-        found = _digest(path, _identity(descriptor))
+    try:
+        with _reading(path) as descriptor:
+            _check_elf(path, os.pread(descriptor, _ELF_HEADER_BYTES, 0))
+            found = _digest(path, _identity(descriptor))
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if found != sha256.lower():
         raise LibraryError(
             f"{path} has SHA-256 {found}, but {sha256.lower()} is set: put the right file there, or set the SHA-256 of the new one"
@@ -124,19 +127,21 @@ def replacing(target: Path, *, mode: int) -> Iterator[int]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; a FIFO there does not block. Raises LibraryError."""
+    """A descriptor of the regular file at `path`; a FIFO there does not block. Raises LibraryError; what reads may raise OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise LibraryError(
-            f"can't read the library {path}: {error.strerror or error}; put it there, readable for gpumgr"
-        ) from error
+        raise _unreadable(path, error) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise LibraryError(f"{path} is no regular file; put the library itself there")
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError) -> LibraryError:
+    return LibraryError(f"can't read the library {path}: {error.strerror or error}; put it there, readable for gpumgr")
 
 
 def _check_elf(path: Path, header: bytes) -> None:
@@ -161,7 +166,7 @@ def _identity(descriptor: int) -> _Identity:
 
 @functools.lru_cache(maxsize=32)
 def _digest(path: Path, identity: _Identity) -> str:
-    """SHA-256 of the file's content, remembered while file and time stamp stay the same. Raises LibraryError."""
+    """SHA-256 of the file's content, remembered while file and time stamp stay the same. Raises LibraryError, OSError."""
     with _reading(path) as descriptor:
         digest = hashlib.sha256()
         for chunk in _chunks(descriptor):

@@ -153,6 +153,8 @@ class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
     client_path: Path | None = None
     #: The list of driver files that containers get, in gpu-manager's format.
     volume_conf: Path = Path("/etc/gpu-manager/volume.conf")
+    #: Where the driver's files are looked for; the first root that has the loaded driver's libcuda is taken.
+    driver_roots: tuple[Path, ...] = (Path("/"), Path("/run/nvidia/driver"))
 
 
 class CriSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,28 +1,36 @@
 """Backend vcuda in real containers: limits read and processes registered as the library does it."""
 
-import shutil
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.vcuda.client import build_client
+from tests.component.driverfiles.host import DRIVER, Driver
 
-from . import programs
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import SLEEP
 from .node import Node
 from .places import AGENT_STATE
 from .processes import wait_until
-from .tenants import BLOCK, allocation, library, limited, lines, pids, tenant, wait_line
+from .tenants import BLOCK, LIBRARY, Changes, allocation, library, limited, lines, pids, tenant, wait_line
 
 READER = "/programs/vcuda_reader"
 
 
+#: Of the simulated node.
+VERSION = "550.90.07"
+
+
 @pytest.fixture(scope="module")
-def vcuda_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    with limited(cluster, running_agent, {"enforcement": {"backend": "vcuda"}, "vcuda": library()}) as node:
+def vcuda_node(cluster: Cluster, running_agent: Agent, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A host with a driver's files, which the agent mirrors with the operator's library in front."""
+    driver, root = Driver(tmp_path_factory.mktemp("driver")), AGENT_STATE / "root"
+    driver.libraries[VERSION] = driver.libraries[DRIVER]
+    driver.install(root, VERSION)
+    changes: Changes = {"enforcement": {"backend": "vcuda"}, "vcuda": {**library(), "driver_roots": [str(root)]}}
+    with limited(cluster, running_agent, changes) as node:
         yield node
 
 
@@ -32,20 +40,16 @@ def vcuda(vcuda_node: Node) -> Node:
     return vcuda_node
 
 
-CLIENT = "/programs/gpu-client"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def client(cluster: Cluster) -> None:
-    """The project's own client; on a node with a driver it stands in the mirror of the driver's files."""
-    cluster.wait_ready()
-    shutil.copy2(build_client(programs.build()), programs.FOLDER / "gpu-client")
+CLIENT = "/usr/local/nvidia/bin/gpu-client"
 
 
 def test_a_tenant_of_vcuda_reads_its_limits_and_registers(vcuda: Node) -> None:
-    vcuda.run([tenant("seen", f"env | grep NVIDIA; {READER} config; {READER} register {CLIENT}; echo registered $?; {SLEEP}")])
+    show = f"env | grep NVIDIA; {READER} config; sha256sum /usr/local/nvidia/lib64/libcuda.so.1; ls /usr/local/nvidia/lib64"
+    vcuda.run([tenant("seen", f"{show}; {READER} register; echo registered $?; {SLEEP}")])
     wait_line(vcuda, "seen", "registered")
     text = lines(vcuda, "seen")
+    assert f"{hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}  /usr/local/nvidia/lib64/libcuda.so.1" in text
+    assert f"libcuda.so.{VERSION}" in text
     assert "registered 0" in text
     assert "NVIDIA_VISIBLE_DEVICES=void" in text
     assert str(16 * BLOCK) in "\n".join(text)

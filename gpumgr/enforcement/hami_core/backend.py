@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.allocator.tenant import Tenant
@@ -35,6 +37,8 @@ _FOLDER: Final = "hami-core"
 _UNSET: Final = (
     "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
 )
+
+log = structlog.get_logger(__name__)
 
 
 class HamiCore:
@@ -61,6 +65,7 @@ class HamiCore:
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._clock = nspid_of, clock
         self._watches: dict[AllocationId, Watch] = {}
+        self._said: set[str] = set()
 
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:
@@ -116,9 +121,13 @@ class HamiCore:
         await asyncio.to_thread(self._adjust, tuple(running))
 
     def remains(self) -> Collection[AllocationId]:
-        with suppress(FileNotFoundError):
+        try:
             return frozenset(os.listdir(self._folder))
-        return frozenset()
+        except FileNotFoundError:
+            return frozenset()
+        except OSError as error:
+            self._complain(self._folder, error)
+            return frozenset(tuple(self._watches))
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
@@ -174,13 +183,20 @@ class HamiCore:
         """Regions that are there; a container that has not started yet has none."""
         for tenant in tenants:
             folder = self._folder / tenant.allocation
-            if tenant.allocation not in self._watches and folder.is_dir():
+            if tenant.allocation not in self._watches and os.path.lexists(folder):
                 self._watches[tenant.allocation] = self._watch(RegionFile.open(folder))
 
     def _watch_of(self, tenant: Tenant) -> Watch:
         """The tenant's; one that runs without having been started by any life of the agent gets one that says so."""
         missing = Unreadable(reason="was never made, or is lost")
         return self._watches.get(tenant.allocation) or self._watches.setdefault(tenant.allocation, self._watch(missing))
+
+    def _complain(self, path: Path, error: OSError) -> None:
+        """Logs what can't be looked at, once."""
+        said = f"{path}: {error.strerror or error}"
+        if said not in self._said:
+            self._said.add(said)
+            log.warning("hami_core_not_looked_at", reason=said)
 
     def _watch(self, region: RegionFile | Unreadable) -> Watch:
         return Watch(region, nspid_of=self._nspid_of, clock=self._clock)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,8 +17,9 @@ from gpumgr.enforcement.backend import BackendName, Finding, Running
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.listener import Listener, path_problem
+from gpumgr.enforcement.vcuda.mounts import has_mounted
 from gpumgr.enforcement.vcuda.pids import MOST_PIDS
-from gpumgr.enforcement.vcuda.registration import ContainerOf, RegistrationService
+from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.enforcement.vcuda.rounds import Rounds
 from gpumgr.enforcement.vcuda.ward import PidsOf, Ward
 from gpumgr.errors import GpumgrError, Refusal
@@ -29,6 +30,8 @@ _log = structlog.get_logger(__name__)
 
 #: The names that gpumgr gives allocations. gpu-manager's folders lie beside ours and are called otherwise.
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
+#: What containers find in the place of libcuda.so.1.
+LIBRARY: Final = "libcuda-control.so"
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
@@ -42,7 +45,10 @@ class _Seat:
 
 
 class VcudaBackend:
-    """See backend.Backend. `container_of` and `pids_of` tell whose a process is and what runs in a container."""
+    """See backend.Backend. `container_of` and `pids_of` tell whose a process is and what runs in a container.
+
+    `driver_files_obstacle` says why containers would get the driver's files without the library in them (None: they get it).
+    """
 
     def __init__(
         self,
@@ -52,14 +58,18 @@ class VcudaBackend:
         library_sha256: str | None,
         container_of: ContainerOf,
         pids_of: PidsOf,
+        driver_files_obstacle: Callable[[], str | None] = lambda: None,
+        has_mounted: HasMounted = has_mounted,
     ) -> None:
         self._allocation_dir = allocation_dir
         self._library_path = library_path
         self._library_sha256 = library_sha256
         self._pids_of = pids_of
+        self._driver_files_obstacle = driver_files_obstacle
         self._seats: dict[AllocationId, _Seat] = {}
         self._said: dict[AllocationId, str] = {}
-        self._service = RegistrationService(self, container_of)
+        self._said_of_folder: str | None = None
+        self._service = RegistrationService(self, container_of, has_mounted)
 
     @property
     def name(self) -> BackendName:
@@ -76,11 +86,13 @@ class VcudaBackend:
 
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:
-            return "vcuda needs a libcuda-control.so: set vcuda.library_path and vcuda.library_sha256"
+            return f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256"
         try:
             await asyncio.to_thread(check, self._library_path, self._library_sha256)
         except LibraryError as error:
             return str(error)
+        if (obstacle := self._driver_files_obstacle()) is not None:
+            return f"containers get no {LIBRARY}: {obstacle}"
         return path_problem(self._allocation_dir / ("0" * 16) / files.SOCKET)
 
     def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:  # noqa: ARG002 (the same for every tenant)
@@ -88,12 +100,9 @@ class VcudaBackend:
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
     async def start(self, tenant: Tenant) -> None:
+        """Needs no names: folder and socket are the allocation's."""
         if (reason := await self.unavailable()) is not None:
             raise Refusal("internal", f"the limits of {tenant.describe()} can't be kept: {reason}")
-        if tenant.container is None or (tenant.pod_uid is None and tenant.pod is None):
-            raise Refusal(
-                "internal", f"which container {tenant.describe()} is the kubelet has not told yet: it tries again by itself"
-            )
         seat = self._seat(tenant)
         try:
             await asyncio.to_thread(seat.ward.lay_out, tenant)
@@ -119,7 +128,12 @@ class VcudaBackend:
         found = set(self._seats)
         try:
             names = os.listdir(self._allocation_dir)
-        except OSError:
+        except FileNotFoundError:
+            return found
+        except OSError as error:
+            if (text := f"{self._allocation_dir}: {error.strerror or error}") != self._said_of_folder:
+                self._said_of_folder = text
+                _log.warning("vcuda_not_looked_at", reason=text)
             return found
         return found | {n for n in names if _ALLOCATION.fullmatch(n) and files.holds_ours(self._allocation_dir / n)}
 
@@ -214,7 +228,7 @@ def _unregistered(ward: Ward, running: Running) -> Finding | None:
         return None
     pids = ", ".join(map(str, strangers[:10])) + (", ..." if len(strangers) > 10 else "")
     message = (
-        f"{running.tenant.describe()} uses its GPU past libcuda-control.so (pid {pids}), so no limit holds there: "
+        f"{running.tenant.describe()} uses its GPU past {LIBRARY} (pid {pids}), so no limit holds there: "
         "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must bring no libcuda.so.1 of its own"
     )
     return Finding(allocation=running.tenant.allocation, code="unregistered", message=message)

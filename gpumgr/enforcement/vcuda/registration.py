@@ -1,6 +1,8 @@
 """The service VCUDAService of proto/vcuda/api.proto: a process in a container is about to use CUDA for the first time.
 
-Law 1. Who calls is what the socket and the kernel say; the ids in the message are believed by nobody.
+Law 1. Who calls is what the socket and the kernel say; the ids in the message are believed by nobody. The kernel names the calling
+       process, and its cgroup the container. That is compared with the names that the kubelet told; where a name is missing on
+       either side (an init container's, without an API server), the process must have the allocation's folder among its mounts.
 Law 2. Whatever arrives, the answer is a status with a sentence, and the server goes on.
 """
 
@@ -11,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import structlog
 from grpclib.const import Cardinality, Status
@@ -21,6 +23,7 @@ from grpclib.exceptions import GRPCError
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.vcuda.config import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
+from gpumgr.enforcement.vcuda.mounts import has_mounted
 from gpumgr.errors import GpumgrError
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
@@ -43,6 +46,8 @@ _FIELDS: Final[Mapping[int, tuple[str, int]]] = {
 #: The container that a process of the host belongs to; None if it is in none. While the runtime can't be asked it may have no name.
 #: Raises GpumgrError if it can't be told.
 ContainerOf = Callable[[int], Awaitable[Container | None]]
+#: Whether a process of the host has an allocation's folder mounted; it is called in a thread.
+HasMounted = Callable[[int, AllocationId], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +72,10 @@ class Register(Protocol):
 class RegistrationService:
     """The one service object behind all allocations' sockets."""
 
-    def __init__(self, register: Register, container_of: ContainerOf) -> None:
+    def __init__(self, register: Register, container_of: ContainerOf, has_mounted: HasMounted = has_mounted) -> None:
         self._register = register
         self._container_of = container_of
+        self._has_mounted = has_mounted
         self._offenders: set[tuple[AllocationId, str]] = set()
         #: How many calls ended how: "ok", or a gRPC status in small letters.
         self.outcomes: Counter[str] = Counter()
@@ -133,13 +139,18 @@ class RegistrationService:
             raise self._refused(
                 peer, None, f"process {peer.pid} is in no container, and this socket is that of {tenant.describe()}"
             )
-        if not container.name and tenant.pod_uid in (None, container.pod_uid):
+        verdict = belongs(container, tenant)
+        if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
+            verdict = "yes"
+        if verdict == "unclear" and not container.name:
             text = f"the container runtime does not tell which container of {tenant.describe()}'s pod process {peer.pid} is in"
             raise GRPCError(Status.UNAVAILABLE, text)
-        if not belongs(container, tenant):
-            where = f"{'/'.join(container.pod)} ({container.name})"
+        if verdict != "yes":
+            lacking = ", and does not have its folder mounted" if verdict == "unclear" else ""
             raise self._refused(
-                peer, container, f"process {peer.pid} is in {where}, and this socket is that of {tenant.describe()}"
+                peer,
+                container,
+                f"process {peer.pid} is in {_describe(container)}, and this socket is that of {tenant.describe()}{lacking}",
             )
         return container
 
@@ -152,11 +163,27 @@ class RegistrationService:
         return GRPCError(Status.PERMISSION_DENIED, sentence)
 
 
-def belongs(container: Container, tenant: Tenant) -> bool:
-    """Whether this is the tenant's container: by the pod's uid, or by its name where the kubelet told only that."""
-    if tenant.container is None or container.name != tenant.container:
-        return False
-    return container.pod_uid == tenant.pod_uid if tenant.pod_uid else container.pod == tenant.pod
+def belongs(container: Container, tenant: Tenant) -> Literal["yes", "no", "unclear"]:
+    """Whether this is the tenant's container: by the pod's uid (or by its name where the kubelet told only that) and its own name.
+
+    "unclear": nothing speaks against it, and a name is missing that would tell. The runtime knows a static pod by another uid than
+    the API server.
+    """
+    uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
+    if uids:
+        same_pod: bool | None = container.pod_uid in uids
+    else:
+        same_pod = container.pod == tenant.pod if tenant.pod and container.name else None
+    same_name = container.name == tenant.container if tenant.container and container.name else None
+    if same_pod is False or same_name is False:
+        return "no"
+    return "yes" if same_pod and same_name else "unclear"
+
+
+def _describe(container: Container) -> str:
+    if not container.name:
+        return f"container {container.id[:12]} of pod uid {container.pod_uid}"
+    return f"{'/'.join(container.pod)} ({container.name})"
 
 
 def peer_of(stream: Any) -> Peer:

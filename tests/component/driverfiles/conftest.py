@@ -44,7 +44,8 @@ def mirror(tmp_path: Path, root: Path, proc: Path, driver: Driver) -> Mirror:
     def make(**more: object) -> DriverMirror:
         values: dict[str, object] = {
             "volume_conf": tmp_path / "volume.conf",
-            "base": tmp_path / "vdriver",
+            "share_dir": tmp_path / "vdriver" / "nvidia",
+            "whole_dir": tmp_path / "vdriver" / "origin",
             "roots": [tmp_path / "nothing", root],
             "shim": driver.shim,
             "client": client,

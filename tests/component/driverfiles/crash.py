@@ -19,7 +19,7 @@ _CRASHED = 9
 
 def update(new: Plan, base: Path) -> None:
     build(new, base)
-    switch(new, base, now_seconds=0.0)
+    switch(new, base / "origin", now_seconds=0.0)
 
 
 def crash_at(step: int, work: Callable[[], None]) -> bool:

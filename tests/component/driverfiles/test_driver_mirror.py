@@ -194,6 +194,39 @@ async def test_volumes_may_lie_elsewhere_and_be_more(mirror: Mirror, tmp_path: P
     assert call_who(tmp_path / "first" / "first" / "lib64", "libcuda.so.1") == [CUDA]
 
 
+async def test_containers_get_the_folders_that_the_settings_name(mirror: Mirror, tmp_path: Path) -> None:
+    share_dir, whole_dir = tmp_path / "limited" / "gpu", tmp_path / "whole" / "gpu"
+    clock = [1_000_000.0]
+    mirrored = mirror(share_dir=share_dir, whole_dir=whole_dir, wall_clock=lambda: clock[0])
+    files = await mirrored.ensure()
+    assert (files.share_dir, files.whole_dir, files.problems) == (share_dir, whole_dir, ())
+    assert call_who(share_dir / "lib64", "libcuda.so.1", f"libcuda.so.{DRIVER}") == [SHIM, CUDA]
+    assert call_who(whole_dir / "lib64", "libcuda.so.1") == [CUDA]
+    assert not (tmp_path / "vdriver").exists()
+    clock[0] += 10_000
+    assert await mirrored.prune() == (), "what the folders lead to stays"
+
+    write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", base=str(tmp_path / "elsewhere"))
+    files = await mirrored.ensure()
+    assert (files.share_dir, files.whole_dir) == (share_dir, whole_dir)
+    assert files.problems == tuple(
+        f"{tmp_path}/volume.conf: volume {name!r}: its base {tmp_path}/elsewhere is overlooked, containers get {folder}"
+        for name, folder in (("nvidia", share_dir), ("origin", whole_dir))
+    )
+    assert not (tmp_path / "elsewhere").exists()
+
+
+async def test_two_volumes_in_one_place_are_refused(mirror: Mirror, tmp_path: Path) -> None:
+    same = tmp_path / "vdriver" / "nvidia"
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'origin' .* would both be {same}: give them different folders"):
+        await mirror(whole_dir=same).ensure()
+    volumes = [{"name": "nvidia", "base": str(tmp_path / name)} for name in ("a", "b")]
+    (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'nvidia' .* would both be {same}"):
+        await mirror().ensure()
+    assert not same.exists()
+
+
 async def test_a_bad_list_is_refused(mirror: Mirror, tmp_path: Path) -> None:
     (tmp_path / "volume.conf").write_text("{}")
     with pytest.raises(SettingsError, match=r"volume\.conf: volume: allowed: a list"):
@@ -214,7 +247,7 @@ async def test_without_a_driver_it_says_what_to_do(mirror: Mirror, proc: Path) -
 async def test_a_base_that_cannot_be_written(mirror: Mirror, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DriverFilesError, match=r"can't be mirrored in .*the folder must be writable"):
-        await mirror(base=tmp_path / "file").ensure()
+        await mirror(share_dir=tmp_path / "file" / "nvidia").ensure()
 
 
 def test_the_built_in_lists_fit_the_driver_that_the_tests_make() -> None:

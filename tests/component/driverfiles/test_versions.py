@@ -140,7 +140,7 @@ def test_where_no_hard_link_can_be_it_copies(tmp_path: Path, other_file_system: 
     source.chmod(0o640)
     drawn = plan_of(other_file_system)
     build(drawn, tmp_path)
-    switch(drawn, tmp_path, now_seconds=0.0)
+    switch(drawn, tmp_path / "origin", now_seconds=0.0)
     copy = tmp_path / "origin" / "lib64" / source.name
     assert copy.stat().st_ino != source.stat().st_ino or copy.stat().st_dev != source.stat().st_dev
     assert copy.read_bytes() == source.read_bytes()

@@ -1,7 +1,7 @@
 """The driver's limits on containers' cgroups, with the simulated NVML behind the real station."""
 
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,7 @@ from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
 
 GIB = 1024**3
 GET, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
-GRANTED = MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB)
-ENDED = MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB)
+GRANTED = MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB)
 
 
 class World:
@@ -33,6 +32,9 @@ class World:
         self.control: SimControl = sim.control
         self.nvml, self.cgroups = nvml, cgroups
         self.seconds = 0.0
+        self.runtime: str | None = None
+        self.in_use: set[str] = set()
+        self.proc_fails = False
         self.backend = self.begin()
         self.tenant = Tenant(
             allocation="a1",
@@ -47,8 +49,19 @@ class World:
 
     def begin(self) -> DriverMemory:
         """A new life of the agent."""
-        self.backend = DriverMemory(self.nvml, cgroup_root=self.cgroups, clock=lambda: self.seconds)
+        self.backend = DriverMemory(
+            self.nvml,
+            cgroup_root=self.cgroups,
+            runtime_obstacle=lambda: self.runtime,
+            in_use=self.used,
+            clock=lambda: self.seconds,
+        )
         return self.backend
+
+    def used(self, names: Collection[str]) -> Collection[str]:
+        if self.proc_fails:
+            raise OSError(5, "Input/output error")
+        return self.in_use & set(names)
 
     @property
     def running(self) -> list[Running]:
@@ -97,7 +110,9 @@ async def test_a_node_that_can_carry_it(world: World) -> None:
     assert await backend.unavailable() is None
     assert backend.prepare(world.tenant, "memory") == ContainerResponse()
     await backend.start(world.tenant)
-    assert (list(backend.remains()), list(backend.own_pids())) == ([], [])
+    assert (list(backend.remains()), list(backend.own_pids())) == (["a1"], [])
+    await backend.cleanup("a1")
+    assert list(backend.remains()) == []
 
 
 async def test_everything_that_is_missing_is_said_at_once(world: World) -> None:
@@ -122,6 +137,15 @@ async def test_no_cgroup_v2(world: World) -> None:
     assert "cgroup v2 is not mounted" in (await world.backend.unavailable() or "")
 
 
+async def test_without_the_container_runtime_no_container_starts(world: World) -> None:
+    world.runtime = "no answer from /run/containerd/containerd.sock"
+    said = "the cgroups of containers can't be found: no answer from /run/containerd/containerd.sock"
+    assert await world.backend.unavailable() == said
+    with pytest.raises(Refusal, match=rf"demo/one \(main\) can't be limited any more: {said}"):
+        await world.backend.start(world.tenant)
+    assert list(world.backend.remains()) == []
+
+
 async def test_no_driver(world: World) -> None:
     world.control.unload_driver()
     assert "driver is not loaded" in (await world.backend.unavailable() or "")
@@ -132,14 +156,15 @@ async def test_no_driver(world: World) -> None:
 # -- a container's life ------------------------------------------------------------------------------------------------------
 
 
-async def test_the_limit_comes_with_the_container_and_its_guarantee_goes_with_it(world: World) -> None:
+async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world: World) -> None:
+    await world.backend.start(world.tenant)
     await world.backend.adjust(world.running)
     assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED}
     assert world.control.memory_limits(0) == {}
     assert await world.findings() == []
     assert list(world.backend.remains()) == ["a1"]
     await world.backend.adjust([])
-    assert world.limit == ENDED
+    assert world.limit == GRANTED, "it goes with the cgroup; whoever still runs there stays limited"
     assert list(world.backend.remains()) == []
 
 
@@ -150,7 +175,7 @@ async def test_a_restarted_container_is_another_one(world: World) -> None:
     (second / "dmem.max").touch()
     world.container = replace(world.container, id="c2", attempt=1, cgroup="/kubepods/second")
     await world.backend.adjust(world.running)
-    assert world.control.memory_limits(1) == {str(world.cgroup): ENDED, str(second): GRANTED}
+    assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED, str(second): GRANTED}
 
 
 async def test_a_limit_that_somebody_changed_is_set_again_at_the_next_look(world: World) -> None:
@@ -172,28 +197,27 @@ async def test_a_new_life_takes_over_what_stands(world: World) -> None:
     assert await world.findings() == []
     world.control.set_result(SET, 0)
     await world.backend.cleanup("a1")
-    assert world.limit == ENDED
+    assert list(world.backend.remains()) == []
     await world.backend.close()
 
 
-async def test_a_cgroup_that_is_gone_needs_nothing(world: World) -> None:
+async def test_a_guarantee_that_is_found_is_taken_back(world: World) -> None:
+    """Another, or an earlier version, set it; the ancestors keep it if the cgroup goes first."""
+    world.control.set_memory_limit(1, str(world.cgroup), MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB))
+    await world.backend.adjust(world.running)
+    assert world.limit == GRANTED
+
+
+async def test_a_container_that_ends_takes_no_call_of_the_driver(world: World) -> None:
     await world.backend.adjust(world.running)
     shutil.rmtree(world.cgroup)
+    world.control.set_result(SET, 999)
+    world.control.set_result(GET, 999)
     with structlog.testing.capture_logs() as logs:
         await world.backend.adjust([])
         await world.backend.cleanup("a1")
         await world.backend.cleanup("never")
     assert logs == []
-    assert world.limit == GRANTED  # nobody asked the driver about it
-
-
-async def test_a_guarantee_that_can_not_be_taken_back_is_told(world: World) -> None:
-    await world.backend.adjust(world.running)
-    world.control.set_result(SET, 999)
-    with structlog.testing.capture_logs() as logs:
-        await world.backend.cleanup("a1")
-    assert [(line["event"], line["allocation"]) for line in logs] == [("memory_guarantee_left", "a1")]
-    assert list(world.backend.remains()) == []
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------------
@@ -248,6 +272,67 @@ async def test_a_container_whose_cgroup_stays_unknown_is_a_finding(world: World)
     assert await world.findings() == []
     await world.backend.adjust(world.running)
     assert world.limit == GRANTED
+
+
+# -- who is never seen -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_container_that_runs_and_is_not_seen_is_told_once(world: World) -> None:
+    await world.backend.start(world.tenant)
+    world.in_use = {"a1"}
+    world.seconds += 29
+    assert await world.backend.observe([]) == []
+    world.seconds += 1
+    (finding,) = await world.backend.observe([])
+    assert (finding.allocation, finding.code) == ("a1", "broken")
+    assert finding.message.startswith(
+        "the GPU memory of demo/one (main) can't be limited to 2048 MiB: it runs, but the container runtime"
+    )
+    assert "see to cri.socket" in finding.message
+    world.seconds += 1000
+    assert await world.backend.observe([]) == []
+    await world.backend.start(world.tenant)
+    world.seconds += 30
+    world.proc_fails = True
+    assert len(await world.backend.observe([])) == 1, (
+        "a restarted container anew, and who can't be looked at is taken for running"
+    )
+
+
+async def test_who_is_seen_is_not_missed(world: World) -> None:
+    world.in_use = {"a1"}
+    await world.backend.start(world.tenant)
+    world.seconds += 30
+    assert await world.findings() == []
+    await world.backend.adjust(world.running)
+    assert await world.backend.observe([]) == []
+    # The next start's container is another; while only the last one is listed it is missed.
+    await world.backend.start(world.tenant)
+    await world.backend.adjust(world.running)
+    world.seconds += 30
+    assert len(await world.backend.observe([])) == 1
+
+
+async def test_who_ended_unseen_is_no_finding(world: World) -> None:
+    await world.backend.start(world.tenant)
+    world.seconds += 30
+    assert await world.backend.observe([]) == []
+    world.in_use = {"a1"}  # it was slow
+    world.seconds += 29
+    assert await world.backend.observe([]) == []
+    world.seconds += 1
+    assert len(await world.backend.observe([])) == 1
+    await world.backend.start(world.tenant)
+    await world.backend.cleanup("a1")
+    world.seconds += 60
+    assert await world.backend.observe([]) == []
+
+
+async def test_a_new_life_misses_those_that_run(world: World) -> None:
+    world.in_use = {"a1"}
+    await world.begin().recover([world.tenant])
+    world.seconds += 30
+    assert [finding.code for finding in await world.backend.observe([])] == ["broken"]
 
 
 async def test_a_tenant_without_its_memory_call_is_left_alone(world: World) -> None:

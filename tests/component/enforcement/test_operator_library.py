@@ -90,6 +90,12 @@ def test_what_is_no_library_is_refused_and_does_not_block(tmp_path: Path, kind: 
         check(path, "0" * 64)
 
 
+def test_a_disk_that_fails_is_told() -> None:
+    """A regular file that opens, and whose first byte can't be read."""
+    with pytest.raises(LibraryError, match="can't read the library /proc/self/mem: Input/output error; put it there"):
+        check(Path("/proc/self/mem"), "0" * 64)
+
+
 def test_an_installed_copy_stays_the_same_file(library: Path, tmp_path: Path) -> None:
     checked = check(library, hash_of(library))
     first = install(checked, tmp_path / "lib", "libvgpu.so").stat()

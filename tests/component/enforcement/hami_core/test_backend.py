@@ -1,6 +1,7 @@
 """The backend on real files, with real processes on the other side of the region."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
@@ -352,6 +354,22 @@ async def test_cleanup_removes_all_of_one_allocation(tmp_path: Path, backend: Ha
     assert not region_of(tmp_path).parent.exists()
     assert region_of(tmp_path, "ffffffffffffffff").exists()
     assert set(backend.own_pids()) == set()
+
+
+async def test_a_folder_that_can_not_be_looked_at_is_told_once(tmp_path: Path, backend: HamiCore) -> None:
+    await backend.start(tenant())
+    shutil.rmtree(tmp_path / "run")
+    assert set(backend.remains()) == set()
+    assert codes(await backend.observe([running()])) == ["broken"]
+    await backend.adjust([running()])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hami-core").write_text("in the way")
+    with capture_logs() as lines:
+        assert [set(backend.remains()) for _ in range(3)] == [{ID}] * 3
+        await backend.recover([tenant("ffffffffffffffff")])
+    assert [(line["event"], line["reason"]) for line in lines] == [
+        ("hami_core_not_looked_at", f"{tmp_path}/run/hami-core: Not a directory")
+    ]
 
 
 async def test_starts_and_looks_leave_no_open_files(tmp_path: Path, backend: HamiCore) -> None:

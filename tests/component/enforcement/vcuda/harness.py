@@ -26,11 +26,13 @@ LIBRARY = Path(next(line.split()[-1] for line in Path("/proc/self/maps").read_te
 
 @dataclass
 class Node:
-    """Every process is in the tenant's container, unless `places` says otherwise; `pids` run in it."""
+    """Every process is in the tenant's container, unless `places` says otherwise; `pids` run in it, and it has `mounted`."""
 
     folder: Path
     pids: set[int] = field(default_factory=set)
     places: dict[int, Container | None] = field(default_factory=dict)
+    mounted: set[str] = field(default_factory=set)
+    driver_files_obstacle: str | None = None
     looks: int = 0
 
     async def container_of(self, pid: int) -> Container | None:
@@ -47,6 +49,8 @@ class Node:
             library_sha256=sha256,
             container_of=self.container_of,
             pids_of=self.pids_of,
+            driver_files_obstacle=lambda: self.driver_files_obstacle,
+            has_mounted=lambda _pid, allocation: allocation in self.mounted,
         )
 
     @property

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -167,9 +168,44 @@ async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha2
     assert await node.backend(library_sha256, LIBRARY).unavailable() is None
 
 
-async def test_a_container_without_a_name_is_refused(node: Node, library_sha256: str) -> None:
-    with pytest.raises(Refusal, match="the kubelet has not told yet"):
-        await node.backend(library_sha256).start(replace(TENANT, pod=None, pod_uid=None))
+@pytest.mark.parametrize("known", [{}, {"pod": TENANT.pod, "pod_uid": TENANT.pod_uid}])
+async def test_a_container_that_the_kubelet_never_names_starts_and_registers(
+    node: Node, library_sha256: str, client: Path, known: dict[str, Any]
+) -> None:
+    """An init container, where no API server tells its name."""
+    nameless = replace(TENANT, **{"pod": None, "pod_uid": None, "container": None} | known)
+    backend = node.backend(library_sha256)
+    await backend.start(nameless)
+    assert (node.place / "vcuda.config").read_bytes() == pack_config(nameless)
+    refused = await register(client, node.socket)
+    assert (refused.status, "does not have its folder mounted" in refused.stderr) == (255, True)
+    node.mounted = {ALLOCATION}
+    ended = await register(client, node.socket)
+    assert (ended.status, ended.pid in node.listed()) == (0, True)
+    await backend.close()
+
+
+async def test_a_container_that_would_get_no_library_is_refused(node: Node, library_sha256: str) -> None:
+    node.driver_files_obstacle = "the driver's files are not mirrored: no space left on device"
+    backend = node.backend(library_sha256)
+    said = f"containers get no libcuda-control.so: {node.driver_files_obstacle}"
+    assert await backend.unavailable() == said
+    with pytest.raises(Refusal, match=rf"the limits of demo/resnet \(main\) can't be kept: {said}"):
+        await backend.start(TENANT)
+    assert not node.place.exists()
+    node.driver_files_obstacle = None
+    assert await backend.unavailable() is None
+
+
+async def test_a_folder_that_can_not_be_looked_at_is_told_once(node: Node, library_sha256: str) -> None:
+    gone = Node(node.folder / "gone").backend(library_sha256)
+    (node.folder / "file").touch()
+    blocked = Node(node.folder / "file").backend(library_sha256)
+    with capture_logs() as lines:
+        assert [set(each.remains()) for each in (gone, blocked, blocked)] == [set()] * 3
+    assert [(line["event"], line["reason"]) for line in lines] == [
+        ("vcuda_not_looked_at", f"{node.folder}/file: Not a directory")
+    ]
 
 
 async def test_the_container_gets_no_library_from_nvidias_runtime(backend: VcudaBackend) -> None:

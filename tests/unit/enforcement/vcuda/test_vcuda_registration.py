@@ -13,7 +13,7 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.vcuda import registration
-from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, RegistrationService, belongs, decode
+from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, HasMounted, RegistrationService, belongs, decode
 from gpumgr.enforcement.vcuda.rounds import Rounds
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
@@ -22,17 +22,38 @@ from tests.unit.enforcement.vcuda.tenants import CONTAINER, TENANT
 
 
 def test_a_tenant_is_its_pods_uid_and_its_name() -> None:
-    assert belongs(CONTAINER, TENANT)
-    assert not belongs(replace(CONTAINER, name="sidecar"), TENANT)
-    assert not belongs(replace(CONTAINER, pod_uid="another"), TENANT)
-    assert not belongs(CONTAINER, replace(TENANT, container=None))
+    assert belongs(CONTAINER, TENANT) == "yes"
+    assert belongs(replace(CONTAINER, name="sidecar"), TENANT) == "no"
+    assert belongs(replace(CONTAINER, pod_uid="another"), TENANT) == "no"
+
+
+def test_the_runtime_knows_a_static_pod_by_another_uid() -> None:
+    """The API server has the UID of its mirror, cgroups and runtime the hash of its file."""
+    static = replace(CONTAINER, pod_uid="8f2c1d5e7a9b4c6d8e0f1a2b3c4d5e6f")
+    assert belongs(static, TENANT) == "no"
+    assert belongs(static, replace(TENANT, runtime_uid=static.pod_uid)) == "yes"
+    assert belongs(CONTAINER, replace(TENANT, runtime_uid=static.pod_uid)) == "yes"
+    assert belongs(static, replace(TENANT, pod_uid=None, runtime_uid=static.pod_uid)) == "yes"
+    assert belongs(CONTAINER, replace(TENANT, pod_uid=None, runtime_uid=static.pod_uid)) == "no"
 
 
 def test_without_a_uid_the_pods_name_decides() -> None:
     nameless = replace(TENANT, pod_uid=None)
-    assert belongs(CONTAINER, nameless)
-    assert not belongs(replace(CONTAINER, pod=("demo", "other")), nameless)
-    assert not belongs(CONTAINER, replace(nameless, pod=None))
+    assert belongs(CONTAINER, nameless) == "yes"
+    assert belongs(replace(CONTAINER, pod=("demo", "other")), nameless) == "no"
+
+
+def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
+    unknown = replace(TENANT, container=None)
+    assert belongs(CONTAINER, unknown) == "unclear"
+    assert belongs(replace(CONTAINER, pod_uid="another"), unknown) == "no"
+    assert belongs(CONTAINER, replace(unknown, pod=None, pod_uid=None)) == "unclear"
+    assert belongs(CONTAINER, replace(TENANT, pod=None, pod_uid=None)) == "unclear"
+    assert belongs(replace(CONTAINER, name="sidecar"), replace(TENANT, pod=None, pod_uid=None)) == "no"
+    away = replace(CONTAINER, pod=("", ""), name="")
+    assert belongs(away, TENANT) == "unclear"
+    assert belongs(away, replace(TENANT, pod_uid=None)) == "unclear"
+    assert belongs(replace(away, pod_uid="another"), TENANT) == "no"
 
 
 def test_both_forms_of_the_request() -> None:
@@ -63,10 +84,11 @@ class Desk:
     """Where registrations go."""
 
     failure: OSError | None = None
+    holder: Tenant = TENANT
     entered: list[int] = field(default_factory=list)
 
     def tenant(self, allocation: str) -> Tenant | None:
-        return TENANT if allocation == TENANT.allocation else None
+        return self.holder if allocation == TENANT.allocation else None
 
     async def enter(self, allocation: str, container: Container, pid: int) -> None:  # noqa: ARG002 (the port's signature)
         if self.failure is not None:
@@ -98,8 +120,14 @@ async def inside(_pid: int) -> Container | None:
     return CONTAINER
 
 
-async def status_of(call: Call, desk: Desk, container_of: ContainerOf = inside) -> tuple[Status, str]:
-    service = RegistrationService(desk, container_of)
+def nowhere(_pid: int, _allocation: str) -> bool:
+    return False
+
+
+async def status_of(
+    call: Call, desk: Desk, container_of: ContainerOf = inside, has_mounted: HasMounted = nowhere
+) -> tuple[Status, str]:
+    service = RegistrationService(desk, container_of, has_mounted)
     with pytest.raises(GRPCError) as caught:
         await service.__mapping__()[ROUTE].func(call)
     assert service.outcomes == {caught.value.status.name.lower(): 1}
@@ -112,6 +140,37 @@ async def test_a_call_enters_the_pid_that_the_kernel_tells() -> None:
     desk, call = Desk(), Call(4712)
     await RegistrationService(desk, inside).__mapping__()[ROUTE].func(call)
     assert (desk.entered, call.sent) == ([4712], [b""])
+
+
+@pytest.mark.parametrize(
+    "holder", [replace(TENANT, container=None), replace(TENANT, container=None, pod=None, pod_uid=None, runtime_uid=None)]
+)
+async def test_where_names_are_missing_the_folder_among_its_mounts_tells(holder: Tenant) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def mounted(pid: int, allocation: str) -> bool:
+        asked.append((pid, allocation))
+        return True
+
+    desk = Desk(holder=holder)
+    await RegistrationService(desk, inside, mounted).__mapping__()[ROUTE].func(Call(4712))
+    assert (desk.entered, asked) == ([4712], [(4712, TENANT.allocation)])
+    status, sentence = await status_of(Call(4712), Desk(holder=holder))
+    assert status is Status.PERMISSION_DENIED
+    assert sentence.startswith("process 4712 is in demo/resnet (main), and this socket is that of ")
+    assert sentence.endswith(", and does not have its folder mounted")
+
+
+async def test_the_folder_does_not_outweigh_names_that_differ() -> None:
+    """A container can get at another's folder by a mount of the host's own folders."""
+
+    async def thief(_pid: int) -> Container | None:
+        return replace(CONTAINER, pod_uid="another")
+
+    status, sentence = await status_of(Call(4712), Desk(), thief, lambda _pid, _allocation: True)
+    assert (status, "folder" in sentence) == (Status.PERMISSION_DENIED, False)
+    other = Desk(holder=replace(TENANT, container=None))
+    assert (await status_of(Call(4712), other, thief, lambda _pid, _allocation: True))[0] is Status.PERMISSION_DENIED
 
 
 async def test_a_peer_without_a_pid_means_a_missing_host_pid() -> None:
@@ -150,6 +209,9 @@ async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
 
     status, sentence = await status_of(Call(4712), Desk(), nameless)
     assert (status, "which container of demo/resnet (main)'s pod process 4712 is in" in sentence) == (Status.UNAVAILABLE, True)
+    desk = Desk()
+    await RegistrationService(desk, nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
+    assert desk.entered == [4712], "what it has mounted can be told without the runtime"
     status, sentence = await status_of(Call(4712), Desk(), nothing)
     assert (status, sentence) == (Status.UNAVAILABLE, "whose container process 4712 is in can't be told: no cgroups here")
 
