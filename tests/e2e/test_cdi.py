@@ -23,7 +23,7 @@ FOLDER = RUN_DIR / "cdi"
 
 @pytest.fixture(scope="module")
 def node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    injection = {"injection": "cdi", "cdi_dir": str(FOLDER), "backend": "hami-core", "orphan_grace_seconds": 0}
+    injection = {"injection": "cdi", "cdi_dir": str(FOLDER), "backend": "hami-core", "orphan_grace_seconds": 1}
     with limited(cluster, running_agent, {"enforcement": injection, "hami_core": library()}) as node:
         yield node
 
