@@ -22,6 +22,7 @@ from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.limits import Limits
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.exempt import MpsOpen
 from gpumgr.enforcement.nothing import Nothing
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
@@ -86,7 +87,8 @@ class Enforcing:
             nspid_of=self._cgroups.nspid_of,
         )
         memory = DriverMemory(nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable)
-        backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, Nothing(self._not_enforced)]
+        unlimited = (MpsOpen(self.mps, self._not_enforced), Nothing(self._not_enforced))
+        backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, *unlimited]
         self.limits = Limits(
             backends,
             setting=chosen.backend,

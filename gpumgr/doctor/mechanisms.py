@@ -8,7 +8,8 @@ from typing import Final
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
-from gpumgr.enforcement.mps.commands import Abilities
+from gpumgr.enforcement.mps.caveats import CAVEATS
+from gpumgr.enforcement.mps.commands import Abilities, Protocol
 from gpumgr.enforcement.mps.control import Control
 from gpumgr.enforcement.mps.errors import MpsError
 from gpumgr.enforcement.operator_library import LibraryError
@@ -47,13 +48,13 @@ def judge_mps(program: str, abilities: Abilities, protocol: str) -> Finding:
             f"{program} speaks protocol {protocols}, mps.protocol is {protocol}",
             "set mps.protocol to auto, or install driver r615 or newer",
         )
-    newest = max(abilities.protocols) if protocol == "auto" else int(protocol)
+    newest: Protocol = 3 if protocol == "3" or (protocol == "auto" and 3 in abilities.protocols) else 2
     users = "one server for all users" if abilities.multiuser_option else "a server for one user at a time"
-    each = "; its limits hold for each process, not for the container" if newest == 2 else ""
-    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{each}"
+    known = "; ".join(CAVEATS[newest])
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}"
     if abilities.multiuser_option is None:
-        return warning(name, f"{message}: containers of other users wait", _ONE_USER)
-    return ok(name, message)
+        return warning(name, f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
+    return ok(name, f"{message}; mind: {known}")
 
 
 async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> Finding:

@@ -15,7 +15,7 @@ from gpumgr.allocator.tenant import Tenant
 from gpumgr.units import Kind
 from gpumgr.usage.containers import Container
 
-BackendName = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
+BackendName = Literal["mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none"]
 
 #: tampered: the container changed what is not its to change (and it was repaired). unregistered: a process uses the GPU past the
 #: mechanism. broken: the mechanism does not work for this container. over_limit: more memory is in use than was granted.

@@ -29,7 +29,7 @@ _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 #: XIDs beyond every number that NVIDIA has given out count together.
 _LAST_XID: Final = 999
 #: Mechanisms, and what they find; others count together.
-BACKENDS: Final = ("mps", "hami-core", "vcuda", "nvml-memory", "none")
+BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none")
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: RPC of the device plugin API -> what its metrics are called.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}

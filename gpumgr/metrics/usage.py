@@ -127,4 +127,4 @@ def _mechanisms(picture: Picture) -> Iterator[Metric]:
 
 
 def _kept(mechanisms: tuple[str, ...]) -> bool:
-    return any(name != "none" for name in mechanisms)
+    return any(name not in ("none", "mps-open") for name in mechanisms)

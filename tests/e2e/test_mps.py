@@ -13,19 +13,24 @@ from .places import RUN_DIR
 from .processes import kill_and_wait, wait_until
 from .tenants import Changes, control, gpu_index, limited, lines, tenant, wait_line
 
+PROGRAM = programs.SOURCES / "fake_mps_control.py"
+
 
 @pytest.fixture(scope="module")
 def mps_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     """NVIDIA's program is played by one that speaks both of its protocols' text."""
-    program = programs.SOURCES / "fake_mps_control.py"
     changes: Changes = {
         "enforcement": {"backend": "mps", "orphan_grace_seconds": 1},
-        "mps": {"control_program": str(program), "protocol": "2", "idle_seconds": 1},
+        "mps": {"control_program": str(PROGRAM), "protocol": "2", "idle_seconds": 1},
     }
     with limited(cluster, running_agent, changes) as node:
         yield node
-    left = [int(path.read_text()) for path in RUN_DIR.glob("mps/*/pipe/*.pid") if path.read_text().strip().isdigit()]
-    kill_and_wait(left)
+    end_daemons()
+
+
+def end_daemons() -> None:
+    """Those that an agent without MPS has left."""
+    kill_and_wait([int(path.read_text()) for path in RUN_DIR.glob("mps/*/pipe/*.pid") if path.read_text().strip().isdigit()])
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,44 +13,33 @@ from gpumgr.allocator.response import ContainerResponse
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.backend import BackendName, Finding, Running
 from gpumgr.enforcement.mps import findings, injection, launch, processes, protocol
+from gpumgr.enforcement.mps.caveats import CAVEATS
 from gpumgr.enforcement.mps.commands import Abilities, Protocol, ProtocolSetting
 from gpumgr.enforcement.mps.control import Control
-from gpumgr.enforcement.mps.daemon import Daemon, Setup
-from gpumgr.enforcement.mps.errors import MpsError
-from gpumgr.enforcement.mps.folders import SOCKET_PATH_BYTES, Share, socket_path_bytes
+from gpumgr.enforcement.mps.daemon import Daemon
+from gpumgr.enforcement.mps.errors import MpsError, Unanswered
+from gpumgr.enforcement.mps.folders import SOCKET_PATH_BYTES, Share, gpu_folders, socket_path_bytes
 from gpumgr.enforcement.mps.modes import ComputeModes
+from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.setup import Setup
 from gpumgr.enforcement.mps.supervisor import DaemonStatus, Supervisor
 from gpumgr.errors import Refusal
 from gpumgr.units import Kind
 
-_ALWAYS: Final = (
-    "a fatal fault of one container's CUDA program ends the CUDA work of all containers on that GPU",
-    "with mps.exclusive_process on, a container of another mechanism on the same GPU gets no CUDA context",
-)
-#: What the limits do not do, by protocol; for `gpumgr doctor` and the documentation.
-CAVEATS: Final[Mapping[Protocol, tuple[str, ...]]] = {
-    2: (
-        "limits hold for each process: two processes of a container may use twice its memory and cores",
-        "limits stand in the container's environment: a process that drops them gets those of the largest tenant of the GPU",
-        "a container that runs as root reaches the daemon's control socket and can change the limits of all",
-        *_ALWAYS,
-    ),
-    3: (
-        "whether a namespace's memory limit counts for each process or for all together is not documented; take it for each process",
-        "a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU it can't see loses its memory limit (not its cores')",
-        *_ALWAYS,
-    ),
-}
 #: A stranger is told after so many further looks: a client that has just begun is not on the list yet.
 _LOOKS: Final = 2
+#: So many of a container's processes, the first ones, are asked for their user. One that waits for MPS is on no list of the driver's.
+_USERS_OF: Final = 16
 
 log = structlog.get_logger(__name__)
 
 
 class Mps:
-    """`limits`: both kinds, or only "core" where the driver itself limits memory. `state_dir` is on a disk, `run_dir` on a tmpfs.
+    """`limits`: both kinds, or only "core" to leave memory to the driver. A tenant that also has the mechanism nvml-memory is bound by
+    both then, at the same size: what its container is answered can't depend on that. `state_dir` is on a disk, `run_dir` on a tmpfs.
 
-    `program` is a path, or a name that PATH finds. `obstacle` tells what else the node lacks (MIG, GPUs older than Volta).
+    `program` is a path, or a name that PATH finds. `obstacle` tells what else the node lacks (MIG, GPUs older than Volta). `transient`:
+    what `unavailable` said last may pass by itself.
     """
 
     name: Final[BackendName] = "mps"
@@ -80,6 +69,7 @@ class Mps:
         self._how, self._obstacle = how or launch.best(), obstacle
         self._keep = True
         self._supervisor: Supervisor | None = None
+        self.transient = False
         self._strangers: dict[tuple[AllocationId, int], int] = {}
 
     # -- what the node can carry -------------------------------------------------------------------------------------------
@@ -91,6 +81,13 @@ class Mps:
             log.info("mps_unavailable", reason=reason)
 
     async def unavailable(self) -> str | None:
+        reason = await self._look_for_obstacle()
+        if reason is not None and self._supervisor is None:
+            await asyncio.to_thread(self._resume)
+        return reason
+
+    async def _look_for_obstacle(self) -> str | None:
+        self.transient = False
         program = shutil.which(self._program)
         if program is None:
             return (
@@ -106,22 +103,36 @@ class Mps:
             control = Control(Path(program), timeout_seconds=self._timeout_seconds)
             await asyncio.to_thread(self._settle, control, await control.abilities())
         except (MpsError, OSError) as error:
+            self.transient = isinstance(error, (Unanswered, OSError))
             return str(error)
         return None
 
     def _settle(self, control: Control, abilities: Abilities) -> None:
-        """Once in a life the protocol is decided; later looks only find out whether it is still there."""
+        """Once in a life the protocol is decided; later looks only find out whether it is still there. Raises MpsError, OSError."""
         known = self._supervisor.setup.protocol if self._supervisor else None
         kept = known or (protocol.read(self._state_dir) if self._keep else None)
         spoken = protocol.settle(self._setting, abilities, kept)
-        if self._supervisor is not None:
-            return
-        if self._setting not in ("auto", str(spoken)):
+        if known is None and self._setting not in ("auto", str(spoken)):
             log.warning("mps_protocol_kept", protocol=spoken, asked=self._setting, why="containers of this node use it")
-        protocol.write(self._state_dir, spoken)
+        if protocol.read(self._state_dir) != spoken:
+            protocol.write(self._state_dir, spoken)
+        self._equip(spoken, control, abilities.multiuser_option)
+
+    def _resume(self) -> None:
+        """MPS is not available, but daemons of an earlier life may be there: they are looked after as well as it goes, for their GPUs
+        are in EXCLUSIVE_PROCESS mode and their containers are to hear of it."""
+        try:
+            if Records(self._records_dir).uuids() or any(gpu_folders(self._root)):
+                control = Control(Path(self._program), timeout_seconds=self._timeout_seconds)
+                self._equip(protocol.read(self._state_dir) or 2, control, None)
+        except OSError as error:
+            log.warning("mps_daemons_not_looked_after", reason=str(error))
+
+    def _equip(self, spoken: Protocol, control: Control, multiuser_option: str | None) -> None:
+        """Raises OSError."""
         setup = Setup(
             protocol=spoken,
-            multiuser_option=abilities.multiuser_option,
+            multiuser_option=multiuser_option,
             control=control,
             launch=self._how,
             modes=self._modes,
@@ -129,7 +140,20 @@ class Mps:
             limit_memory="memory" in self.limits,
             clock=self._clock,
         )
-        self._supervisor = Supervisor(self._root, setup, check_seconds=self._check_seconds, idle_seconds=self._idle_seconds)
+        if self._supervisor is not None:
+            return self._supervisor.equip(setup)
+        self._supervisor = Supervisor(
+            self._root,
+            setup,
+            Records(self._records_dir),
+            check_seconds=self._check_seconds,
+            idle_seconds=self._idle_seconds,
+        )
+        return None
+
+    @property
+    def _records_dir(self) -> Path:
+        return self._state_dir / "mps"
 
     def _ready(self) -> Supervisor:
         """Raises Refusal."""
@@ -145,15 +169,23 @@ class Mps:
 
     def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:
         """Raises Refusal."""
-        return injection.answer(tenant, kind, self._ready().setup.protocol, self.limits, self._root)
+        return self.answer(tenant, kind, self.limits)
+
+    def answer(self, tenant: Tenant, kind: Kind, limits: Collection[Kind]) -> ContainerResponse:
+        """With only these limits. Raises Refusal."""
+        return injection.answer(tenant, kind, self._ready().setup.protocol, limits, self._root)
 
     async def start(self, tenant: Tenant) -> None:
+        await self.admit(tenant, _share(tenant))
+
+    async def admit(self, tenant: Tenant, share: Share) -> None:
+        """The tenant's container may go up to `share` on its GPU. Raises Refusal."""
         if not tenant.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {tenant.uuid}: it takes whole GPUs, no MIG devices")
         daemon = self._ready().of(tenant.uuid)
         async with daemon.lock:
             try:
-                await daemon.admit(tenant.allocation, _share(tenant))
+                await daemon.admit(tenant.allocation, share)
             except (MpsError, OSError) as error:
                 raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {tenant.gpu}: {error}") from error
 
@@ -162,7 +194,7 @@ class Mps:
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
-        for daemon in self._ready().daemons():
+        for daemon in self._supervisor.daemons() if self._supervisor else ():
             if allocation in daemon.folder.allocations():
                 async with daemon.lock:
                     try:
@@ -196,42 +228,39 @@ class Mps:
         await self._supervisor.tick()
 
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        if self._supervisor is None:
+        """Raises OSError."""
+        if self._supervisor is None or not running:
             return ()
-        views = {daemon.uuid: (daemon, self._view(daemon)) for daemon in self._supervisor.daemons()}
+        return await asyncio.to_thread(self._judge, self._supervisor.daemons(), running)
+
+    def _judge(self, daemons: Sequence[Daemon], running: Sequence[Running]) -> Sequence[Finding]:
+        """Reads files of processes: not for the event loop."""
+        looks = {daemon.uuid: (daemon, _view(daemon), frozenset(daemon.folder.allocations())) for daemon in daemons}
         seen: dict[tuple[AllocationId, int], int] = {}
         found: list[Finding] = []
         for each in running:
-            daemon, view = views.get(each.tenant.uuid, (None, None))
-            if daemon is None or view is None or each.tenant.allocation not in daemon.folder.allocations():
-                found.append(findings.lost(each.tenant))
+            tenant = each.tenant
+            daemon, view, kept = looks.get(tenant.uuid, (None, None, frozenset()))
+            if daemon is None or view is None or tenant.allocation not in kept:
+                found.append(findings.lost(tenant))
                 continue
-            keys = [(each.tenant.allocation, pid) for pid in findings.strangers(each, view)]
-            seen |= {key: self._strangers.get(key, daemon.checks) for key in keys}
-            lasting = [pid for key in keys if daemon.checks - seen[key] >= _LOOKS for pid in [key[1]]]
-            users = {user for pid in each.pids if (user := processes.user_of(pid)) is not None}
+            first = {pid: self._strangers.get((tenant.allocation, pid), daemon.checks) for pid in findings.strangers(each, view)}
+            seen |= {(tenant.allocation, pid): at for pid, at in first.items()}
+            lasting = [pid for pid, at in first.items() if daemon.checks - at >= _LOOKS]
+            asked = each.pids[:_USERS_OF] if findings.unserved(each, view) else ()
+            users = {user for pid in asked if (user := processes.user_of(pid)) is not None}
             found += findings.judge(each, view, users, lasting)
-        self._strangers = seen
+        others = {name for *_, kept in looks.values() for name in kept} - {each.tenant.allocation for each in running}
+        self._strangers = {key: at for key, at in self._strangers.items() if key[0] in others} | seen
         return found
-
-    def _view(self, daemon: Daemon) -> findings.View:
-        users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
-        return findings.View(
-            protocol=daemon.setup.protocol,
-            multiuser=daemon.setup.multiuser_option is not None,
-            trouble=daemon.trouble,
-            server_user=users[0] if users else None,
-            clients=daemon.clients,
-        )
 
     async def adjust(self, running: Sequence[Running]) -> None:  # noqa: ARG002
         if self._supervisor is not None:
             await self._supervisor.tick()
 
     def own_pids(self) -> Collection[int]:
-        if self._supervisor is None:
-            return ()
-        return frozenset(pid for daemon in self._supervisor.daemons() for pid in daemon.own_pids())
+        daemons = self._supervisor.daemons() if self._supervisor else ()
+        return frozenset(pid for daemon in daemons for pid in daemon.own_pids())
 
     def status(self) -> tuple[DaemonStatus, ...]:
         return self._supervisor.status() if self._supervisor else ()
@@ -243,3 +272,15 @@ class Mps:
 
 def _share(tenant: Tenant) -> Share:
     return Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes)
+
+
+def _view(daemon: Daemon) -> findings.View:
+    users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
+    return findings.View(
+        protocol=daemon.setup.protocol,
+        multiuser=daemon.setup.multiuser_option is not None,
+        trouble=daemon.trouble,
+        tampered=daemon.tampered,
+        server_user=users[0] if users else None,
+        clients=daemon.clients,
+    )

@@ -33,7 +33,7 @@ class Command:
     text: str = ""
 
     def __str__(self) -> str:
-        return self.text.strip() or " ".join(self.words)
+        return "; ".join(self.text.splitlines()) or " ".join(self.words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,17 @@ class Abilities:
 
 
 def parse_help(plain: str, with_protocol_3: str) -> Abilities:
-    """From what `-h` and `-p 3 -h` print; older programs print what they like, or an error."""
+    """From what `-h` and `-p 3 -h` print."""
     text = f"{plain}\n{with_protocol_3}"
     option = re.search(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])", text)
     newer = all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace"))
     return Abilities(protocols=frozenset({2, 3} if newer else {2}), multiuser_option=option.group(1) if option else None)
+
+
+def is_help(text: str) -> bool:
+    """Whether this program's `-h` may have printed it: it names MPS, and the option that starts the daemon. Older programs that know
+    no -h print something else."""
+    return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
 
 
 # -- the daemon ------------------------------------------------------------------------------------------------------------
@@ -119,6 +125,16 @@ def bound_server(pid: int, cores: int, memory_bytes: int | None) -> tuple[Comman
     """The same for the new clients of a server that runs: the defaults mean nothing to it any more."""
     memory = () if memory_bytes is None else (f"set_device_pinned_mem_limit {pid} 0 {_megabytes(memory_bytes)}",)
     return _typed(f"set_active_thread_percentage {pid} {cores}", *memory)
+
+
+def bound_of(server: int | None, *, memory: bool) -> Command:
+    """What the daemon has for this server (None: for those to come), as text, a line for each limit."""
+    which, default = (f" {server}", "") if server is not None else ("", "default_")
+    lines = [
+        f"get_{default}active_thread_percentage{which}",
+        *([f"get_{default}device_pinned_mem_limit{which} 0"] if memory else []),
+    ]
+    return Command(text="".join(f"{line}\n" for line in lines))
 
 
 def _typed(*lines: str) -> tuple[Command, ...]:

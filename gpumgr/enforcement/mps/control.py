@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpumgr.enforcement.mps.commands import Abilities, Command, parse_help
-from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.mps.commands import Abilities, Command, is_help, list_servers, parse_help
+from gpumgr.enforcement.mps.errors import MpsError, Unanswered
 
 #: Said by the program itself (its exit status is not always set).
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
+#: Exit status of the loader (a library is missing) and of wrappers: there is no such program, or it may not be run.
+_NOT_RUN: Final = (126, 127)
+_INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 
 
 class Control:
@@ -23,12 +26,18 @@ class Control:
         self._timeout_seconds = timeout_seconds
 
     async def abilities(self) -> Abilities:
-        """Raises MpsError."""
+        """Raises MpsError: also if this is another program, or one that does not work; Unanswered if it may be well later."""
         # A pipe folder without a daemon: an old program that takes no -h begins to talk to one instead.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
-        plain = await self._run([str(self.program), "-h"], nowhere, "")
+        status, plain = await self._run([str(self.program), "-h"], nowhere, "")
+        if status < 0 or status in _NOT_RUN:
+            raise MpsError(f"{self.program} does not work, `-h` ended with status {status}: {_shown(plain)}; {_INSTALL}")
         newer = await self._run([str(self.program), "-p", "3", "-h"], {**nowhere, "CUDA_MPS_PROTOCOL_VERSION": "3"}, "")
-        return parse_help(plain[1], newer[1])
+        if not is_help(f"{plain}\n{newer[1]}"):
+            _, said = await self._run([str(self.program)], nowhere, list_servers(2).text)
+            if _NO_DAEMON not in said:
+                raise MpsError(f"{self.program} is not NVIDIA's MPS control program: to `-h` it said {_shown(plain)}; {_INSTALL}")
+        return parse_help(plain, newer[1])
 
     async def ask(self, command: Command, environment: Mapping[str, str]) -> str:
         """What it prints on standard output. Raises MpsError."""
@@ -71,9 +80,9 @@ class Control:
         finally:
             await _end(process)
 
-    def _hung(self, argv: Sequence[str], text: str) -> MpsError:
+    def _hung(self, argv: Sequence[str], text: str) -> Unanswered:
         shown = text.strip() or " ".join(argv[1:])
-        return MpsError(
+        return Unanswered(
             f"{argv[0]} did not end `{shown}` within {self._timeout_seconds:g} s; "
             "look whether the driver answers (nvidia-smi) and what the kernel's log says"
         )
@@ -89,7 +98,7 @@ async def _spawn(
             *argv, env={**inherited, **environment}, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
         )
     except OSError as error:
-        raise MpsError(f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?") from error
+        raise Unanswered(f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?") from error
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

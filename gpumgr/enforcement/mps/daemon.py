@@ -5,20 +5,21 @@ Callers hold `lock` around every coroutine here. The daemon's process is nobody'
 
 import asyncio
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
 
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.enforcement.mps import commands, launch, modes, processes
-from gpumgr.enforcement.mps.commands import Command, Protocol
-from gpumgr.enforcement.mps.control import Control
+from gpumgr.enforcement.mps import bounds, commands, launch, modes, namespaces, processes
+from gpumgr.enforcement.mps.bounds import Bounds
 from gpumgr.enforcement.mps.errors import MpsError
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
-from gpumgr.enforcement.mps.modes import ComputeModes
 from gpumgr.enforcement.mps.processes import Process
+from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.setup import Setup
+from gpumgr.enforcement.mps.talk import Talk
 
 _START_SECONDS: Final = 10.0
 _PATIENCE_SECONDS: Final = 3
@@ -30,35 +31,20 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What all daemons of the node have in common.
-
-    `exclusive`: the GPU is in EXCLUSIVE_PROCESS mode meanwhile. `limit_memory`: MPS keeps it (else the driver does). `clock` is
-    monotonic, in seconds.
-    """
-
-    protocol: Protocol
-    multiuser_option: str | None
-    control: Control
-    launch: launch.Launch
-    modes: ComputeModes
-    exclusive: bool
-    limit_memory: bool
-    clock: Callable[[], float]
-
-
 @dataclass(slots=True)
 class Daemon:
-    """`trouble` says why the daemon can't be used at present. `checks` counts looks that were answered."""
+    """`home`: its folder if it is begun now. `trouble` says why it can't be used at present. `checks` counts looks that were answered.
+    `tampered`: at the last look its limits were not those that it had been told."""
 
     uuid: str
-    folder: GpuFolder
+    home: GpuFolder
+    records: Records
     setup: Setup
     process: Process | None = None
     servers: tuple[int, ...] = ()
     clients: Mapping[int, str | None] = field(default_factory=dict)
     trouble: str | None = None
+    tampered: bool = False
     restarts: int = 0
     checks: int = 0
     idle_since: float | None = None
@@ -66,6 +52,13 @@ class Daemon:
     _failures: int = 0
     _not_before: float = 0.0
     _settled_at: float = 0.0
+    _bounds: Bounds = field(default_factory=Bounds)
+
+    @property
+    def folder(self) -> GpuFolder:
+        """Where it is: not `home` if it was begun when enforcement.run_dir was another."""
+        record = self.records.of(self.uuid)
+        return GpuFolder(record.folder) if record is not None else self.home
 
     @property
     def pid(self) -> int | None:
@@ -77,26 +70,40 @@ class Daemon:
     async def admit(self, allocation: AllocationId, share: Share) -> None:
         """The daemon runs and keeps the tenant's limits when this returns. Raises MpsError, OSError."""
         self.idle_since = None
+        await self._come_home(allocation)
+        self.records.begin(self.uuid, self.folder.root)
         self.folder.make()
         self.folder.put(allocation, share)
-        if not await self.adopt():
-            await self._start()
-        elif self.setup.protocol == 3:
-            await self._limit_namespaces({allocation: share})
+        if await self.adopt():
+            await self._limit({allocation: share})
         else:
-            await self._bound()
+            await self._start()
         self.trouble = None
 
+    async def _come_home(self, allocation: AllocationId) -> None:
+        """One daemon for a GPU: whoever is on record elsewhere stays there, for what its container was given names that place.
+
+        Raises MpsError: others are still there. Raises OSError.
+        """
+        tenants = self.folder.allocations()
+        if self.folder == self.home or allocation in tenants:
+            return
+        if tenants:
+            raise MpsError(
+                f"containers that share it have their MPS daemon in {self.folder.root}, from before enforcement.run_dir was changed, "
+                "and a GPU has one daemon: wait until they have ended, or set enforcement.run_dir back"
+            )
+        await self.stop()
+
     async def dismiss(self, allocation: AllocationId) -> None:
-        """The tenant is gone. Raises MpsError; its record is dropped in any case."""
+        """The tenant is gone. Raises MpsError, OSError; its record is dropped in any case."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe) is None:
             return
         if self.setup.protocol == 3:
-            if allocation in commands.parse_namespaces(await self._ask(commands.list_namespaces())):
-                await self._ask(commands.delete_namespace(allocation))
+            await namespaces.drop(self._talk, allocation)
         else:
-            await self._bound()
+            await self._limit({})
 
     async def vacate(self) -> None:
         """The GPU is no longer shared, so whoever is still on record has ended. Raises MpsError, OSError."""
@@ -104,34 +111,26 @@ class Daemon:
             self.folder.drop(allocation)
         await self.stop()
 
-    async def _bound(self) -> None:
-        """Protocol 2 limits clients by their own environment, which can only tighten what the daemon has: the largest of all."""
-        shares = self.folder.shares().values()
-        if not shares:
-            return
-        cores = max(share.cores for share in shares)
-        memory = max(share.memory_bytes for share in shares) if self.setup.limit_memory else None
-        await self._ask(*commands.bound_servers_to_come(cores, memory))
-        # Only now: a server that begins in between has the new values already.
-        for pid in commands.parse_servers(2, await self._ask(commands.list_servers(2))).values():
-            if pid is not None:
-                await self._ask(*commands.bound_server(pid, cores, memory))
+    async def _limit(self, shares: Mapping[AllocationId, Share]) -> None:
+        """Protocol 3 limits these, protocol 2 only knows all together."""
+        if self.setup.protocol == 3:
+            await namespaces.limit(self._talk, self.folder, shares, limit_memory=self.setup.limit_memory)
+        elif (bound := self._bound()) is not None:
+            await self._bounds.put(self._talk, bound)
 
-    async def _limit_namespaces(self, shares: Mapping[AllocationId, Share]) -> None:
-        """Makes what is missing, and makes sure that the daemon will keep the limits: one without limits gets the whole GPU."""
-        have = commands.parse_namespaces(await self._ask(commands.list_namespaces()))
-        memory = {name: share.memory_bytes if self.setup.limit_memory else None for name, share in shares.items()}
-        for name, share in shares.items():
-            if name not in have:
-                await self._ask(commands.create_namespace(name))
-            await self._ask(commands.limit_namespace(name, share.cores, memory[name]))
-        have = commands.parse_namespaces(await self._ask(commands.list_namespaces()))
-        for name, share in shares.items():
-            kept = name in have and commands.within(have[name], share.cores, memory[name])
-            if not kept or not (self.folder.namespace(name) / "control").exists():
-                raise MpsError(
-                    f"the MPS daemon of GPU {self.uuid} did not take the limits of namespace {name}; see {self.folder.log}"
-                )
+    def _bound(self) -> bounds.Bound | None:
+        return bounds.largest(self.folder.shares().values(), limit_memory=self.setup.limit_memory)
+
+    async def _hold(self) -> bool:
+        """Puts right what a tenant may have changed; whether it was so. Raises MpsError, OSError."""
+        if self.setup.protocol == 3 or (bound := self._bound()) is None:
+            return False
+        changed = await self._bounds.hold(self._talk, bound, self.servers)
+        if changed:
+            log.warning(
+                "mps_limits_changed", gpu=self.uuid, by="a process that reached the daemon's control socket", put_right=True
+            )
+        return changed
 
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
@@ -148,13 +147,15 @@ class Daemon:
         servers = await self._look()
         if self.setup.protocol == 3 and commands.SERVER not in servers:
             await self._create_server()
-            await self._limit_namespaces(self.folder.shares())
+            await self._limit(self.folder.shares())
         return True
 
     async def check(self) -> None:
         """Looks after it once; `trouble` tells the outcome."""
         try:
-            if not await self.adopt() and self.folder.allocations():
+            if await self.adopt():
+                self.tampered = await self._hold()
+            elif self.folder.allocations():
                 await self._restart()
             self.trouble = None
             if self.setup.clock() - self._settled_at >= _LONGEST_PAUSE_SECONDS:
@@ -188,8 +189,7 @@ class Daemon:
         await self._await_answer()
         if setup.protocol == 3:
             await self._create_server()
-        shares = self.folder.shares()
-        await (self._limit_namespaces(shares) if setup.protocol == 3 else self._bound())
+        await self._limit(self.folder.shares())
         assert self.process is not None
         self.trouble, self._settled_at = None, setup.clock()
         log.info("mps_daemon_started", gpu=self.uuid, pid=self.process[0], protocol=setup.protocol)
@@ -206,18 +206,19 @@ class Daemon:
 
     async def _create_server(self) -> None:
         """A server for a GPU that is not there is accepted and then vanishes: so it is looked up afterwards."""
-        await self._ask(commands.create_server(self.uuid, multiuser=self.setup.multiuser_option is not None))
-        if commands.SERVER not in commands.parse_servers(3, await self._ask(commands.list_servers(3))):
+        await self._talk.ask(commands.create_server(self.uuid, multiuser=self.setup.multiuser_option is not None))
+        if commands.SERVER not in commands.parse_servers(3, await self._talk.ask(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
 
     async def _look(self) -> Collection[str]:
         """Learns servers and clients; the servers' names. Raises MpsError."""
         protocol = self.setup.protocol
-        named = commands.parse_servers(protocol, await self._ask(commands.list_servers(protocol)))
+        named = commands.parse_servers(protocol, await self._talk.ask(commands.list_servers(protocol)))
         self.servers = tuple(pid for pid in named.values() if pid is not None)
         clients: dict[int, str | None] = {}
         for pid in self.servers:
-            clients |= commands.parse_clients(protocol, await self._ask(commands.list_clients(protocol, pid)))
+            answer = await self._talk.ask_of_server(pid, commands.list_clients(protocol, pid))
+            clients |= commands.parse_clients(protocol, answer or "")
         self.clients = clients
         self.checks += 1
         return named
@@ -229,32 +230,26 @@ class Daemon:
             await self._quit(found)
         self._end_servers(without_clients=False)
         self.process, self.servers, self.clients = None, (), {}
-        await modes.give_back(self.setup.modes, self.uuid, self.folder)
+        await modes.give_back(self.setup.modes, self.uuid, self.records)
         await self._unmount_shm()
         await asyncio.to_thread(self.folder.remove)
+        self.records.drop(self.uuid)
         log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
 
     async def _quit(self, process: Process) -> None:
         """Asks first, then takes. Raises MpsError."""
         try:
-            await self._ask(commands.quit_daemon(self.setup.protocol, _PATIENCE_SECONDS))
-            gone = await self._gone(process)
+            await self._talk.ask(commands.quit_daemon(self.setup.protocol, _PATIENCE_SECONDS))
+            gone = await processes.gone(process, _QUIT_SECONDS)
         except MpsError as error:
             log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
             gone = False
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not gone:
                 processes.send(process, number)
-                gone = await self._gone(process)
+                gone = await processes.gone(process, _QUIT_SECONDS)
         if not gone:
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; look into the kernel's log")
-
-    async def _gone(self, process: Process) -> bool:
-        for _ in range(int(_QUIT_SECONDS / _POLL_SECONDS)):
-            if not processes.lives(process):
-                return True
-            await asyncio.sleep(_POLL_SECONDS)
-        return not processes.lives(process)
 
     def _end_servers(self, *, without_clients: bool) -> None:
         """Servers that outlived their daemon. Work that runs on them goes on until it ends by itself: they are spared."""
@@ -276,7 +271,7 @@ class Daemon:
 
     async def _claim(self) -> None:
         act = modes.claim if self.setup.exclusive else modes.give_back
-        await act(self.setup.modes, self.uuid, self.folder)
+        await act(self.setup.modes, self.uuid, self.records)
 
     async def _mount_shm(self) -> None:
         command = launch.mount_command(self.setup.launch, self.folder.shm)
@@ -288,10 +283,9 @@ class Daemon:
         if command is not None and self.folder.shm.is_mount():
             await self.setup.control.run(command, {}, self.folder.log / "mount.log")
 
+    @property
+    def _talk(self) -> Talk:
+        return Talk(self.setup.control, self._environment())
+
     def _environment(self) -> Mapping[str, str]:
         return commands.environment(self.setup.protocol, self.uuid, self.folder.pipe, self.folder.log)
-
-    async def _ask(self, *each: Command) -> str:
-        """The last one's answer. Raises MpsError."""
-        answers = [await self.setup.control.ask(command, self._environment()) for command in each]
-        return answers[-1]

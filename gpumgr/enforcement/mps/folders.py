@@ -1,6 +1,6 @@
-"""What is on disk for one GPU: `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm, tenants and former_mode.
+"""What is on disk for one GPU: `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants.
 
-run_dir is on a tmpfs: daemons, compute modes and these files all end with the boot.
+run_dir is on a tmpfs: daemons and these files end with the boot.
 """
 
 import json
@@ -54,10 +54,6 @@ class GpuFolder:
     def _tenants(self) -> Path:
         return self.root / "tenants"
 
-    @property
-    def _former_mode(self) -> Path:
-        return self.root / "former_mode"
-
     def namespace(self, allocation: AllocationId) -> Path:
         """Folder of the container's socket in protocol 3."""
         return self.pipe / SERVER / allocation
@@ -78,14 +74,16 @@ class GpuFolder:
 
     def remove(self) -> None:
         """All of it; `shm` is no mount any more. Raises OSError."""
-        shutil.rmtree(self.root)
+        if self.root.exists():
+            shutil.rmtree(self.root)
 
     # -- tenants -----------------------------------------------------------------------------------------------------------
 
     def allocations(self) -> list[AllocationId]:
+        """Raises OSError: they could not be read, which does not mean that there are none."""
         try:
             return sorted(name for name in os.listdir(self._tenants) if _ALLOCATION.match(name))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def shares(self) -> Mapping[AllocationId, Share]:
@@ -96,6 +94,7 @@ class GpuFolder:
         _replace(self._tenants / allocation, json.dumps({"cores": share.cores, "memory_bytes": share.memory_bytes}))
 
     def drop(self, allocation: AllocationId) -> None:
+        """Raises OSError."""
         (self._tenants / allocation).unlink(missing_ok=True)
 
     def _share(self, allocation: AllocationId) -> Share | None:
@@ -109,26 +108,12 @@ class GpuFolder:
             log.warning("mps_record_unreadable", path=str(path), error=str(error))
             return None
 
-    # -- the compute mode before ours --------------------------------------------------------------------------------------
-
-    def former_mode(self) -> int | None:
-        try:
-            return int(self._former_mode.read_text())
-        except (FileNotFoundError, ValueError):
-            return None
-
-    def keep_former_mode(self, mode: int) -> None:
-        _replace(self._former_mode, str(mode))
-
-    def forget_former_mode(self) -> None:
-        self._former_mode.unlink(missing_ok=True)
-
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
-    """uuid and folder of each GPU that something is kept for."""
+    """uuid and folder of each GPU that something is kept for. Raises OSError."""
     try:
         names = sorted(os.listdir(root))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
         if _UUID.match(name) and (root / name).is_dir():

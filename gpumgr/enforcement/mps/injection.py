@@ -33,7 +33,7 @@ def answer(tenant: Tenant, kind: Kind, protocol: Protocol, limits: Collection[Ki
     folder = GpuFolder(root / tenant.uuid)
     pipe = folder.pipe if protocol == 2 else folder.namespace(tenant.allocation)
     envs = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
-    if protocol == 2:
+    if protocol == 2 and "core" in limits:
         envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(tenant.cores)
     mounts = (
         Mount(container_path=str(pipe), host_path=str(pipe), read_only=True),

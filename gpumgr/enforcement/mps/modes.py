@@ -1,7 +1,7 @@
 """The compute mode of a shared GPU: EXCLUSIVE_PROCESS, so that a process without the daemon's address gets no context at all.
 
-The mode before is kept on disk until it is set again, so that an agent that begins anew, or one that is told to leave the mode
-alone, brings it back.
+The mode before is on record until it is set again, so that an agent that begins anew, or one that is told to leave the mode alone,
+brings it back.
 """
 
 from typing import Final, Protocol
@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import structlog
 
 from gpumgr.enforcement.mps.errors import MpsError
-from gpumgr.enforcement.mps.folders import GpuFolder
+from gpumgr.enforcement.mps.records import Records
 from gpumgr.errors import GpumgrError
 
 #: NVML's nvmlComputeMode_t.
@@ -27,15 +27,16 @@ class ComputeModes(Protocol):
     async def set_compute_mode(self, uuid: str, mode: int) -> None: ...
 
 
-async def claim(modes: ComputeModes, uuid: str, folder: GpuFolder) -> None:
+async def claim(modes: ComputeModes, uuid: str, records: Records) -> None:
     """EXCLUSIVE_PROCESS from here on. Contexts that exist stay, but none of whole-GPU tenants can: the GPU is shared.
 
-    Raises MpsError: then the GPU must not be shared.
+    The GPU has a record. Raises MpsError: then it must not be shared.
     """
+    record = records.of(uuid)
     try:
         mode = await modes.compute_mode(uuid)
-        if folder.former_mode() is None:
-            folder.keep_former_mode(mode)
+        if record is None or record.former_mode is None:
+            records.set_former_mode(uuid, mode)
         if mode != EXCLUSIVE_PROCESS:
             await modes.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
             log.info("compute_mode_set", gpu=uuid, mode=EXCLUSIVE_PROCESS, before=mode)
@@ -46,9 +47,10 @@ async def claim(modes: ComputeModes, uuid: str, folder: GpuFolder) -> None:
         ) from error
 
 
-async def give_back(modes: ComputeModes, uuid: str, folder: GpuFolder) -> None:
+async def give_back(modes: ComputeModes, uuid: str, records: Records) -> None:
     """The mode before ours, if it was ours. Raises MpsError; it can be tried again."""
-    former = folder.former_mode()
+    record = records.of(uuid)
+    former = record.former_mode if record else None
     if former is None:
         return
     try:
@@ -59,4 +61,4 @@ async def give_back(modes: ComputeModes, uuid: str, folder: GpuFolder) -> None:
         raise MpsError(
             f"GPU {uuid} can't be given back its compute mode {former}: {error}; `nvidia-smi -c {former}` can"
         ) from error
-    folder.forget_former_mode()
+    records.set_former_mode(uuid, None)

@@ -1,8 +1,10 @@
 """The daemon and its servers as /proc shows them. A pid counts as ours only if its environment names our pipe folder."""
 
+import asyncio
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +13,7 @@ Process = tuple[int, int]
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 _PROC: Final = Path("/proc")
+_POLL_SECONDS: Final = 0.05
 
 
 def find_daemon(pipe: Path) -> Process | None:
@@ -26,14 +29,24 @@ def find_daemon(pipe: Path) -> Process | None:
 def start_time(pid: int) -> int | None:
     """None: there is no such process, or it has ended (proc(5): state is field 3, start time field 22)."""
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()  # a program's name need not be text
     except OSError:
         return None
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in (b"Z", b"X") else None
 
 
 def lives(process: Process) -> bool:
     return start_time(process[0]) == process[1]
+
+
+async def gone(process: Process, patience_seconds: float) -> bool:
+    """Waits for its end; False: it is still there."""
+    deadline = time.monotonic() + patience_seconds
+    while lives(process):
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
+    return True
 
 
 def belongs(pid: int, pipe: Path) -> bool:
@@ -58,8 +71,8 @@ def children(pid: int) -> tuple[int, ...]:
 def user_of(pid: int) -> int | None:
     """Effective user id, as the host counts."""
     with contextlib.suppress(OSError):
-        for line in (_PROC / str(pid) / "status").read_text().splitlines():
-            if line.startswith("Uid:"):
+        for line in (_PROC / str(pid) / "status").read_bytes().splitlines():
+            if line.startswith(b"Uid:"):
                 return int(line.split()[2])
     return None
 

@@ -1,6 +1,7 @@
 """All daemons of the node: which GPUs have one, looking after them, ending the idle ones."""
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ import structlog
 
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.commands import Protocol
-from gpumgr.enforcement.mps.daemon import Daemon, Setup
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.errors import MpsError
 from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
+from gpumgr.enforcement.mps.modes import DEFAULT
+from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.setup import Setup
 
 #: So long a tick waits for what it has begun; a daemon that hangs keeps nobody else waiting.
 _TICK_SECONDS: Final = 1.0
@@ -34,25 +38,39 @@ class DaemonStatus:
 
 
 class Supervisor:
-    """`root` holds one folder for each GPU. A daemon is looked at every `check_seconds`, and ends `idle_seconds` after its last
-    tenant."""
+    """`root` holds one folder for each GPU, `records` tell which of them there are, and which are elsewhere.
 
-    def __init__(self, root: Path, setup: Setup, *, check_seconds: float, idle_seconds: float) -> None:
-        self.root, self.setup = root, setup
+    A daemon is looked at every `check_seconds`, and ends `idle_seconds` after its last tenant.
+    """
+
+    def __init__(self, root: Path, setup: Setup, records: Records, *, check_seconds: float, idle_seconds: float) -> None:
+        """Raises OSError."""
+        self.root, self.setup, self._records = root, setup, records
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
         self._daemons: dict[str, Daemon] = {}
         self._looked: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        for uuid, folder in gpu_folders(root):  # of which the records were lost, and with them the mode before
+            records.begin(uuid, folder.root, former_mode=DEFAULT)
+
+    def equip(self, setup: Setup) -> None:
+        """From here on with another program, perhaps a newer one; the protocol is the same."""
+        self.setup = setup
+        for daemon in list(self._daemons.values()):  # not from the loop's thread
+            daemon.setup = setup
 
     def of(self, uuid: str) -> Daemon:
-        return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self.setup))
+        if uuid not in self._daemons:
+            self._daemons[uuid] = Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.setup)
+        return self._daemons[uuid]
 
     def daemons(self) -> Sequence[Daemon]:
-        """Those that something is kept for, of this life or an earlier one."""
-        return [self.of(uuid) for uuid, _ in gpu_folders(self.root)]
+        """Those that something is kept for, of this life or an earlier one. Out of memory."""
+        return [self.of(uuid) for uuid in self._records.uuids()]
 
     def allocations(self) -> Collection[AllocationId]:
-        return {allocation for _, folder in gpu_folders(self.root) for allocation in folder.allocations()}
+        """Raises OSError."""
+        return {allocation for daemon in self.daemons() for allocation in daemon.folder.allocations()}
 
     async def tick(self) -> None:
         """Looks after the daemons that are due. What takes longer goes on by itself."""
@@ -97,7 +115,7 @@ class Supervisor:
                 gpu=daemon.uuid,
                 protocol=self.setup.protocol,
                 pid=daemon.pid,
-                tenants=len(daemon.folder.allocations()),
+                tenants=_tenants(daemon),
                 clients=len(daemon.clients),
                 restarts=daemon.restarts,
                 trouble=daemon.trouble,
@@ -111,3 +129,9 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tenants(daemon: Daemon) -> int:
+    with contextlib.suppress(OSError):  # a count for people
+        return len(daemon.folder.allocations())
+    return 0

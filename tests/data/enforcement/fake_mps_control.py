@@ -16,6 +16,7 @@ and FAKE_MPS_BEHAVIOUR names a JSON file, read at every step (it may change mean
     refuse_start      text with which -d fails
     crash             first words of commands at which the daemon dies
     servers_outlive   true: servers stay when the daemon is killed
+    tells_limits      false: knows no command that asks for limits (default true)
     forget_limits     true: protocol 3 accepts limits and keeps none
 """
 

@@ -193,17 +193,21 @@ class Daemon:
             case ["set_default_active_thread_percentage", value]:
                 self.defaults.percentage = float(value)
                 return f"{self.defaults.percentage}"
-            case ["get_default_active_thread_percentage"]:
+            case ["get_default_active_thread_percentage"] if behaviour("tells_limits", True):
                 return f"{self.defaults.percentage}"
             case ["set_default_device_pinned_mem_limit", "0", value]:
                 self.defaults.memory = _size(value)
-            case ["get_default_device_pinned_mem_limit", "0"]:
+            case ["get_default_device_pinned_mem_limit", "0"] if behaviour("tells_limits", True):
                 return _shown(self.defaults.memory)
             case ["set_active_thread_percentage", pid, value]:
                 self._known(pid).limits.percentage = float(value)
                 return f"{float(value)}"
             case ["set_device_pinned_mem_limit", pid, "0", value]:
                 self._known(pid).limits.memory = _size(value)
+            case ["get_active_thread_percentage", pid] if behaviour("tells_limits", True):
+                return f"{self._known(pid).limits.percentage}"
+            case ["get_device_pinned_mem_limit", pid, "0"] if behaviour("tells_limits", True):
+                return _shown(self._known(pid).limits.memory)
             case _:
                 raise Refused(f"Invalid command: {command}")
         return ""

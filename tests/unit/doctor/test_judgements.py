@@ -10,6 +10,7 @@ from gpumgr.doctor.finding import State
 from gpumgr.doctor.mechanisms import judge_mps
 from gpumgr.doctor.runtime import judge_cdi
 from gpumgr.enforcement.choice import Choice
+from gpumgr.enforcement.mps.caveats import CAVEATS
 from gpumgr.enforcement.mps.commands import Abilities, Protocol
 
 
@@ -33,20 +34,21 @@ def test_cdi_by_the_version_of_the_runtime(name: str, version: str, state: State
     assert (found.remedy is None) == (state == "ok")
 
 
-EACH = "; its limits hold for each process, not for the container"
+#: What is said of the limits themselves, by protocol.
+MIND = {each: f"; mind: {'; '.join(CAVEATS[each])}" for each in CAVEATS}
 
 
 @pytest.mark.parametrize(
     ("protocols", "multiuser", "setting", "state", "message"),
     [
-        ({2, 3}, "-multiuser-server", "auto", "ok", "/m speaks protocol 2 and 3 (3 is used), one server for all users"),
-        ({2, 3}, "-multiuser-server", "2", "ok", f"/m speaks protocol 2 and 3 (2 is used), one server for all users{EACH}"),
+        ({2, 3}, "-multiuser-server", "auto", "ok", f"/m speaks protocol 2 and 3 (3 is used), one server for all users{MIND[3]}"),
+        ({2, 3}, "-multiuser-server", "2", "ok", f"/m speaks protocol 2 and 3 (2 is used), one server for all users{MIND[2]}"),
         (
             {2},
             None,
             "auto",
             "warning",
-            f"/m speaks protocol 2 (2 is used), a server for one user at a time{EACH}: containers of other users wait",
+            f"/m speaks protocol 2 (2 is used), a server for one user at a time: containers of other users wait{MIND[2]}",
         ),
         ({2}, "-multiuser-server", "3", "error", "/m speaks protocol 2, mps.protocol is 3"),
     ],

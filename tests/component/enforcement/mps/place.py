@@ -14,10 +14,11 @@ from typing import Any, Final
 
 from gpumgr.allocator.response import ContainerResponse, merged
 from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.backend import Backend, Running
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder
+from gpumgr.enforcement.mps.records import Records
 from gpumgr.errors import NvmlError
 from gpumgr.units import KINDS
 from gpumgr.usage.containers import Container
@@ -104,11 +105,16 @@ class Place:
         await until(lambda: processes.start_time(pid) is None)
         return pid
 
+    def former_mode(self) -> int | None:
+        """What the agent has on record for the time after."""
+        record = Records(self.root / "state/mps").of(UUID)
+        return record.former_mode if record is not None else None
+
     def heard(self) -> list[str]:
         """Commands that the daemon got."""
         return (self.folder.log / "control.log").read_text().splitlines()
 
-    async def attach(self, backend: Mps, tenant: Tenant, **other: str) -> tuple[int, Mapping[str, Any]]:
+    async def attach(self, backend: Backend, tenant: Tenant, **other: str) -> tuple[int, Mapping[str, Any]]:
         """A CUDA program of this tenant: its pid, and what it got."""
         given: ContainerResponse = merged(*(backend.prepare(tenant, kind) for kind in KINDS))
         pipe = asyncio.subprocess.PIPE
@@ -134,6 +140,9 @@ class Place:
             started = processes.start_time(pid)
             if started is not None and processes.belongs(pid, self.folder.pipe):
                 processes.send((pid, started), signal.SIGKILL)
+        for pipe in self.root.rglob("pipe"):
+            if (found := processes.find_daemon(pipe)) is not None:
+                processes.send(found, signal.SIGKILL)
         shutil.rmtree(self.root)
 
 

@@ -79,7 +79,7 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     await backend.cleanup("a1")
     place.modes.broken = "Unknown Error"
     await place.pass_time(backend)
-    assert place.folder.former_mode() == 0
+    assert place.former_mode() == 0
     with pytest.raises(Refusal, match=r"not free of MPS yet: .* `nvidia-smi -c 0` can"):
         await backend.vacate([UUID])
     place.modes.broken = None

@@ -24,11 +24,12 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert "mps.control_program" in reason
     with pytest.raises(Refusal, match="not available on this node"):
         backend.prepare(tenant(), "core")
-    assert (backend.remains(), backend.own_pids(), backend.status(), backend.caveats) == ((), (), (), ())
+    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.status(), backend.caveats))
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])
     await backend.vacate([UUID])
+    await backend.cleanup("a1")
     await backend.close()
 
 
@@ -39,6 +40,55 @@ async def test_a_driver_that_comes_later_is_found(place: Place) -> None:
     hidden.rename(place.program)
     assert await backend.unavailable() is None
     assert backend.caveats
+
+
+SILENT = "exit 1"
+LIST = 'exec ls "$@"'
+ECHO = "exec cat"
+NO_LIBRARY = "echo 'nvidia-cuda-mps-control -d: error while loading shared libraries: libnvidia.so.1' >&2; exit 127"
+KILLED = "echo 'nvidia-cuda-mps-control -d'; kill -9 $$"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (SILENT, "is not NVIDIA's MPS control program: to `-h` it said"),
+        (LIST, "is not NVIDIA's MPS control program"),
+        (ECHO, "is not NVIDIA's MPS control program"),
+        (NO_LIBRARY, "`-h` ended with status 127: 'nvidia-cuda-mps-control -d: error while loading shared libraries"),
+        (KILLED, "`-h` ended with status -9"),
+    ],
+)
+async def test_a_program_that_is_broken_or_another_one_cannot_be_used(place: Place, does: str, said: str) -> None:
+    whole = place.program.read_text()
+    place.program.write_text(f"#!/bin/sh\n{does}\n")
+    backend = await place.agent()
+    reason = await backend.unavailable()
+    assert reason is not None
+    assert said in reason
+    assert "install NVIDIA's driver completely, or set mps.control_program" in reason
+    assert not backend.transient
+    place.program.write_text(whole)
+    assert await backend.unavailable() is None
+    await backend.start(tenant())
+
+
+async def test_an_old_program_without_help_is_known_by_what_it_says_without_a_daemon(place: Place) -> None:
+    place.program.write_text(
+        "#!/bin/sh\n[ $# = 0 ] && echo 'Cannot find MPS control daemon process' || echo 'Unrecognized option'; exit 1\n"
+    )
+    backend = await place.agent()
+    assert await backend.unavailable() is None
+
+
+async def test_a_program_that_hangs_for_a_while_is_asked_again(place: Place) -> None:
+    place.behave(hang=["-h"])
+    backend = await place.agent(timeout_seconds=1.0)
+    assert "did not end `-h` within 1 s" in str(await backend.unavailable())
+    assert backend.transient
+    place.behave()
+    assert (await backend.unavailable(), backend.transient) == (None, False)
+    await backend.start(tenant())
 
 
 async def test_other_obstacles_are_told(place: Place) -> None:

@@ -24,6 +24,15 @@ def test_the_multi_user_option_is_taken_as_the_program_spells_it(option: str) ->
     assert commands.start(2, option).words == ("-d", option)
 
 
+def test_help_names_mps_and_how_to_start_it() -> None:
+    assert commands.is_help(OLD_HELP)
+    assert commands.is_help(f"{NEW_HELP}\nMPS")
+    assert not commands.is_help("")
+    assert not commands.is_help("ls: invalid option -- 'p'\nnvidia-cuda-mps-control")
+    assert not commands.is_help("usage: ls -d")
+    assert not commands.is_help("mps-d --daemonize")
+
+
 def test_a_new_program_speaks_both() -> None:
     found = commands.parse_help(NEW_HELP, f"{NEW_HELP}\nModules: {MODULES}")
     assert found.protocols == {2, 3}
@@ -49,6 +58,13 @@ def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
         "set_device_pinned_mem_limit 77 0 3072M\n",
     ]
     assert [each.text for each in commands.bound_server(77, 40, None)] == ["set_active_thread_percentage 77 40\n"]
+
+
+def test_the_outer_bound_can_be_asked_for() -> None:
+    assert commands.bound_of(77, memory=True).text == "get_active_thread_percentage 77\nget_device_pinned_mem_limit 77 0\n"
+    both = commands.bound_of(None, memory=True)
+    assert str(both) == "get_default_active_thread_percentage; get_default_device_pinned_mem_limit 0"
+    assert commands.bound_of(None, memory=False).text == "get_default_active_thread_percentage\n"
 
 
 def test_a_namespace_has_both_limits_or_only_the_cores() -> None:

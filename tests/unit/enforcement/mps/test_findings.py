@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.backend import Finding, Running
-from gpumgr.enforcement.mps.findings import View, judge, lost, strangers
+from gpumgr.enforcement.mps.findings import View, judge, lost, strangers, unserved
 from gpumgr.usage.containers import Container
 
 TENANT = Tenant(allocation="a1", gpu="0fe1c342", uuid="GPU-1", pod=("demo", "resnet"), container="main")
@@ -34,6 +34,19 @@ def test_users_do_not_matter_in_multi_user_mode_without_a_server_or_to_a_contain
     assert told(View(protocol=2, multiuser=False, server_user=0, clients={11: None})) == []
     assert told(View(protocol=2, multiuser=False, server_user=0), users={0, 1000}) == []
     assert told(View(protocol=2, multiuser=False, server_user=0), users=set()) == []
+
+
+def test_users_need_not_be_looked_at_unless_the_container_may_wait() -> None:
+    assert unserved(RUNNING, View(protocol=2, multiuser=False, server_user=0))
+    assert not unserved(RUNNING, View(protocol=2, multiuser=True, server_user=0))
+    assert not unserved(RUNNING, View(protocol=2, multiuser=False))
+    assert not unserved(RUNNING, View(protocol=2, multiuser=False, server_user=0, clients={10: None}))
+
+
+def test_limits_that_somebody_changed_are_told() -> None:
+    (finding,) = told(View(protocol=2, multiuser=True, tampered=True, clients={11: None}))
+    assert finding.code == "tampered"
+    assert "the limits of MPS on GPU 0fe1c342 were changed through its daemon's control socket" in finding.message
 
 
 def test_trouble_with_the_daemon_is_told_alone() -> None:

@@ -50,22 +50,21 @@ def test_folders_in_the_pipe_folder_stay_because_containers_have_them_mounted(tm
     assert (outside / "file").exists()
 
 
-def test_the_former_mode_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
-    folder = GpuFolder(tmp_path / "GPU-1")
-    folder.make()
-    assert folder.former_mode() is None
-    folder.keep_former_mode(0)
-    assert folder.former_mode() == 0
-    folder.forget_former_mode()
-    assert folder.former_mode() is None
-
-
 def test_only_gpus_have_folders(tmp_path: Path) -> None:
     (tmp_path / "GPU-1").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "GPU-file").touch()
     assert [uuid for uuid, _ in gpu_folders(tmp_path)] == ["GPU-1"]
     assert list(gpu_folders(tmp_path / "missing")) == []
+    assert list(gpu_folders(tmp_path / "GPU-file")) == []
+
+
+def test_a_folder_that_is_gone_has_nothing_left_to_remove(tmp_path: Path) -> None:
+    folder = GpuFolder(tmp_path / "GPU-1")
+    folder.make()
+    folder.remove()
+    folder.remove()
+    assert (folder.root.exists(), folder.allocations()) == (False, [])
 
 
 def test_the_default_place_leaves_room_for_sockets() -> None:

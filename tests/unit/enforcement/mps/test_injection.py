@@ -38,6 +38,13 @@ def test_memory_is_left_to_the_driver_where_it_limits() -> None:
     assert not answer(TENANT, "memory", 2, {"core"}, ROOT).envs
 
 
+def test_without_limits_only_the_way_to_the_daemon_is_left() -> None:
+    core = answer(TENANT, "core", 2, (), ROOT)
+    assert core.envs == {"CUDA_MPS_PIPE_DIRECTORY": f"{GPU}/pipe"}
+    assert core.mounts == answer(TENANT, "core", 2, KINDS, ROOT).mounts
+    assert not answer(TENANT, "memory", 2, (), ROOT).envs
+
+
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_neither_the_pod_nor_the_other_call_changes_an_answer(protocol: Protocol) -> None:
     named = replace(TENANT, pod=("demo", "resnet"), pod_uid="1", container="main", core_limit=90, minor=3)

@@ -1,0 +1,161 @@
+"""Daemons of an earlier life of the agent that it can't use as they are: the program is gone, or the folders are elsewhere."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.mps.commands import ProtocolSetting
+from gpumgr.enforcement.mps.modes import EXCLUSIVE_PROCESS
+from gpumgr.errors import Refusal
+from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
+
+BOTH = pytest.mark.parametrize("setting", ["2", "3"])
+
+
+async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
+    """A life of the agent that is over, with a daemon for a1 that is left: its pid."""
+    old = await place.agent(setting=setting)
+    await old.start(tenant())
+    await old.close()
+    pid = place.daemon_pid()
+    assert pid is not None
+    return pid
+
+
+# -- the program is gone -----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_without_the_program_daemons_are_known_and_their_containers_told(place: Place, setting: ProtocolSetting) -> None:
+    pid = await begun(place, setting)
+    hidden = place.program.rename(place.root / "hidden")
+    new = await place.agent()
+    assert "was not found" in str(await new.unavailable())
+    await new.recover([tenant()])
+    assert pid in new.own_pids()
+    assert new.remains() == {"a1"}
+    (finding,) = await new.observe([running(tenant(), os.getpid())])
+    assert (finding.allocation, finding.code) == ("a1", "broken")
+    assert "can't run" in finding.message
+    with pytest.raises(Refusal, match="MPS can't limit demo/pod-b2"):
+        await new.start(tenant("b2"))
+    hidden.rename(place.program)
+    assert await new.unavailable() is None
+    await place.pass_time(new)
+    assert await new.observe([running(tenant(), os.getpid())]) == []
+    assert (new.status()[0].pid, new.status()[0].protocol) == (pid, int(setting))
+    _, got = await place.attach(new, tenant())
+    assert got["percentage"] == 30
+
+
+async def test_without_the_program_a_gpu_is_still_freed_for_a_whole_gpu_tenant(place: Place) -> None:
+    await begun(place)
+    place.program.unlink()
+    new = await place.agent()
+    place.modes.broken = "Unknown Error"
+    with pytest.raises(Refusal, match="not free of MPS yet"):
+        await new.vacate([UUID])
+    place.modes.broken = None
+    await new.vacate([UUID])
+    assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
+
+
+async def test_without_the_program_an_idle_daemon_ends(place: Place) -> None:
+    await begun(place)
+    place.program.unlink()
+    new = await place.agent()
+    await new.recover([])
+    await new.cleanup("a1")
+    await place.pass_time(new)
+    await place.pass_time(new, IDLE_SECONDS)
+    assert (place.daemon_pid(), place.modes.now, new.status()) == (None, {UUID: 0}, ())
+
+
+# -- the folders are elsewhere -----------------------------------------------------------------------------------------------
+
+
+async def test_a_daemon_in_another_run_dir_is_looked_after_where_it_is(place: Place) -> None:
+    pid = await begun(place)
+    new = await place.agent(run_dir=place.root / "new")
+    await new.recover([tenant()])
+    assert [(status.pid, status.tenants) for status in new.status()] == [(pid, 1)]
+    assert pid in new.own_pids()
+    await new.start(tenant())  # its container starts again, with what it was given then
+    with pytest.raises(
+        Refusal, match=f"have their MPS daemon in {place.folder.root}, from before enforcement.run_dir was changed"
+    ):
+        await new.start(tenant("b2"))
+    assert (place.daemon_pid(), new.remains()) == (pid, {"a1"})
+
+
+async def test_a_daemon_in_another_run_dir_makes_room_when_its_tenants_are_gone(place: Place) -> None:
+    place.modes.now[UUID] = 2
+    await begun(place)
+    new = await place.agent(run_dir=place.root / "new")
+    await new.cleanup("a1")
+    await new.start(tenant("b2"))
+    assert place.daemon_pid() is None
+    assert not place.folder.root.exists()
+    (status,) = new.status()
+    assert (status.pid in new.own_pids(), status.tenants) == (True, 1)
+    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
+    assert str(place.root / "new") in new.prepare(tenant("b2"), "core").envs["CUDA_MPS_PIPE_DIRECTORY"]
+    _, got = await place.attach(new, tenant("b2"))
+    assert got["percentage"] == 30
+    await place.detach()
+    await new.vacate([UUID])
+    assert (place.modes.now, new.status()) == ({UUID: 2}, ())
+
+
+async def test_the_mode_of_before_is_known_although_somebody_emptied_the_folder(place: Place) -> None:
+    await begun(place)
+    await place.kill_daemon()
+    shutil.rmtree(place.folder.root)
+    new = await place.agent()
+    await new.recover([])
+    await new.start(tenant("b2"))
+    assert place.former_mode() == 0
+    await new.vacate([UUID])
+    assert place.modes.now == {UUID: 0}
+
+
+async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_are_lost(place: Place) -> None:
+    pid = await begun(place)
+    shutil.rmtree(place.root / "state")
+    new = await place.agent()
+    await new.recover([tenant()])
+    assert place.daemon_pid() == pid
+    await new.vacate([UUID])
+    assert place.modes.now == {UUID: 0}
+
+
+async def test_an_operators_own_exclusive_mode_stays(place: Place) -> None:
+    place.modes.now[UUID] = EXCLUSIVE_PROCESS
+    backend = await place.agent()
+    await backend.start(tenant())
+    await backend.vacate([UUID])
+    assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
+
+
+@pytest.mark.parametrize("how", ["gone", "unreadable"])
+async def test_folders_that_cannot_be_read_do_not_keep_status_and_pids_from_being_told(
+    place: Place, how: str, tmp_path: Path
+) -> None:
+    pid = await begun(place)
+    backend = await place.agent()
+    await backend.recover([tenant()])
+    tenants = place.folder.root / "tenants"
+    if how == "gone":
+        place.folder.root.rename(tmp_path / "away")
+    else:
+        tenants.rename(tmp_path / "away")
+        tenants.symlink_to("tenants")  # a loop
+    assert [(status.pid, status.tenants) for status in backend.status()] == [(pid, 0)]
+    assert pid in backend.own_pids()
+    if how == "gone":
+        (tmp_path / "away").rename(place.folder.root)
+    else:
+        await place.pass_time(backend, 10 * IDLE_SECONDS)
+        assert place.daemon_pid() == pid, "who can't be read may well be there"

@@ -1,0 +1,41 @@
+"""What is on record of each GPU with a daemon."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.mps.records import Record, Records
+
+UUID = "GPU-0fe1c342"
+
+
+def test_a_record_outlives_the_agent_until_it_is_dropped(tmp_path: Path) -> None:
+    records = Records(tmp_path / "mps")
+    assert (records.uuids(), records.of(UUID)) == ([], None)
+    records.begin(UUID, Path("/run/a"))
+    records.set_former_mode(UUID, 2)
+    records.begin(UUID, Path("/run/b"))
+    again = Records(tmp_path / "mps")
+    assert again.uuids() == [UUID]
+    assert again.of(UUID) == Record(folder=Path("/run/a"), former_mode=2)
+    again.drop(UUID)
+    again.drop(UUID)
+    assert (again.uuids(), Records(tmp_path / "mps").uuids()) == ([], [])
+
+
+def test_a_boot_ends_what_was_before(tmp_path: Path) -> None:
+    Records(tmp_path).begin(UUID, Path("/run/a"), former_mode=0)
+    path = tmp_path / UUID
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot": "another"}))
+    records = Records(tmp_path)
+    assert records.of(UUID) is None
+    records.begin(UUID, Path("/run/b"))
+    assert Records(tmp_path).of(UUID) == Record(folder=Path("/run/b"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"'])
+def test_what_is_no_record_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / UUID).write_text(text)
+    (tmp_path / "another").write_text("{}")
+    assert Records(tmp_path).uuids() == []
