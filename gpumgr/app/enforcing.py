@@ -53,7 +53,14 @@ class Enforcing:
     """
 
     def __init__(
-        self, settings: Settings, *, nvml: Nvml, processes: HostProcesses, pods: Pods, announcer: Announcer | None
+        self,
+        settings: Settings,
+        *,
+        nvml: Nvml,
+        processes: HostProcesses,
+        pods: Pods,
+        announcer: Announcer | None,
+        simulated: bool,
     ) -> None:
         self._settings, self._processes, self._pods, self._announcer = settings, processes, pods, announcer
         self._client = CriClient(settings.cri.socket)
@@ -91,7 +98,8 @@ class Enforcing:
         backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, *unlimited]
         self.limits = Limits(
             backends,
-            setting=chosen.backend,
+            # GPUs that are not there are limited by nothing of this host, unless somebody asks for it by name.
+            setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
             overrides=chosen.overrides,
             cdi_dir=chosen.cdi_dir,
             inject_by_cdi=chosen.injection == "cdi",

@@ -82,7 +82,14 @@ class Station:
             sysfs_root=hardware.sysfs_root,
             cgroup_root=settings.cri.cgroup_root,
         )
-        self.enforcing = Enforcing(settings, nvml=self._nvml, processes=processes, pods=pods, announcer=announcer)
+        self.enforcing = Enforcing(
+            settings,
+            nvml=self._nvml,
+            processes=processes,
+            pods=pods,
+            announcer=announcer,
+            simulated=hardware.simulated,
+        )
         limits = self.enforcing.limits
         self.truth = Truth(
             books=self.books,

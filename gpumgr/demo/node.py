@@ -188,6 +188,10 @@ def _settings(folder: Path, api: SimApiServer | None, over: Mapping[str, Mapping
         "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
         "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
         "container": {"allocation_dir": str(folder / "vm")},
+        # Simulated GPUs, so nothing of this host may limit them: neither its MPS nor its containers.
+        "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+        "mps": {"control_program": str(folder / "no-mps")},
+        "cri": {"socket": str(folder / "cri.sock")},
         "http": {"port": 0},
         "log": {"format": "json"},
         "process": {"lock_path": str(folder / "agent.lock")},
