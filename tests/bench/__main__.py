@@ -1,6 +1,7 @@
 """`python -m tests.bench`: every benchmark, one after another, into build/bench.json; their table on standard output.
 
-`--pods` adds the crowds on a real kubelet (root). `--readme FILE` measures nothing: it puts the table of the last run into FILE.
+`--pods` adds the crowds on a real kubelet (root). `--only MODULE` measures that one again and takes the others' figures from the last
+run. `--readme FILE` measures nothing: it puts the table of the last run into FILE.
 """
 
 import argparse
@@ -24,18 +25,22 @@ MODULES = {
     "evaluators": "tests.bench.bench_evaluators",
     "checkpoint": "tests.bench.bench_checkpoint",
     "metrics": "tests.bench.bench_metrics",
+    "limits": "tests.bench.bench_limits",
 }
 #: A load above this comes from somebody else, and then p99 tells of them.
 QUIET_LOAD = 0.5
 
 
-def measure(pods: bool) -> dict[str, Any]:
-    """All figures of one run."""
+def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
+    """All figures of one run. `only` this module's are new: the others' are those of the last run."""
     load = os.getloadavg()[0]
     if load > QUIET_LOAD * (os.cpu_count() or 1):
         print(f"the machine is busy (load {load:.1f}): read p50, mistrust p99", file=sys.stderr)
-    figures: dict[str, Any] = {"machine": machine()}
+    figures: dict[str, Any] = json.loads(RESULTS.read_text()) if only else {}
+    figures["machine"] = machine()
     for name, module in MODULES.items():
+        if only not in (None, name):
+            continue
         print(f"bench: {name}", file=sys.stderr)
         figures[name] = json.loads(_output([sys.executable, "-m", module]))
     if pods:
@@ -76,12 +81,15 @@ def _output(command: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", action="store_true", help="crowds on a real kubelet besides (root)")
+    parser.add_argument("--only", choices=MODULES, help="this one again, the others as in the last run")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="put the table of the last run into FILE")
     arguments = parser.parse_args()
     if arguments.readme is not None:
         table.put_into(arguments.readme, table.markdown(json.loads(RESULTS.read_text())))
         return
-    figures = measure(arguments.pods)
+    if arguments.only is not None and not RESULTS.exists():
+        parser.error(f"--only adds to the figures of an earlier run, and {RESULTS} is not there")
+    figures = measure(arguments.pods, arguments.only)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
     print(table.markdown(figures))

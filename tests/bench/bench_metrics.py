@@ -24,7 +24,7 @@ from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
 from gpumgr.metrics.picture import Picture
-from gpumgr.topology.devices import Gpu, GpuSample, Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.web.server import WebServer
 
@@ -37,9 +37,9 @@ def uuid_of(index: int) -> str:
     return f"GPU-{index:08x}-7d1c-4a55-9a3e-0123456789ab"
 
 
-def picture_of(containers_per_gpu: int) -> Picture:
-    """An NVSwitch node on which every GPU is shared by so many containers."""
-    snapshot = NodeSnapshot(
+def node_snapshot() -> NodeSnapshot:
+    """An NVSwitch node."""
+    return NodeSnapshot(
         gpus=tuple(
             Gpu(
                 index=n,
@@ -55,6 +55,24 @@ def picture_of(containers_per_gpu: int) -> Picture:
         topology=Topology(((Level.SYS,) * GPUS,) * GPUS, ((18,) * GPUS,) * GPUS),
         driver_version="550.54.15",
     )
+
+
+def gpu_sample(uuid: str, processes: tuple[GpuProcess, ...] | None = None) -> GpuSample:
+    return GpuSample(
+        uuid=uuid,
+        memory_used_bytes=10**10,
+        memory_reserved_bytes=10**8,
+        utilization_ratio=0.5,
+        memory_copy_ratio=0.25,
+        temperature_celsius=50.0,
+        power_watts=400.0,
+        processes=processes,
+    )
+
+
+def picture_of(containers_per_gpu: int) -> Picture:
+    """That node with every GPU shared by so many containers."""
+    snapshot = node_snapshot()
     inventory = Inventory(snapshot=snapshot)
     cards = inventory.meet(Cards())
     allocations = {
@@ -72,20 +90,7 @@ def picture_of(containers_per_gpu: int) -> Picture:
         for n in range(containers_per_gpu)
     }
     ledger = Ledger(cards, allocations)
-    sample = NodeSample(
-        gpus={
-            uuid_of(n): GpuSample(
-                uuid=uuid_of(n),
-                memory_used_bytes=10**10,
-                memory_reserved_bytes=10**8,
-                utilization_ratio=0.5,
-                memory_copy_ratio=0.25,
-                temperature_celsius=50.0,
-                power_watts=400.0,
-            )
-            for n in range(GPUS)
-        }
-    )
+    sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
     view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(cards, policy="binpack", visible_blocks={}))
     return Picture(view=view, sample=sample, sampled_at=time.monotonic(), nvml_up=True)
 

@@ -12,6 +12,16 @@ _CALLS = {
     "prefer_of_4512": ("GetPreferredAllocation out of 4,512 ids, PodResources asked", "p50 < 6 ms"),
     "first_list_4512": ("first ListAndWatch of 4,512 devices", "< 10 ms"),
 }
+_STARTS = {
+    "none": "nothing enforces",
+    "hami_core": "hami-core",
+    "vcuda": "vcuda",
+    "mps_2": "mps, protocol 2",
+    "mps_3": "mps, protocol 3",
+}
+_AT_ONCE = {"at_once_8": "p99 < 10 ms", "at_once_50": "p99 < 60 ms"}
+_CALLERS = {"one_container": "all of one container", "own_containers": "each of its own container"}
+_MIXES = {"hami_core_and_vcuda": "half hami-core, half vcuda", "mps": "mps"}
 _LINK_16 = {
     "two_socket_nvswitch_empty": "two-socket NVSwitch, empty",
     "two_socket_nvswitch_half_full": "two-socket NVSwitch, half full",
@@ -22,9 +32,9 @@ _LINK_16 = {
 
 def markdown(figures: Mapping[str, Any]) -> str:
     """All tables of one run."""
-    return "\n".join(
-        [*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_pods(figures.get("pods_at_once"))]
-    )
+    limits, pods = figures.get("limits"), figures.get("pods_at_once")
+    parts = (*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_limits(limits), *_pods(pods))
+    return "\n".join(parts)
 
 
 def put_into(readme: Path, text: str) -> None:
@@ -72,6 +82,30 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 75 MiB | {resident} MiB |"
     yield f"| CPU of the idle agent with {idle['pods']} pods | < 0.5 % | {idle['cpu_percent']} % |"
     yield f"| scrape of /metrics with {scrape['containers']} containers, p50 / p99 | | {_pair(scrape['scrape_classic'])} ms |"
+
+
+def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
+    if limits is None:
+        return
+    starts, registrations, usage, regions = (limits[name] for name in ("prestart", "registrations", "usage", "regions"))
+    yield from ("", "| limits | goal | gpumgr | floor |", "|---|---|---|---|")
+    for name, what in _STARTS.items():
+        row = starts[name]
+        goal = "" if name == "none" else "p99 < 20 ms"
+        also = f"; daemon's first {_pair(row['first_of_gpu'])}" if "first_of_gpu" in row else ""
+        shown = f"{_pair(row['first'])}; again {_pair(row['again'])}{also}"
+        yield f"| PreStartContainer with {starts['containers']} shares, {what} | {goal} | {shown} | {_pair(starts['floor']['first'])} |"
+    for name, where in _CALLERS.items():
+        for key, goal in _AT_ONCE.items():
+            light, others = _pair(registrations[name]["light"][key]), registrations[name]
+            shown = f"{light}; grpcio {_pair(others['grpcio'][key])}; static client with its start {_pair(others['static_client'][key])}"
+            floor = f"{_pair(registrations['floor']['light'][key])}; grpcio {_pair(registrations['floor']['grpcio'][key])}"
+            yield f"| RegisterVDevice, {key.removeprefix('at_once_')} at once, {where} | {goal} | {shown} | {floor} |"
+    for name, what in _MIXES.items():
+        row, sample = usage[name], f"usage sample of {usage['processes']} processes, {usage['shares']} shares, {what}"
+        yield f"| {sample}: loop held | < 15 ms | {_pair(row['loop'])} | |"
+        yield f"| {sample}: loop lag meanwhile | p99 < 10 ms | {_pair(row['loop_lag'])} | |"
+    yield f"| pass over {regions['regions']} regions | < 30 ms | {_pair(regions['pass'])} | |"
 
 
 def _pods(pods: Mapping[str, Any] | None) -> Iterator[str]:

@@ -1,0 +1,260 @@
+"""PreStartContainer on a node with 100 shared containers: the real agent in its own process, one mechanism after another.
+
+`python -m tests.bench.bench_prestart [--rounds N] [--only NAME]` prints one JSON object. Each round admits 100 pods, starts each
+container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
+"none" and the floor (floor.py) tell what the call costs by itself.
+
+MPS: the daemon is the tests' fake one, its control program one in C (control.c). Beside stand how many commands the daemons got for a
+start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from gpumgr.enforcement.mps import launch, processes
+from gpumgr.enforcement.mps.folders import gpu_folders
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
+from tests.bench.bench_regions import empty_library
+from tests.bench.children import child
+from tests.bench.figures import spread
+from tests.bench.kubelet import Kubelet, PodKey
+from tests.bench.places import Places
+from tests.component.driverfiles.host import DRIVER, Driver
+
+CONTAINERS = 100
+#: Shares differ, as MPS's bound for all tenants of a GPU depends on the largest; together they fit on 8 GPUs.
+SIZES = tuple((cores, cores // 2) for cores in (4, 9, 7, 5, 10, 6, 8))
+#: Of the simulated node (h200-8.yaml).
+DRIVER_VERSION = "550.90.07"
+_FAKE = Path(__file__).parents[1] / "data" / "enforcement" / "fake_mps_control.py"
+_GONE_SECONDS = 60.0
+
+
+@dataclass
+class Starts:
+    """Seconds of calls, one list for each pass over the node's containers."""
+
+    first_of_gpu: list[float] = field(default_factory=list)
+    first: list[list[float]] = field(default_factory=list)
+    again: list[list[float]] = field(default_factory=list)
+    memory: list[list[float]] = field(default_factory=list)
+
+
+def mechanisms(folder: Path) -> Mapping[str, Changes]:
+    """What the settings say for each; libraries and programs of theirs are made in `folder`."""
+    library = folder / "library.so"
+    supplied = {"library_path": str(library), "library_sha256": empty_library(library)}
+    root, driver = folder / "root", Driver(folder)
+    driver.libraries[DRIVER_VERSION] = driver.libraries[DRIVER]
+    driver.install(root, DRIVER_VERSION)
+    files = {"volume_conf": str(folder / "volume.conf"), "driver_roots": [str(root)]}
+    control = control_program(folder)
+    mps = {version: {"control_program": str(control), "protocol": version} for version in ("2", "3")}
+    return {
+        "none": {"enforcement": {"backend": "none"}},
+        "hami_core": {"enforcement": {"backend": "hami-core"}, "hami_core": supplied},
+        "vcuda": {"enforcement": {"backend": "vcuda"}, "vcuda": {**supplied, **files}},
+        "mps_2": {"enforcement": {"backend": "mps"}, "mps": mps["2"]},
+        "mps_3": {"enforcement": {"backend": "mps"}, "mps": mps["3"]},
+    }
+
+
+def control_program(folder: Path) -> Path:
+    """Commands go to the tests' fake daemon by a program in C."""
+    program = folder / "nvidia-cuda-mps-control"
+    named = [f'-DPYTHON="{sys.executable}"', f'-DFAKE="{_FAKE}"']
+    subprocess.run(["cc", "-std=gnu11", "-O2", *named, "-o", program, Path(__file__).with_name("control.c")], check=True)
+    return program
+
+
+class Node:
+    """A kubelet, an agent, and the runtime's list of the pods' containers."""
+
+    def __init__(self, bench: Bench, places: Places, folder: Path) -> None:
+        self._bench, self._kubelet, self._places = bench, bench.kubelet, places
+        self._run_dir, self._allocation_dir = folder / "run", folder / "vm"
+        self._gpus: set[str] = set()
+        self._pods: list[PodKey] = []
+        #: Of the last round, for each start on average: commands that MPS daemons got.
+        self.commands: dict[str, float] = {}
+
+    async def round(self, starts: Starts, attached: ExitStack) -> None:
+        """The last round's pods end; new ones come, start, and start again."""
+        attached.close()
+        await asyncio.to_thread(self._end_all)
+        sizes = [SIZES[n % len(SIZES)] for n in range(CONTAINERS)]
+        pods = self._pods = [pod for cores, blocks in sizes for pod in self._bench.announce(1, cores, blocks)]
+        await asyncio.sleep(CACHE_SECONDS)
+        for pod, (cores, blocks) in zip(pods, sizes, strict=True):
+            await asyncio.to_thread(self._kubelet.admit, pod, {CORE_RESOURCE: cores, MEMORY_RESOURCE: blocks})
+        await self._pass(pods, starts, "first")
+        self._run(pods, attached)
+        await self._pass(pods, starts, "again")
+
+    async def _pass(self, pods: list[PodKey], starts: Starts, name: str) -> None:
+        before = self._asked()
+        cores, memory = await asyncio.to_thread(self._start_all, pods, starts)
+        getattr(starts, name).append(cores)
+        starts.memory.append(memory)
+        self.commands[name] = round((self._asked() - before) / len(pods), 1)
+
+    def _run(self, pods: list[PodKey], attached: ExitStack) -> None:
+        """The containers run, and one on each GPU uses MPS, if that is there."""
+        for pod in pods:
+            self._places.put(pod, f"uid-{pod[1]}", "main")
+        self._places.tell()
+        if sockets := list(mps_sockets(self._run_dir / "mps")):
+            attached.enter_context(child("tests.bench.sleepers", len(sockets), *sockets))
+
+    def _start_all(self, pods: list[PodKey], starts: Starts) -> tuple[list[float], list[float]]:
+        cores: list[float] = []
+        memory: list[float] = []
+        for pod in pods:
+            took = self._kubelet.pre_start(pod)
+            gpu = self._kubelet.pods[pod][CORE_RESOURCE][0].partition("-")[0]
+            (cores if gpu in self._gpus else starts.first_of_gpu).append(took[CORE_RESOURCE])
+            self._gpus.add(gpu)
+            memory.append(took[MEMORY_RESOURCE])
+        return cores, memory
+
+    def _end_all(self) -> None:
+        """Returns when nothing is kept for them any more."""
+        for pod in self._pods:
+            self._kubelet.end(pod)
+        self._places.clear()
+        deadline = time.monotonic() + _GONE_SECONDS
+        while any(self._kept()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {_GONE_SECONDS:.0f} s: the agent removes what it kept for ended pods")
+            # What ended is noticed at the latest when the next pod comes.
+            (last,) = self._bench.announce(1, 1, 1)
+            time.sleep(CACHE_SECONDS)
+            self._kubelet.admit(last, {CORE_RESOURCE: 1, MEMORY_RESOURCE: 1})
+            self._kubelet.end(last)
+
+    def _kept(self) -> Iterator[Path]:
+        for root in (self._run_dir, self._allocation_dir):
+            yield from (path for path in root.rglob("*") if re.fullmatch("[0-9a-f]{16}", path.name) and any(_files(path)))
+
+    def _asked(self) -> int:
+        """Commands that MPS daemons got so far."""
+        return sum(len(log.read_text().splitlines()) for log in self._run_dir.glob("mps/*/log/control.log"))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return path.iterdir() if path.is_dir() else iter((path,))
+
+
+def mps_sockets(root: Path) -> Iterator[Path]:
+    """For each shared GPU the socket at which a CUDA program finds MPS."""
+    for _, folder in gpu_folders(root):
+        namespaces = (folder.namespace(each) / "control" for each in folder.allocations())
+        yield next((path for path in namespaces if path.exists()), folder.pipe / "control")
+
+
+def end_daemons(root: Path) -> None:
+    """Ends what an agent leaves running when it stops."""
+    for _, folder in gpu_folders(root):
+        if (found := processes.find_daemon(folder.pipe)) is not None:
+            processes.send(found, signal.SIGKILL)
+        command = launch.unmount_command(launch.best(), folder.shm)
+        if command is not None and folder.shm.is_mount():
+            subprocess.run(command, check=True)
+
+
+async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
+    # Not in /dev/shm as root: each MPS daemon has one of its own then.
+    with scratch() as folder, scratch(Path("/run" if os.geteuid() == 0 else "/dev/shm")) as memory:
+        kubelet, places = Kubelet(folder), Places.lay_out(memory / "places")
+        (folder / "run").symlink_to(memory)
+        kubelet.start()
+        settings = {**changes, "cri": {"socket": str(places.socket)}}
+        settings["enforcement"] = {**changes["enforcement"], "run_dir": str(memory), "orphan_grace_seconds": 1}
+        async with SimApiServer(NODE) as api:
+            agent = Agent(folder, kubelet, api.kubeconfig(folder / "kubeconfig"), settings)
+            try:
+                with places.runtime(), ExitStack() as attached:
+                    agent.start()
+                    await asyncio.to_thread(kubelet.wait_offered, OFFER)
+                    node, starts = Node(Bench(kubelet, agent, {}, api), places, folder), Starts()
+                    for _ in range(rounds):
+                        await node.round(starts, attached)
+            except Exception:
+                sys.stderr.write(agent.log()[-4000:])
+                raise
+            finally:
+                agent.stop()
+                kubelet.stop()
+                end_daemons(memory / "mps")
+    result: dict[str, object] = {name: spread(getattr(starts, name)) for name in ("first", "again", "memory")}
+    if any(node.commands.values()):
+        result |= {"first_of_gpu": spread([starts.first_of_gpu]), "commands_to_daemons": node.commands}
+    return result
+
+
+def floor(folder: Path) -> dict[str, object]:
+    """A plugin that answers at once with nothing."""
+    with floor_plugins(folder) as plugins:
+        kubelet = Kubelet(folder)
+        kubelet.plugins = plugins
+        pods = [("bench", f"pod-{n}") for n in range(CONTAINERS)]
+        for pod in pods:
+            kubelet.admit(pod, {CORE_RESOURCE: 1, MEMORY_RESOURCE: 1})
+        rounds = [[kubelet.pre_start(pod)[CORE_RESOURCE] for pod in pods] for _ in range(5)]
+    return {"first": spread(rounds)}
+
+
+def control_program_alone(program: Path) -> dict[str, float | int]:
+    """One run of the control program by a plain subprocess, without a daemon to talk to."""
+    took = []
+    for _ in range(100):
+        began = time.perf_counter()
+        subprocess.run([program, "-q"], stdout=subprocess.DEVNULL, check=False)
+        took.append(time.perf_counter() - began)
+    return spread([took])
+
+
+@contextmanager
+def scratch(below: Path | None = None) -> Iterator[Path]:
+    """A folder with a short name: sockets' paths are short."""
+    with tempfile.TemporaryDirectory(dir=below, prefix="gb-") as folder:
+        yield Path(folder)
+
+
+async def measure(rounds: int, only: str | None = None) -> dict[str, object]:
+    with scratch() as folder:
+        chosen = {name: changes for name, changes in mechanisms(folder).items() if only in (None, name)}
+        result: dict[str, object] = {"containers": CONTAINERS, "floor": await asyncio.to_thread(floor, folder)}
+        result["control_program_alone"] = control_program_alone(control_program(folder))
+        for name, changes in chosen.items():
+            print(f"prestart: {name}", file=sys.stderr)
+            result[name] = await measure_one(changes, rounds)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="one mechanism")
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(given.rounds, given.only)), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What the second's truth pass costs the event loop: 8 GPUs, 400 processes, 200 shares (shared_node.py).
+
+`python -m tests.bench.bench_usage [--rounds N] [--only MIX]` prints one JSON object. From the driver's sample to the end of all that
+follows from it: start times out of /proc, the books, cgroups, the runtime's list, the join, and each mechanism's look and repair.
+`loop` is the time during which the loop is held in one sample, `longest_turn` the longest piece of it, `whole` from begin to end;
+`loop_lag` is how late the loop's timers are while samples follow on one another (gpumgr/metrics/lag.py).
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from gpumgr.metrics.lag import watch_loop
+from gpumgr.topology.devices import NodeSample
+from tests.bench.bench_prestart import end_daemons
+from tests.bench.figures import spread
+from tests.bench.held import HeldTimes
+from tests.bench.places import Places
+from tests.bench.shared_node import MIXES, PROCESSES_OF_SHARE, SHARES, MechanismOf, SharedNode, sleepers
+
+#: Before the first round that counts: the runtime is asked every second at first.
+WARM_UP = 20
+LAG_TICK_SECONDS = 0.001
+
+
+async def hold(node: SharedNode, sample: NodeSample, held: HeldTimes, rounds: int) -> dict[str, object]:
+    turns: list[Sequence[float]] = []
+    whole: list[float] = []
+    for _ in range(rounds):
+        held.take()
+        began = time.perf_counter()
+        await node.sampled(sample)
+        whole.append(time.perf_counter() - began)
+        turns.append(held.take())
+        await asyncio.sleep(0)
+    return {
+        "loop": spread([list(map(sum, turns))]),
+        "longest_turn": spread([list(map(max, turns))]),
+        "whole": spread([whole]),
+    }
+
+
+async def lag(node: SharedNode, sample: NodeSample, rounds: int) -> dict[str, float | int]:
+    late: list[float] = []
+    watching = asyncio.create_task(watch_loop(late.append, period_seconds=LAG_TICK_SECONDS))
+    for _ in range(rounds):
+        await node.sampled(sample)
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+    return spread([late])
+
+
+async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, rounds: int) -> dict[str, object]:
+    places = Places.lay_out(folder / "places")
+    node = SharedNode(folder, places, mechanism_of)
+    try:
+        tenants = await node.grant()
+        sockets = await node.start(tenants)
+        with places.runtime(), sleepers(sockets) as pids:
+            sample = await node.run(tenants, pids)
+            for _ in range(WARM_UP):
+                await node.sampled(sample)
+            use = node.truth.use
+            assert use is not None
+            assert sum(each.process_count for each in use.containers.values()) == len(pids)
+            assert not use.strangers
+            figures = await hold(node, sample, held, rounds)
+            figures["loop_lag"] = await lag(node, sample, rounds)
+    finally:
+        await node.close()
+        end_daemons(folder / "run" / "mps")
+    return figures
+
+
+def in_own_loop(folder: Path, mechanism_of: MechanismOf, rounds: int) -> dict[str, object]:
+    held = HeldTimes()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
+        return runner.run(measure_mix(folder, mechanism_of, held, rounds))
+
+
+def measure(rounds: int, only: str | None = None) -> dict[str, object]:
+    result: dict[str, object] = {"shares": SHARES, "processes": SHARES * PROCESSES_OF_SHARE}
+    for name, mechanism_of in MIXES.items():
+        if only not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
+            result[name] = in_own_loop(Path(folder), mechanism_of, rounds)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--only", choices=MIXES)
+    given = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    print(json.dumps(measure(given.rounds, given.only), indent=2))
+
+
+if __name__ == "__main__":
+    main()

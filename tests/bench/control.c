@@ -1,0 +1,94 @@
+/* Says a command to the daemon of fake_mps_control.py and prints its answer, in C, as NVIDIA's control program is: a Python that starts
+ * for every command would be all that is measured. What begins no talk (-d, -h and the like) is left to the fake itself.
+ *
+ * Compiled with -DPYTHON="..." and -DFAKE="...". Protocol 2 takes commands on standard input, protocol 3 as arguments. */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+static int is_talk(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        if (argv[i][0] == '-' && strcmp(argv[i], "-q") && strncmp(argv[i], "--", 2))
+            return 0;
+    return 1;
+}
+
+static FILE *connection(void)
+{
+    struct sockaddr_un to = {.sun_family = AF_UNIX};
+    const char *folder = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+
+    snprintf(to.sun_path, sizeof to.sun_path, "%s/control_privileged", folder ? folder : "/tmp/nvidia-mps");
+    if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to)) {
+        puts("Cannot find MPS control daemon process");
+        exit(1);
+    }
+    return fdopen(fd, "r+");
+}
+
+/* The JSON text of the answer, up to its closing quote; only what Python's json escapes in such texts. */
+static void print_text(const char *at)
+{
+    int printed = 0;
+
+    for (; *at && *at != '"'; at++, printed = 1) {
+        if (*at == '\\')
+            at++;
+        putchar(at[-1] == '\\' && *at == 'n' ? '\n' : *at);
+    }
+    if (printed)
+        putchar('\n');
+}
+
+static void talk(char **words, int count)
+{
+    static char answer[1 << 20];
+    FILE *daemon = connection();
+    const char *status, *text;
+
+    fputs("{\"words\": [", daemon);
+    for (int i = 0; i < count; i++)
+        fprintf(daemon, "%s\"%s\"", i ? ", " : "", words[i]);
+    fputs("]}\n", daemon);
+    fflush(daemon);
+    if (!fgets(answer, sizeof answer, daemon) || !(status = strstr(answer, "\"status\": ")) || !(text = strstr(answer, "\"text\": \""))) {
+        puts("Connection to the control daemon was lost");
+        exit(1);
+    }
+    print_text(text + 9);
+    if (atoi(status + 10))
+        exit(atoi(status + 10));
+    fclose(daemon);
+}
+
+int main(int argc, char **argv)
+{
+    char line[4096], *words[64], *quit[] = {"quit"};
+
+    if (!is_talk(argc, argv)) {
+        char *command[64] = {PYTHON, "-S", "-E", FAKE};
+        for (int i = 1; i < argc && i < 59; i++)
+            command[3 + i] = argv[i];
+        execv(PYTHON, command);
+        return 127;
+    }
+    if (argc > 1) {
+        int quits = !strcmp(argv[1], "-q");
+        talk(quits ? quit : argv + 1, quits ? 1 : argc - 1);
+        return 0;
+    }
+    while (fgets(line, sizeof line, stdin)) {
+        int count = 0;
+        for (char *word = strtok(line, " \n"); word && count < 64; word = strtok(NULL, " \n"))
+            words[count++] = word;
+        if (count)
+            talk(words, count);
+    }
+    return 0;
+}

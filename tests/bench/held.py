@@ -1,0 +1,30 @@
+"""How long an event loop runs between two waits, and in all: the time during which nothing else gets its turn."""
+
+import selectors
+import time
+
+
+class HeldTimes(selectors.DefaultSelector):
+    """`with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held))`. Seconds of each turn of the loop since the last
+    `take`; waiting for the interpreter's lock, which other threads hold, is part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns: list[float] = []
+        self._since: float | None = None
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._since is not None:
+            self._turns.append(time.perf_counter() - self._since)
+        try:
+            return super().select(timeout)
+        finally:
+            self._since = time.perf_counter()
+
+    def take(self) -> list[float]:
+        """Called from inside the loop, whose present turn is counted up to now."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._turns.append(now - self._since)
+        self._since, taken, self._turns = now, self._turns, []
+        return taken

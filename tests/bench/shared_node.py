@@ -1,0 +1,229 @@
+"""A node with 8 GPUs, 200 shares and 400 processes on them, as the agent is made of: ledger, containers, mechanisms, the truth pass.
+
+The processes are real (sleepers.py), and so are cgroup files, regions and MPS daemons (the tests' fake ones); the driver's sample is
+made here. Time is turned by hand: one second a sample, so that what is looked at every fifth or tenth second takes part in proportion.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpumgr.agent.books import Books
+from gpumgr.agent.offers import Offers
+from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.allocator.tenant import Tenant
+from gpumgr.app.listener import News
+from gpumgr.app.truth import OverLimit, Truth
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.cri.client import CriClient
+from gpumgr.cri.containers import Containers
+from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.region import FILE_NAME
+from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.folders import GpuFolder, Share
+from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.files import PIDS
+from gpumgr.enforcement.vcuda.pids import pack_pids
+from gpumgr.metrics.live import Metrics
+from gpumgr.proc import HostProcesses
+from gpumgr.topology.devices import GpuProcess, NodeSample
+from gpumgr.units import KINDS
+from gpumgr.usage.containers import Container
+from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
+from tests.bench.bench_prestart import control_program
+from tests.bench.bench_regions import empty_library, fill
+from tests.bench.children import child
+from tests.bench.places import Places
+from tests.component.enforcement.mps.place import Modes
+from tests.component.stage.stage import Clock, MemoryPods
+
+SHARES, PROCESSES_OF_SHARE = 200, 2
+_CORES, _BLOCKS = 4, 16
+_BYTES = 1 << 30
+
+#: The mechanism of the n-th share.
+MechanismOf = Callable[[int], str]
+MIXES: Mapping[str, MechanismOf] = {
+    "hami_core_and_vcuda": lambda n: ("hami-core", "vcuda")[n // GPUS % 2],
+    "mps": lambda _n: "mps",
+}
+
+
+@dataclass
+class SharedNode:
+    """`news` is where a sample comes in. Make it by `shared_node`, inside the event loop."""
+
+    folder: Path
+    places: Places
+    mechanism_of: MechanismOf
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.processes, self.client = HostProcesses(self.places.proc), CriClient(self.places.socket)
+        self.containers = Containers(self.client, self.places.cgroups(), self.processes.runs, clock=self.clock)
+        self.metrics, self.pods = Metrics(node="bench", version="0"), MemoryPods()
+        self.checkpoint = SqliteCheckpoint.open(self.folder / "checkpoint")
+        self.books = Books(
+            Ledger(),
+            checkpoint=self.checkpoint,
+            offers=Offers(lambda _offer: None, clock=self.clock),
+            meter=self.metrics,
+            runs=self.processes.runs,
+            policy="binpack",
+            clock=self.clock,
+        )
+        self.limits = Limits(
+            self._backends(),
+            setting="auto",
+            overrides=(),
+            cdi_dir=self.folder / "cdi",
+            inject_by_cdi=False,
+            orphan_grace_seconds=60,
+            clock=self.clock,
+        )
+        self.truth = Truth(
+            books=self.books,
+            pods=self.pods,
+            runtime=self.containers,
+            backends=self.limits,
+            announcer=None,
+            meter=self.metrics,
+            over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
+            clock=self.clock,
+        )
+        self.news = News(
+            self.books,
+            self.processes,
+            device_root=None,
+            before_snapshot=_nothing,
+            on_processes=self.truth.sampled,
+            on_sample=lambda _sample: None,
+        )
+
+    def _backends(self) -> list[Backend]:
+        library = self.folder / "library.so"
+        sha256 = empty_library(library)
+        hami_core = HamiCore(
+            library_path=library,
+            library_sha256=sha256,
+            library_dir=self.folder / "lib",
+            run_dir=self.folder / "run",
+            nspid_of=self.places.cgroups().nspid_of,
+        )
+        vcuda = VcudaBackend(
+            allocation_dir=self.folder / "vm",
+            library_path=library,
+            library_sha256=sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+        )
+        mps = Mps(
+            limits=KINDS,
+            program=str(control_program(self.folder)),
+            setting="2",
+            run_dir=self.folder / "run",
+            state_dir=self.folder / "state",
+            modes=Modes(dict.fromkeys(map(uuid_of, range(GPUS)), 0)),
+            exclusive_process=True,
+            idle_seconds=60,
+            clock=self.clock,
+            how="plain",
+        )
+        return [hami_core, vcuda, mps]
+
+    async def _container_of(self, pid: int) -> Container | None:
+        started = self.processes.start_time(pid)
+        return None if started is None else await self.containers.of_process(pid, started)
+
+    # -- before the first sample -------------------------------------------------------------------------------------------
+
+    async def grant(self) -> list[Tenant]:
+        """All shares; the n-th lies on GPU n modulo 8."""
+        await self.news.snapshot_taken(node_snapshot())
+        ledger = self.books.ledger
+        for n in range(SHARES):
+            ledger = ledger.occupy(self._allocation(n))
+            spec = ContainerSpec(name="main", cores=_CORES, memory_blocks=_BLOCKS)
+            pod = PodView(namespace="bench", name=f"pod-{n:03d}", uid=f"uid-{n}", phase="Running", containers=(spec,))
+            self.pods.views[pod.key] = pod
+        await self.books.commit(ledger)
+        tenants = [
+            tenant_of(each, ledger.cards, self.books.inventory, self.pods.get(each.pod) if each.pod else None)
+            for each in ledger.allocations.values()
+        ]
+        return [tenant for tenant in tenants if tenant is not None]
+
+    def _allocation(self, n: int) -> Allocation:
+        card, at = self.books.ledger.cards.by_uuid[uuid_of(n % GPUS)].name, n // GPUS
+        return Allocation(
+            id=f"{n:016x}",
+            pod=("bench", f"pod-{n:03d}"),
+            uid=f"uid-{n}",
+            container="main",
+            cores={card: ((1 << _CORES) - 1) << at * _CORES},
+            blocks={card: ((1 << _BLOCKS) - 1) << at * _BLOCKS},
+            gpus=(card,),
+            mechanisms=(self.mechanism_of(n),),
+        )
+
+    async def start(self, tenants: Sequence[Tenant]) -> list[Path]:
+        """What the agent does before the containers run. For each share the socket that its processes attach to: MPS's, or none."""
+        await self.limits.choose()
+        begun: set[str] = set()
+        sockets = []
+        for n, tenant in enumerate(tenants):
+            folder = GpuFolder(self.folder / "run" / "mps" / tenant.uuid)
+            if self.mechanism_of(n) == "mps":
+                sockets.append(folder.pipe / "control")
+            if self.mechanism_of(n) != "mps" or tenant.uuid not in begun:
+                await self.limits.backends[self.mechanism_of(n)].start(tenant)
+                begun.add(tenant.uuid)
+            else:  # what a start leaves behind, without its commands to the daemon
+                folder.put(tenant.allocation, Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes))
+        return sockets
+
+    async def run(self, tenants: Sequence[Tenant], pids: Sequence[int]) -> NodeSample:
+        """The containers run, their processes have registered; what the driver says of them."""
+        on_gpus: dict[str, list[GpuProcess]] = {}
+        for n, tenant in enumerate(tenants):
+            mine = pids[n * PROCESSES_OF_SHARE : (n + 1) * PROCESSES_OF_SHARE]
+            self.places.put(tenant.pod or ("", ""), tenant.pod_uid or "", "main", mine)
+            if self.mechanism_of(n) == "hami-core":
+                fill(self.folder / "run" / "hami-core" / tenant.allocation / FILE_NAME, tuple(mine))
+            elif self.mechanism_of(n) == "vcuda":
+                (self.folder / "vm" / tenant.allocation / PIDS).write_bytes(pack_pids(mine))
+            processes = on_gpus.setdefault(tenant.uuid, [])
+            processes += [GpuProcess(pid=pid, memory_bytes=_BYTES, utilization_ratio=0.01) for pid in mine]
+        self.places.tell()
+        await self.limits.recover([(tenant, (self.mechanism_of(n),)) for n, tenant in enumerate(tenants)])
+        return NodeSample(gpus={uuid: gpu_sample(uuid, tuple(each)) for uuid, each in on_gpus.items()})
+
+    async def sampled(self, sample: NodeSample) -> None:
+        """One second later."""
+        self.clock.now += 1.0
+        await self.news.sample_taken(sample)
+
+    async def close(self) -> None:
+        await self.truth.close()
+        await self.limits.close()
+        self.client.close()
+        await self.checkpoint.close()
+
+
+@contextmanager
+def sleepers(sockets: Sequence[Path]) -> Iterator[list[int]]:
+    """The processes of all shares."""
+    each = [path for path in sockets for _ in range(PROCESSES_OF_SHARE)]
+    with child("tests.bench.sleepers", SHARES * PROCESSES_OF_SHARE, *each) as line:
+        yield json.loads(line)
+
+
+async def _nothing(_snapshot: object) -> None:
+    await asyncio.sleep(0)
