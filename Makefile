@@ -25,7 +25,7 @@ e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, build
 	@$(PYTHON) -m tests.e2e.build
 	@$(PYTHON) -m pytest tests/e2e $(ARGS)
 
-bench: venv ## measure; writes build/bench.json and prints its table (about 2 minutes, on a quiet machine)
+bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
 
 bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besides (root, as for e2e; about 10 minutes more)

@@ -1,5 +1,7 @@
 """Processes of the host, by pid and start time: what /proc tells of them. Needs the host's pid namespace."""
 
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gpumgr.allocator.quarantine import Process
@@ -14,15 +16,23 @@ class HostProcesses:
     def start_time(self, pid: int) -> int | None:
         """Clock ticks since boot when this process began (field 22 of /proc/PID/stat, proc(5)); None if there is no such process."""
         try:
-            text = (self._root / str(pid) / "stat").read_text()
+            descriptor = os.open(f"{self._root}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                text = os.read(descriptor, 4096)
+            finally:
+                os.close(descriptor)
         except OSError:
             return None
-        fields = text.rpartition(")")[2].split()
+        fields = text.rpartition(b")")[2].split()
         if len(fields) <= 19:
             return None
         # A zombie with threads is a process whose first thread has ended: it goes on.
-        ended = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+        ended = fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
         return None if ended else int(fields[19])
+
+    def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
+        """Of those that still are. Blocks: made for a thread."""
+        return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
 
     def runs(self, process: Process) -> bool:
         pid, started = process

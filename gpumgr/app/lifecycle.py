@@ -6,6 +6,7 @@ Stop: STOPPING, calls under way end, sockets vanish, the disk is written, NVML i
 
 import asyncio
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -76,6 +77,8 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
             ]
             try:
                 await _meet(station, podside, loaded)
+                gc.collect()
+                gc.freeze()  # what was imported stays: a full collection over it would stop the loop for tens of milliseconds
                 await web.start()
                 station.books.tell()
                 station.offers.start()

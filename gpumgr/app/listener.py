@@ -61,7 +61,7 @@ class News:
         if self._nodeless != before:
             await self._tell()
         pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
-        started = {pid: time for pid in pids if (time := self._processes.start_time(pid)) is not None}
+        started = await asyncio.to_thread(self._processes.start_times, pids)
         await self._books.set_sample(sample, started)
         self._on_sample(sample)
         await self._on_processes(sample, started)

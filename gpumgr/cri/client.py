@@ -1,5 +1,6 @@
 """A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It only looks."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ class CriClient:
     async def list(self) -> tuple[Container, ...]:
         """The kubelet's containers of all states, without pid and cgroup."""
         with self._explained("list the containers"):
-            return parse_containers(await self._call("ListContainers", b""))
+            return await asyncio.to_thread(parse_containers, await self._call("ListContainers", b""))
 
     async def first_process(self, container_id: str) -> FirstProcess | None:
         """Where a container runs; None if there is no such container any more."""

@@ -68,10 +68,16 @@ def _uses(ledger: Ledger, sample: NodeSample, homes: Homes, strange: Collection[
     """Everybody who was granted something. `strange`: GPUs that strangers are on, too."""
     uses: dict[Place, ContainerUse] = {}
     for allocation in ledger.allocations.values():
-        whole, cores, blocks = allocation.whole, allocation.core_count, allocation.block_count
+        cores = allocation.core_count
+        whole = cores >= CORES_PER_GPU
+        limit_bytes = None if whole else allocation.block_count * BLOCK_BYTES
         for gpu in allocation.gpus:
             uuid = ledger.cards.by_name[gpu].uuid
-            granted = ContainerUse(
+            seen = sample.gpus.get(uuid)
+            listed = seen is not None and seen.processes is not None
+            processes = homes.get((allocation.id, gpu), ()) if listed else ()
+            alone = seen if listed and whole and gpu not in strange else None
+            uses[allocation.id, gpu] = ContainerUse(
                 allocation=allocation.id,
                 pod=allocation.pod,
                 pod_uid=allocation.uid,
@@ -79,30 +85,25 @@ def _uses(ledger: Ledger, sample: NodeSample, homes: Homes, strange: Collection[
                 gpu=gpu,
                 uuid=uuid,
                 cores=CORES_PER_GPU if whole else cores,
-                memory_limit_bytes=None if whole else blocks * BLOCK_BYTES,
+                memory_limit_bytes=limit_bytes,
+                memory_bytes=_memory_bytes(processes) if listed else None,
+                utilization_ratio=_utilization_ratio(processes, alone) if listed else None,
+                processes={p.pid: p.memory_bytes for p in processes},
             )
-            seen = sample.gpus.get(uuid)
-            if seen is not None and seen.processes is not None:
-                alone = seen if whole and gpu not in strange else None
-                granted = _with_processes(granted, homes.get((allocation.id, gpu), ()), alone)
-            uses[allocation.id, gpu] = granted
     return uses
 
 
-def _with_processes(granted: ContainerUse, processes: Collection[GpuProcess], alone: GpuSample | None) -> ContainerUse:
-    """`alone`: the GPU's own sample, if nobody but this container is on it; its rate stands in where single processes' are not told."""
+def _memory_bytes(processes: Collection[GpuProcess]) -> int | None:
     told = [p.memory_bytes for p in processes if p.memory_bytes is not None]
+    return sum(told) if told or not processes else None
+
+
+def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
+    """`alone`: the GPU's own sample, if nobody but this container is on it; its rate stands in where single processes' are not told."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if ratios or not processes:
-        utilization_ratio: float | None = min(1.0, sum(ratios))
-    else:
-        utilization_ratio = alone.utilization_ratio if alone else None
-    return replace(
-        granted,
-        memory_bytes=sum(told) if told or not processes else None,
-        utilization_ratio=utilization_ratio,
-        processes={p.pid: p.memory_bytes for p in processes},
-    )
+        return min(1.0, sum(ratios))
+    return alone.utilization_ratio if alone else None
 
 
 def _sums(

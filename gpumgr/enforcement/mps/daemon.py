@@ -53,6 +53,10 @@ class Daemon:
     _not_before: float = 0.0
     _settled_at: float = 0.0
     _bounds: Bounds = field(default_factory=Bounds)
+    #: What this very process was told last, so that it is not told twice; the checks find out if somebody changed it.
+    _told: dict[AllocationId, Share] = field(default_factory=dict)
+    _told_process: Process | None = None
+    _told_bound: bounds.Bound | None = None
 
     @property
     def folder(self) -> GpuFolder:
@@ -74,11 +78,23 @@ class Daemon:
         self.records.begin(self.uuid, self.folder.root)
         self.folder.make()
         self.folder.put(allocation, share)
-        if await self.adopt():
+        if self._is_well():
+            await self._claim()
+            await self._limit({allocation: share}, anew=False)
+        elif await self.adopt():
             await self._limit({allocation: share})
         else:
             await self._start()
         self.trouble = None
+
+    def _is_well(self) -> bool:
+        """It answered at the last look, some seconds ago, and is the same process still."""
+        return (
+            self.trouble is None
+            and self.process is not None
+            and self.checks > 0
+            and processes.find_daemon(self.folder.pipe) == self.process
+        )
 
     async def _come_home(self, allocation: AllocationId) -> None:
         """One daemon for a GPU: whoever is on record elsewhere stays there, for what its container was given names that place.
@@ -98,6 +114,7 @@ class Daemon:
     async def dismiss(self, allocation: AllocationId) -> None:
         """The tenant is gone. Raises MpsError, OSError; its record is dropped in any case."""
         self.folder.drop(allocation)
+        self._told.pop(allocation, None)
         if processes.find_daemon(self.folder.pipe) is None:
             return
         if self.setup.protocol == 3:
@@ -111,12 +128,21 @@ class Daemon:
             self.folder.drop(allocation)
         await self.stop()
 
-    async def _limit(self, shares: Mapping[AllocationId, Share]) -> None:
+    async def _limit(self, shares: Mapping[AllocationId, Share], *, anew: bool = True) -> None:
         """Protocol 3 limits these, protocol 2 only knows all together."""
+        if anew or self._told_process != self.process:
+            self._told, self._told_process, self._told_bound = {}, self.process, None
         if self.setup.protocol == 3:
-            await namespaces.limit(self._talk, self.folder, shares, limit_memory=self.setup.limit_memory)
-        elif (bound := self._bound()) is not None:
+            new = {name: share for name, share in shares.items() if not self._was_told(name, share)}
+            if new:
+                await namespaces.limit(self._talk, self.folder, new, limit_memory=self.setup.limit_memory)
+                self._told.update(new)
+        elif (bound := self._bound()) is not None and bound != self._told_bound:
             await self._bounds.put(self._talk, bound)
+            self._told_bound = bound
+
+    def _was_told(self, allocation: AllocationId, share: Share) -> bool:
+        return self._told.get(allocation) == share and (self.folder.namespace(allocation) / "control").exists()
 
     def _bound(self) -> bounds.Bound | None:
         return bounds.largest(self.folder.shares().values(), limit_memory=self.setup.limit_memory)

@@ -75,11 +75,13 @@ class Supervisor:
     async def tick(self) -> None:
         """Looks after the daemons that are due. What takes longer goes on by itself."""
         now = self.setup.clock()
-        for daemon in self.daemons():
-            due = now - self._looked.get(daemon.uuid, float("-inf")) >= self._check_seconds
-            if due and daemon.uuid not in self._tasks:
-                self._looked[daemon.uuid] = now
-                self._begin(daemon)
+        daemons = self.daemons()
+        looked = {daemon.uuid: self._looked.get(daemon.uuid, float("-inf")) for daemon in daemons}
+        due = [d for d in daemons if now - looked[d.uuid] >= self._check_seconds and d.uuid not in self._tasks]
+        # A few in each tick, the longest waiting first: each look runs programs.
+        for daemon in sorted(due, key=lambda d: looked[d.uuid])[: -(-len(daemons) // int(max(1, self._check_seconds)))]:
+            self._looked[daemon.uuid] = now
+            self._begin(daemon)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from gpumgr.usage.containers import Container
 
 #: Enters these callers of this container; blocks, and runs in a thread.
 Enter = Callable[[Container, Collection[int]], None]
+#: Rounds of all containers take turns: side by side they would only fight for the interpreter.
+_TURNS: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vcuda_rounds")
 
 
 class Rounds:
@@ -35,7 +38,7 @@ class Rounds:
         self._running, self._next = self._next, None
         callers, self._callers = self._callers, set()
         assert self._container is not None  # whoever made the round joined it
-        await asyncio.to_thread(self._enter, self._container, callers)
+        await asyncio.get_running_loop().run_in_executor(_TURNS, self._enter, self._container, callers)
 
 
 def _hear(task: "asyncio.Task[None]") -> None:
