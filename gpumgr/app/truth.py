@@ -6,6 +6,7 @@ whose process it is, and the ledger says what that container was granted.
 While nobody shares a GPU there is nothing to keep, and a look every 10 s shows what whole GPUs are used for.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class Truth:
         if not tenants and now - self._looked_at < CALM_PERIOD_SECONDS:
             return
         self._looked_at = now
-        claims, own_pids = Claims(ledger.allocations.values()), frozenset(self._backends.own_pids())
+        claims, own_pids = Claims(ledger.allocations.values()), frozenset(await asyncio.to_thread(self._backends.own_pids))
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()} - own_pids
         self._where = await self._owners.look(claims, tenants, seen, started)
         use = self._use = join(ledger, sample, self._where.owners, own_pids=own_pids, claims=claims, taken_at=now)

@@ -95,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def own_pids(self) -> Collection[int]:
-        """The host's pids of this backend's own processes, which may have contexts on GPUs."""
+        """The host's pids of this backend's own processes, which may have contexts on GPUs. Reads /proc; called on a thread."""
         ...
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ follows from it: start times out of /proc, the books, cgroups, the runtime's lis
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import tempfile
@@ -73,6 +74,8 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, 
             assert use is not None
             assert sum(each.process_count for each in use.containers.values()) == len(pids)
             assert not use.strangers
+            gc.collect()
+            gc.freeze()  # as the agent does when it is up
             figures = await hold(node, sample, held, rounds)
             figures["loop_lag"] = await lag(node, sample, rounds)
     finally:

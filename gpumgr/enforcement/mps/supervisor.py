@@ -60,9 +60,8 @@ class Supervisor:
             daemon.setup = setup
 
     def of(self, uuid: str) -> Daemon:
-        if uuid not in self._daemons:
-            self._daemons[uuid] = Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.setup)
-        return self._daemons[uuid]
+        """One object for each GPU, whoever asks first: `own_pids` asks on a thread."""
+        return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.setup))
 
     def daemons(self) -> Sequence[Daemon]:
         """Those that something is kept for, of this life or an earlier one. Out of memory."""
