@@ -119,7 +119,10 @@ class Enforcing:
 
     def told(self) -> tuple[tuple[str, str], ...]:
         """(mechanism, what it keeps): what shares of this node get unless the operator said otherwise."""
-        return self.limits.told()
+        return tuple(
+            (name, f"{kept} of each process" if name == "mps" and self.mps.limits_processes else kept)
+            for name, kept in self.limits.told()
+        )
 
     async def open(self, books: Books, *, lost: bool) -> None:
         """Before the driver is asked for anything. `lost`: the ledger is, so nobody knows yet who was answered what."""

@@ -48,6 +48,8 @@ def test_a_tenant_of_mps_gets_its_daemon_and_the_gpu_is_exclusive(mps: Node) -> 
     assert "control" in text
     (gpu,) = exclusive()
     assert gpu == gpu_index(mps, "seen")
+    told = [dict(labels) for (name, labels), _ in mps.agent.metrics().items() if name == "gpumgr_enforcement_info"]
+    assert told == [{"backend": "mps", "limits": "cores and memory of each process"}]
 
 
 def exclusive() -> list[int]:

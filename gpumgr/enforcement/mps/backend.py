@@ -162,6 +162,11 @@ class Mps:
         return self._supervisor
 
     @property
+    def limits_processes(self) -> bool:
+        """Protocol 2 keeps each process within the limits, not all of a container's together."""
+        return self._supervisor is not None and self._supervisor.setup.protocol == 2
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         return CAVEATS[self._supervisor.setup.protocol] if self._supervisor else ()
 
