@@ -86,18 +86,8 @@ class Enforcing:
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
         )
-        hami_core = HamiCore(
-            library_path=settings.hami_core.library_path,
-            library_sha256=settings.hami_core.library_sha256,
-            library_dir=state_dir / "lib",
-            run_dir=chosen.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-        )
-        memory = DriverMemory(nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable)
-        unlimited = (MpsOpen(self.mps, self._not_enforced), Nothing(self._not_enforced))
-        backends: list[Backend] = [memory, hami_core, self.vcuda, self.mps, *unlimited]
         self.limits = Limits(
-            backends,
+            self._backends(nvml),
             # GPUs that are not there are limited by nothing of this host, unless somebody asks for it by name.
             setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
             overrides=chosen.overrides,
@@ -116,6 +106,20 @@ class Enforcing:
         self._books: Books | None = None
         self.recovered = False
         self._freed = asyncio.Event()
+
+    def _backends(self, nvml: Nvml) -> list[Backend]:
+        hami_core = HamiCore(
+            library_path=self._settings.hami_core.library_path,
+            library_sha256=self._settings.hami_core.library_sha256,
+            library_dir=self._settings.checkpoint.dir / "lib",
+            run_dir=self._settings.enforcement.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+        )
+        memory = DriverMemory(
+            nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
+        )
+        unlimited = (MpsOpen(self.mps, self._not_enforced), Nothing(self._not_enforced))
+        return [memory, hami_core, self.vcuda, self.mps, *unlimited]
 
     def told(self) -> tuple[tuple[str, str], ...]:
         """(mechanism, what it keeps): what shares of this node get unless the operator said otherwise."""

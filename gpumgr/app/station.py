@@ -98,11 +98,7 @@ class Station:
             backends=limits,
             announcer=announcer,
             meter=self.metrics,
-            over_limit=OverLimit(
-                samples=settings.enforcement.over_limit_samples,
-                slack_bytes=settings.enforcement.over_limit_slack_mebibytes << 20,
-                evict=settings.enforcement.evict,
-            ),
+            over_limit=_over_limit(settings),
         )
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
         self.admission = Admission(
@@ -249,6 +245,11 @@ def _new_id() -> str:
 
 def _make_dir(path: str) -> None:
     os.makedirs(path, mode=0o755, exist_ok=True)
+
+
+def _over_limit(settings: Settings) -> OverLimit:
+    rule = settings.enforcement
+    return OverLimit(samples=rule.over_limit_samples, slack_bytes=rule.over_limit_slack_mebibytes << 20, evict=rule.evict)
 
 
 def _host_paths(settings: Settings) -> HostPaths:

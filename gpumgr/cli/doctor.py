@@ -13,8 +13,7 @@ from typing import Final, NoReturn
 
 import click
 
-from gpumgr.cli.in_force import settings_in_force
-from gpumgr.cli.run import DEFAULT_CONFIG
+from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.doctor.checks import Host, checks_for
 from gpumgr.doctor.examine import LIMIT_SECONDS, examine
 from gpumgr.doctor.finding import Check, Finding

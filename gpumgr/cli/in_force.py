@@ -1,17 +1,25 @@
-"""The settings that `gpumgr run` would have with the same options; for commands that look at what it runs with."""
+"""The settings that the agent runs with: of `gpumgr run`, and of commands that look at what it would run with."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
-from gpumgr.cli.run import DEFAULT_CONFIG
 from gpumgr.errors import InputError
 from gpumgr.settings import Settings, load_settings
 
+DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 
-def settings_in_force(file: Path | None, *, standalone: bool, assignments: Iterable[str]) -> Settings:
-    """`assignments` are texts such as "http.port=9000". Raises InputError that names every mistake."""
-    overrides: dict[str, object] = {}
+
+def settings_in_force(
+    file: Path | None, *, standalone: bool, assignments: Iterable[str], flags: Mapping[str, object] = MappingProxyType({})
+) -> Settings:
+    """`assignments` are texts such as "http.port=9000"; they go over `flags`, values of other options under the same dotted names.
+
+    Raises InputError that names every mistake.
+    """
+    overrides = dict(flags)
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals:

@@ -14,15 +14,15 @@ import structlog
 
 from gpumgr.app.lifecycle import run
 from gpumgr.app.station import Hardware
+from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.log import configure_log
 from gpumgr.nvml.binding import DriverMismatchError
-from gpumgr.settings import Settings, load_settings
+from gpumgr.settings import Settings
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_CONFIG = Path("/etc/gpumgr/gpumgr.yaml")
 EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
 
 _EPILOG = """
@@ -66,14 +66,8 @@ def command(
 ) -> None:
     """Run the agent until SIGTERM. Flags of gpu-manager are accepted with their meaning, or refused with a reason."""
     flags = parse_gpu_manager_flags(ctx.args)
-    overrides: dict[str, object] = {**flags.overrides, **dict(map(_assignment, assignments))}
-    if standalone:
-        overrides["kubernetes.enabled"] = False
-    if output is not None:
-        overrides["log.format"] = output
-    if file is None and DEFAULT_CONFIG.exists():
-        file = DEFAULT_CONFIG
-    settings = load_settings(file, environ=os.environ, overrides=overrides)
+    printed = [f"log.format={output}"] if output is not None else []
+    settings = settings_in_force(file, standalone=standalone, assignments=[*assignments, *printed], flags=flags.overrides)
     configure_log(settings.log.level, settings.log.format)
     for note in flags.notes:
         log.info("flag_without_effect", note=note)
@@ -115,13 +109,6 @@ def _exit_code(error: BaseException) -> int:
             return code
     log.error("ended_by_bug", reason=str(error), exit_code=EXIT_BUG, exc_info=error)
     return EXIT_BUG
-
-
-def _assignment(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise InputError(f"--set {text!r}: expected SECTION.KEY=VALUE, for example http.port=9000")
-    return key, value
 
 
 @contextmanager
