@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from gpumgr.agent.asking import Asking
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.allocator.callers import NOBODY, Caller, find_caller, handed_on, next_container, oldest_waiting, reuser, waits_for
 from gpumgr.allocator.choose import Ask, Choice
@@ -33,9 +34,7 @@ FOLLOWS_SECONDS = 1.0
 class Pending:
     """A preference that was answered and whose Allocate must come next."""
 
-    kind: Kind
-    size: int
-    caller: Caller
+    asking: Asking
     choice: Choice
 
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import structlog
 
+from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.offers import Offers
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.allocator import quarantine
-from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.errors import CheckpointError
@@ -44,9 +47,11 @@ class Books:
         runs: Runs,
         policy: Policy,
         clock: Callable[[], float],
+        history: History | None = None,
         on_freed: Callable[[AllocationId], None] = lambda _: None,
     ) -> None:
         self.lock = asyncio.Lock()
+        self.history = history or History(checkpoint, wall_clock=time.time)
         self.ledger = ledger
         self.inventory = Inventory()
         self.meter = meter
@@ -72,13 +77,21 @@ class Books:
         await asyncio.sleep(HASTE_SECONDS)
         return self.inventory.view(self.ledger.cards, policy=self._policy, visible_blocks=self._offers.visible_blocks(0))
 
-    async def commit(self, ledger: Ledger) -> None:
-        """Makes `ledger` durable, then makes it the one in force. Raises CheckpointError, and then nothing has changed."""
+    async def commit(self, ledger: Ledger, *, telling: Entry | None = None) -> None:
+        """Makes `ledger` durable, then makes it the one in force. Raises CheckpointError, and then nothing has changed.
+
+        `telling`: what is to be remembered of it, in the same transaction.
+        """
         change = ledger.since(self._durable)
+        if telling is not None:
+            telling = self.history.numbered(telling)
+            change = replace(change, entries=(telling,))
         if change:
             await self._checkpoint.save(change)
             self._durable = ledger
         self.put(ledger)
+        if telling is not None:
+            self.history.add(telling, saved=True)
 
     def put(self, ledger: Ledger) -> None:
         """Makes `ledger` the one in force; what it freed is logged, and a GPU left by its last holder is looked at for leftovers."""
@@ -92,6 +105,7 @@ class Books:
                 cores=a.core_count,
                 memory_blocks=a.block_count,
             )
+            self.history.add(_end_of(a, self.history.now()))
             self._on_freed(a.id)
         left = occupied(self.ledger) - occupied(ledger)
         self.ledger = ledger
@@ -185,6 +199,19 @@ class Books:
             log.info("gpu_released", gpu=gpu, reason="the processes of the ended pod are gone")
         if state.held != before.held:
             self.tell()
+
+
+def _end_of(a: Allocation, now: float) -> Entry:
+    return Entry(
+        at=now,
+        what="freed",
+        id=a.id,
+        pod=a.pod,
+        pod_uid=a.uid,
+        container=a.container,
+        gpus=a.gpus,
+        why=f"held for {max(0, round(now - a.granted_at))} s",
+    )
 
 
 def occupied(ledger: Ledger) -> set[GpuName]:

@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 import structlog
 
 from gpumgr.agent.admission import Admission, Pending
+from gpumgr.agent.asking import Asking
 from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.tenants import tenant_of, view_of
 from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
-from gpumgr.allocator.callers import NOBODY, Caller
-from gpumgr.allocator.choose import Ask, Choice, choose
+from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.candidates import candidates
+from gpumgr.allocator.choose import Ask, Choice, choose, open_allocation
 from gpumgr.allocator.grant import grant
+from gpumgr.allocator.history import Call
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
@@ -66,61 +69,71 @@ class Agent:
         self._pods, self._enforcement, self._host = pods, enforcement, host
         self._make_dir, self._new_id = make_dir, new_id
         self._share_mode, self._wall_clock = share_mode, wall_clock
-        self._asking = NOBODY
 
     def view(self) -> AgentView:
         return AgentView(ledger=self.books.ledger, inventory=self.books.inventory, node=self.books.node())
 
     async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
-        with self._telling("prefer", kind):
-            return await self._prefer(kind, available, must_include, size)
+        with self._telling("prefer", kind, size) as asking:
+            return await self._prefer(asking, available, must_include)
 
     async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
         """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
-        with self._telling("allocate", kind):
-            return await self._allocate(kind, device_ids)
+        with self._telling("allocate", kind, len(device_ids)) as asking:
+            return await self._allocate(asking, device_ids)
 
     async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
-        with self._telling("pre_start", kind):
-            await self._pre_start(kind, device_ids)
+        with self._telling("pre_start", kind, len(device_ids)) as asking:
+            await self._pre_start(asking, device_ids)
 
     @contextmanager
-    def _telling(self, call: str, kind: Kind) -> Iterator[None]:
-        """A refusal is a decision, so it gets its line in the log."""
+    def _telling(self, call: Call, kind: Kind, size: int) -> Iterator[Asking]:
+        """A refusal is a decision: it gets its line in the log and its place in the history."""
+        asking = Asking(call=call, kind=kind, size=size, id=self._new_id())
         try:
-            yield
+            yield asking
         except Refusal as refusal:
-            pod = "/".join(self._asking.pod) if self._asking.pod else None
+            caller = asking.caller
             log.warning(
                 "refused",
+                allocation=asking.id,
                 call=call,
                 resource=kind,
-                pod=pod,
-                container=self._asking.container,
+                pod="/".join(caller.pod) if caller.pod else None,
+                container=caller.container,
                 code=refusal.code,
                 reason=str(refusal),
             )
+            self.books.history.add_news(asking.refused(refusal, self._wall_clock()))
             raise
 
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 
-    async def _prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        books = self.books
+    async def _prefer(self, asking: Asking, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
+        books, kind, size = self.books, asking.kind, asking.size
         async with books.lock:
-            self.admission.pending, self._asking = None, NOBODY
+            self.admission.pending = None
             cards = books.ledger.cards
             ask = Ask(kind=kind, available=cards.known(kind, available), must=cards.parse(kind, must_include), size=size)
             ledger, caller = await self.admission.identify(books.ledger, ask)
             if ledger is not books.ledger:
                 books.put(ledger)
-            self._asking = caller
+            self._know(asking, caller)
             self._refuse_share(kind, size)
             choice = await self._choose(caller, ask)
-            self.admission.pending = Pending(kind=kind, size=size, caller=caller, choice=choice)
+            self.admission.pending = Pending(asking=asking, choice=choice)
             self.housekeeping.preferred()
             return cards.format(kind, choice.masks)
+
+    def _know(self, asking: Asking, caller: Caller) -> None:
+        """Who asks is known; what is decided now is decided on what the GPUs have left now."""
+        books = self.books
+        asking.caller, asking.candidates = caller, candidates(books.node(), books.ledger)
+        other: Kind = "memory" if asking.kind == "core" else "core"
+        own = open_allocation(books.ledger, caller, other)
+        asking.id = own.id if own else asking.id
 
     async def _choose(self, caller: Caller, ask: Ask) -> Choice:
         """What fits now; else what fits with blocks that came free this moment."""
@@ -140,30 +153,31 @@ class Agent:
 
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
-    async def _allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
-        books = self.books
+    async def _allocate(self, asking: Asking, device_ids: Sequence[str]) -> ContainerResponse:
+        books, kind = self.books, asking.kind
         async with books.lock:
-            self._asking = NOBODY
             if not device_ids:
                 raise Refusal("invalid_request", f"the kubelet asked to allocate no {kind} ids at all")
             masks = books.ledger.cards.parse(kind, device_ids)
             pending, self.admission.pending = self.admission.pending, None
-            if pending is not None and (pending.kind, pending.size) == (kind, len(device_ids)):
-                caller, why, evaluator = pending.caller, pending.choice.why, pending.choice.evaluator
+            if pending is not None and (pending.asking.kind, pending.asking.size) == (kind, len(device_ids)):
+                before, why, evaluator = pending.asking, pending.choice.why, pending.choice.evaluator
+                asking.caller, asking.candidates, asking.id = before.caller, before.candidates, before.id
             else:
                 ledger, caller = await self.admission.unasked(books.ledger, kind, masks)
                 if ledger is not books.ledger:
                     books.put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
-            self._asking = caller
+                self._know(asking, caller)
+            caller = asking.caller
             self._refuse_share(kind, len(device_ids))
-            allocation = grant(
-                books.node(), books.ledger, caller, kind, masks, new_id=self._new_id(), now=self._wall_clock(), why=why
-            )
+            allocation = grant(books.node(), books.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why)
             allocation = self._with_terms(allocation, caller)
             answer = self._answer(allocation, kind)
             try:
-                await books.commit(books.ledger.occupy(allocation))
+                await books.commit(
+                    books.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator, self._wall_clock())
+                )
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
@@ -222,13 +236,12 @@ class Agent:
 
     # -- PreStartContainer -------------------------------------------------------------------------------------------------
 
-    async def _pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
-        books = self.books
+    async def _pre_start(self, asking: Asking, device_ids: Sequence[str]) -> None:
+        books, kind = self.books, asking.kind
         masks = books.ledger.cards.known(kind, device_ids)
         if count(masks) < len(device_ids):
             self._confirm_anonymous(kind, device_ids)
             return
-        self._asking = NOBODY
         holders = _holders(books.ledger, kind, masks)
         if not holders or holders[-1].container is None:
             try:
@@ -241,9 +254,10 @@ class Agent:
                 "conflict", f"the container's {len(device_ids)} {kind} ids ({device_ids[0]} ...) are in nobody's name here"
             )
         allocation = holders[-1]
-        self._asking = Caller(pod=allocation.pod)
+        asking.id = allocation.id
         view = self._pods.get(allocation.pod) if allocation.pod else None
         spec = view.container(allocation.container) if view and allocation.container else None
+        asking.caller = Caller(pod=allocation.pod, view=view_of(allocation, self._pods), spec=spec)
         if spec is not None:
             check_request(spec.cores, spec.memory_blocks)
         else:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Cards, Masks, common, count, minus, union
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import CORES_PER_GPU, GpuName, Kind
@@ -78,14 +79,15 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Difference between two ledgers, as the checkpoint stores it."""
+    """Difference between two ledgers, as the checkpoint stores it, and what there is to tell of it."""
 
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
     cards: Cards | None = None
+    entries: tuple[Entry, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.drop or self.cards is not None)
+        return bool(self.put or self.drop or self.cards is not None or self.entries)
 
 
 @dataclass(frozen=True)

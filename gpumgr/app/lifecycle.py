@@ -63,6 +63,10 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
             announcer=podside.announcer,
         )
         stack.push_async_callback(station.close)
+        history = station.books.history
+        history.restore(loaded.history)
+        if loaded.unreadable:
+            log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
         await station.enforcing.open(station.books, lost=loaded.lost)
         if TAKEN_OVER not in loaded.notes:
             _take_over_first(station, checkpoint)
@@ -73,6 +77,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
                 group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
                 group.create_task(_refresh(station), name="metrics"),
+                group.create_task(forever("history", history.run), name="history"),
                 *podside.start(group, station),
             ]
             try:
@@ -180,5 +185,7 @@ async def _stop(station: Station, grace_seconds: float) -> None:
         async with asyncio.timeout(grace_seconds):
             await station.link.stop(grace_seconds / 2)
             await finish_shielded(grace_seconds / 2)
+            with contextlib.suppress(CheckpointError):  # it was told when it was tried before, or the disk is full just now
+                await station.books.history.flush()
     except TimeoutError:
         log.warning("stop_cut_short", seconds=grace_seconds)

@@ -14,6 +14,7 @@ from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.offers import Offers
+from gpumgr.agent.picture import Picture
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.writer import Agent, AgentView
 from gpumgr.aio import Latest
@@ -29,7 +30,6 @@ from gpumgr.deviceplugin.registration import KubeletLink, LinkState
 from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor

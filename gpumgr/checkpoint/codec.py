@@ -1,4 +1,4 @@
-"""Allocations as rows: JSON with bit masks in hex, and a checksum over what the row says.
+"""Allocations and the history's entries as rows: JSON with bit masks in hex, and a checksum over what the row says.
 
 sqlite's own integrity check covers its structure, not its content; the checksum finds a flipped bit in a row.
 """
@@ -7,6 +7,7 @@ import zlib
 
 import msgspec
 
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import Masks
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.checkpoint.files import CorruptError
@@ -33,6 +34,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 _decoder = msgspec.json.Decoder(_Row)
+_entry_decoder = msgspec.json.Decoder(Entry)
 _encoder = msgspec.json.Encoder()
 
 
@@ -82,6 +84,22 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
         )
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
+
+
+def encode_entry(entry: Entry) -> tuple[int, str, int]:
+    """(number, record, checksum): one row."""
+    record = _encoder.encode(entry).decode()
+    return entry.number, record, checksum(str(entry.number), record)
+
+
+def decode_entry(number: int, record: str, sum_: int) -> Entry:
+    """The entry of a row. Raises CorruptRowError."""
+    try:
+        if sum_ != checksum(str(number), record):
+            raise ValueError("its checksum is wrong")
+        return _entry_decoder.decode(record)
+    except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptRowError(f"entry {number} of the history can't be read: {error}") from error
 
 
 def checksum(*texts: str) -> int:

@@ -6,21 +6,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
 from gpumgr.allocator.ids import Card, Cards
 from gpumgr.allocator.ledger import Change, Ledger
-from gpumgr.checkpoint.codec import checksum, decode_allocation, encode_allocation
+from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
 
-#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms.
-SCHEMA_VERSION: Final = 2
+#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms. 3: a history.
+SCHEMA_VERSION: Final = 3
 
+_HISTORY: Final = "CREATE TABLE IF NOT EXISTS history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
     "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_blocks INTEGER NOT NULL, "
     "sum INTEGER NOT NULL)",
     "CREATE TABLE allocations (id TEXT PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)",
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
+    _HISTORY,
 )
 
 
@@ -29,11 +32,14 @@ class Loaded:
     """What a checkpoint held.
 
     `lost`: it held nothing that can be relied on, so what the kubelet knows must be asked: a first start, a deleted file or, with
-    `set_aside`, a corrupt file that now stands under that name. `why` says which.
+    `set_aside`, a corrupt file that now stands under that name. `why` says which. `history` is oldest first; `unreadable` entries of it
+    were passed over, for nothing depends on them.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
     notes: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[Entry, ...] = ()
+    unreadable: int = 0
     lost: bool = False
     set_aside: Path | None = None
     why: str | None = None
@@ -68,7 +74,8 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Marks the file as this version's, which reads all older ones as they are. To be called inside a transaction."""
+    """Makes the file this version's, which reads all older ones as they are. To be called inside a transaction."""
+    connection.execute(_HISTORY)
     connection.execute("UPDATE schema SET version = ?", (SCHEMA_VERSION,))
 
 
@@ -80,11 +87,13 @@ def read(connection: sqlite3.Connection) -> Loaded:
         rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
         allocations = {row[0]: decode_allocation(*row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
+        entries = _entries(connection)
     except (AttributeError, TypeError, ValueError) as error:
         raise CorruptError(f"a row holds values of a wrong type: {error}") from error
     finally:
         connection.execute("ROLLBACK")
-    return Loaded(ledger=Ledger(Cards(cards), allocations), notes=notes)
+    history = tuple(entry for entry in entries if entry is not None)
+    return Loaded(ledger=Ledger(Cards(cards), allocations), notes=notes, history=history, unreadable=len(entries) - len(history))
 
 
 def write_change(connection: sqlite3.Connection, change: Change) -> None:
@@ -100,11 +109,29 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         "INSERT INTO allocations VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record, sum = excluded.sum",
         [encode_allocation(allocation) for allocation in change.put],
     )
+    if change.entries:
+        connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?)", map(encode_entry, change.entries))
+        newest = change.entries[-1].number
+        connection.execute("DELETE FROM history WHERE number <= ?", (newest - HISTORY_ENTRIES,))
 
 
 def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
     """To be called inside a transaction."""
     connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, value, checksum(key, value)))
+
+
+def _entries(connection: sqlite3.Connection) -> list[Entry | None]:
+    """None for one that can't be read. A file of before the history has none."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'history'").fetchone():
+        return []
+    return [_entry(row) for row in connection.execute("SELECT number, record, sum FROM history ORDER BY number")]
+
+
+def _entry(row: tuple[int, str, int]) -> Entry | None:
+    try:
+        return decode_entry(*row)
+    except CorruptRowError:
+        return None
 
 
 def _card(row: tuple[str, str, int, int]) -> Card:

@@ -192,7 +192,8 @@ def _settings(folder: Path, api: SimApiServer | None, over: Mapping[str, Mapping
         "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
         "mps": {"control_program": str(folder / "no-mps")},
         "cri": {"socket": str(folder / "cri.sock")},
-        "http": {"port": 0},
+        "http": {"port": 0, "socket": str(folder / "agent.sock")},
+        "display": {"socket": str(folder / "display.sock")},
         "log": {"format": "json"},
         "process": {"lock_path": str(folder / "agent.lock")},
     }

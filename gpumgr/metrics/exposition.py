@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from gpumgr.agent.picture import Picture
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 
 #: A format stays rendered this long after its last scrape: longer than any usual scrape interval.
 WANTED_SECONDS: Final = 150.0

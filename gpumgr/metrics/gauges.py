@@ -9,9 +9,9 @@ from typing import Final
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from gpumgr.agent.picture import Picture
 from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.metrics.picture import Picture
 from gpumgr.topology.devices import GpuSample, NodeSample
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from gpumgr.agent.picture import Picture
 from gpumgr.errors import RefusalCode
 from gpumgr.metrics.gauges import picture_families
-from gpumgr.metrics.picture import Picture
 from gpumgr.metrics.usage import usage_families
 from gpumgr.units import KINDS, RESOURCE_OF, Kind
 

@@ -9,8 +9,8 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from gpumgr.agent.picture import Picture
 from gpumgr.metrics.gauges import CONTAINER_LABELS, current_shares, gauge
-from gpumgr.metrics.picture import Picture
 from gpumgr.units import CORES_PER_GPU
 from gpumgr.usage.picture import ContainerUse, GpuUse
 

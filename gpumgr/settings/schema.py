@@ -31,6 +31,13 @@ Override = Annotated[
         extra={"allowed": "namespace=mechanism or namespace/serviceaccount=mechanism, such as batch=none"},
     ),
 ]
+NodeLabel = Annotated[
+    str,
+    Meta(
+        pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?=([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$",
+        extra={"allowed": "key=value as in `kubectl label`, such as gaia.tencent.com/gpu-model="},
+    ),
+]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", extra={"allowed": "64 hexadecimal digits, as sha256sum prints them"})]
 HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": "an IP address or a host's name"})]
 
@@ -68,6 +75,14 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     delete_failed_pods: bool = False
     #: How long a preference may wait for a pod that the kubelet already knows and our cache does not.
     pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000)] = 50
+    #: Write what each pod was given into its annotations.
+    annotate_pods: bool = True
+    #: Events of pods and of the node: where a pod was placed and why, what was refused, GPUs that fail and come back.
+    write_events: bool = True
+    #: Labels and a condition of the node that tell of its GPUs.
+    describe_node: bool = True
+    #: Further labels of the node; of gaia.tencent.com/gpu-model the value is found out.
+    node_labels: tuple[NodeLabel, ...] = ()
 
 
 class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +98,8 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
     #: Without a driver: how long until systemd is told READY with a status that says so.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    #: The driver's program that resets a GPU; a name is looked up in PATH.
+    smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +186,30 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: HostName = "127.0.0.1"
     #: 0: any free port.
     port: Port = 5678
+    #: Further connections are refused.
+    max_connections: Annotated[int, Meta(ge=8, le=65535)] = 512
+    #: A file with a bearer token: who comes from beyond this host must show it. Null: from there only probes and metrics are served.
+    token_file: Path | None = None
+    #: Certificate in PEM: with it the pages are served over TLS. Null: plain HTTP.
+    tls_cert_file: Path | None = None
+    #: The certificate's key in PEM.
+    tls_key_file: Path | None = None
+    #: Certificates of who may read all pages (mTLS); needs a certificate and a key of our own.
+    client_ca_file: Path | None = None
+    #: Unix socket of the same pages, and of what only root may do (`gpumgr usage`, `why`, `history`, `gpu`).
+    socket: Path = Path("/run/gpumgr/agent.sock")
+
+
+class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: gpu-manager's four gauges beside our own.
+    gpu_manager_names: bool = True
+    #: HAMi's gauges, under their new and their old names.
+    hami_names: bool = False
+
+
+class DisplaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Unix socket of gpu-manager's gRPC service display.GPUDisplay. Null: it is not served.
+    socket: Path | None = Path("/var/run/gpu-manager.sock")
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +241,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     vcuda: VcudaSettings = VcudaSettings()
     cri: CriSettings = CriSettings()
     http: HttpSettings = HttpSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    display: DisplaySettings = DisplaySettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()
 

@@ -72,7 +72,8 @@ class Agent:
             },
             "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
             "cri": {"socket": str(folder / "cri.sock")},
-            "http": {"port": 0},
+            "http": {"port": 0, "socket": str(folder / "agent.sock")},
+            "display": {"socket": str(folder / "display.sock")},
             "process": {"lock_path": str(folder / "agent.lock")},
         }
         for section, values in (changes or {}).items():

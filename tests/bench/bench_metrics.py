@@ -18,12 +18,12 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.picture import Picture
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.web.server import WebServer

@@ -38,7 +38,8 @@ def agent_config(kubeconfig: Path, port: int) -> dict[str, Any]:
         },
         "enforcement": {"backend": "none", "run_dir": str(RUN_DIR)},
         "cri": {"socket": str(CONTAINERD_SOCKET)},
-        "http": {"port": port},
+        "http": {"port": port, "socket": str(AGENT_STATE / "agent.sock")},
+        "display": {"socket": str(AGENT_STATE / "display.sock")},
     }
 
 

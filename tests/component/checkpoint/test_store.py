@@ -9,11 +9,14 @@ import subprocess
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, Entry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.files import NAME, translate
+from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.errors import CheckpointError
 
@@ -94,6 +97,7 @@ async def test_a_closed_checkpoint_says_so(open_checkpoint: Open) -> None:
 SAVER = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from tests.component.checkpoint.conftest import GPU, allocation
@@ -230,9 +234,9 @@ async def test_a_truncated_file_loads_nothing(length: int, tmp_path: Path, open_
 
 async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Open) -> None:
     await filled(open_checkpoint)
-    execute(tmp_path / NAME, "UPDATE schema SET version = 7")
+    execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 7, this one knows 2\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one knows 3\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -258,6 +262,8 @@ async def test_a_file_in_the_folders_place_is_a_clear_error(tmp_path: Path) -> N
 FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
+from typing import Any
+from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, Entry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.errors import CheckpointError
@@ -300,3 +306,49 @@ def test_a_full_database_says_what_to_do(tmp_path: Path) -> None:
             connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
     said = str(translate(caught.value, path, "write"))
     assert said.startswith(f"can't write the checkpoint {path}: database or disk is full (SQLITE_FULL); free space")
+
+
+# -- the history -----------------------------------------------------------------------------------------------------------
+
+
+def entry(number: int, **facts: Any) -> Entry:
+    return Entry(number=number, at=float(number), what="granted", pod=("ns", f"p{number}"), gpus=("0fe1c342",), **facts)
+
+
+async def test_the_history_comes_back_as_it_was_and_is_bounded(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    told = entry(1, candidates=(Candidate(gpu="0fe1c342", index=0, cores_free=70, note="XID 79"),), why="\N{SNOWMAN} 'quoted'\n")
+    await checkpoint.save(Change(entries=(told,)))
+    await checkpoint.close()
+    assert read_checkpoint(tmp_path).history == (told,)
+    checkpoint = open_checkpoint()
+    assert checkpoint.load().history == (told,)
+    await checkpoint.save(Change(entries=tuple(entry(number) for number in range(2, HISTORY_ENTRIES + 51))))
+    await checkpoint.close()
+    numbers = [each.number for each in read_checkpoint(tmp_path).history]
+    assert numbers == list(range(51, HISTORY_ENTRIES + 51))
+
+
+async def test_a_damaged_entry_costs_itself_and_not_the_ledger(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save(Change(entries=(entry(1), entry(2), entry(3))))
+    await checkpoint.close()
+    execute(tmp_path / NAME, "UPDATE history SET record = 'rubbish' WHERE number = 2")
+    loaded = open_checkpoint().load()
+    assert (loaded.lost, loaded.unreadable, [each.number for each in loaded.history]) == (False, 1, [1, 3])
+    assert loaded.ledger == LEDGER
+
+
+async def test_a_file_of_before_the_history_is_taken_over(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.close()
+    execute(tmp_path / NAME, "DROP TABLE history")
+    execute(tmp_path / NAME, "UPDATE schema SET version = 2")
+    assert read_checkpoint(tmp_path).ledger == LEDGER
+    checkpoint = open_checkpoint()
+    assert checkpoint.load().ledger == LEDGER
+    await checkpoint.save(Change(entries=(entry(1),)))
+    await checkpoint.close()
+    assert read_checkpoint(tmp_path).history == (entry(1),)

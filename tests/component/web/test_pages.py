@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 import gpumgr
+from gpumgr.agent.picture import Picture
 from gpumgr.errors import InputError
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 from gpumgr.web.pages import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.unit.metrics.pictures import allocation, sample_of, uuid_of, view_of, whole

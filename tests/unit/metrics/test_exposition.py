@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+from gpumgr.agent.picture import Picture
 from gpumgr.metrics.exposition import WANTED_SECONDS, Exposition, accepts_gzip, prefers_openmetrics
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 
 from .pictures import allocation, sample_of, view_of
 

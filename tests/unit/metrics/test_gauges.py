@@ -9,9 +9,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from gpumgr.agent.picture import Picture
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.metrics.gauges import picture_families
-from gpumgr.metrics.picture import Picture
 from gpumgr.topology.devices import GpuSample, NodeSample
 from gpumgr.units import BLOCK_BYTES
 

@@ -10,11 +10,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import gpumgr
+from gpumgr.agent.picture import Picture
 from gpumgr.agent.ports import Meter
 from gpumgr.app.truth import Meter as TruthMeter
 from gpumgr.enforcement.backend import BackendName, FindingCode
 from gpumgr.metrics.live import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics
-from gpumgr.metrics.picture import Picture
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
 from gpumgr.usage.picture import GpuUse, NodeUse
 

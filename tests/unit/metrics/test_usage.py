@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumgr.agent.picture import Picture
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.picture import Picture
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.containers import Container
 from tests.unit.usage.samples import container, sample, used

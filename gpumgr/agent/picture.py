@@ -1,9 +1,10 @@
-"""What the gauges are drawn from: one frozen instant of the agent, taken on the event loop, read on the rendering thread."""
+"""What all readers are shown: one frozen instant of the agent, taken on the event loop, read on any thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.topology.devices import NodeSample
@@ -17,8 +18,24 @@ REASONS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxState:
+    """What waits to be written to the API server. `oldest_seconds`: for how long the oldest thing that is due has waited (0.0: none is).
+
+    `dropped` and `written` (by what: "pod", "event", "node", "eviction"; and how: "ok", "refused") count since the start of the process.
+    `away`: the API server does not answer.
+    """
+
+    waiting: int = 0
+    oldest_seconds: float = 0.0
+    dropped: int = 0
+    written: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    away: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """`sample` is NVML's latest (None: there was none yet), `sampled_at` its moment in monotonic seconds.
+    """`node` is the Kubernetes node's name, `at` the instant in unix seconds. `sample` is NVML's latest (None: there was none yet),
+    `sampled_at` its moment in monotonic seconds.
 
     `nvml_errors` counts calls that went wrong by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by
     resource.
@@ -29,9 +46,18 @@ class Picture:
     `use` says who uses what (None: nobody looked yet), `over` which containers are over their memory. `enforcement` has each mechanism
     that new shares get, with what it keeps in words ("cores", "memory", "cores and memory"). `vcuda_registrations` (by result) and
     `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
+
+    `registered` tells of each resource whether the kubelet has it from us, `not_ready` in sentences why the node can't take pods with
+    GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server.
     """
 
     view: AgentView
+    node: str = ""
+    at: float = 0.0
+    registered: Mapping[str, bool] = field(default_factory=dict)
+    not_ready: tuple[str, ...] = ()
+    cordons: Mapping[str, Cordon] = field(default_factory=dict)
+    outbox: OutboxState | None = None
     sample: NodeSample | None = None
     sampled_at: float | None = None
     nvml_up: bool = False

@@ -1,0 +1,110 @@
+"""The last things that happened, in memory, and what of them is not on disk yet.
+
+A grant's entry is saved in the grant's own transaction; everything else follows within a moment, and is lost if the process is killed
+before. Nobody waits for it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NoReturn
+
+import structlog
+
+from gpumgr.agent.ports import Checkpoint
+from gpumgr.aio import Latest
+from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
+from gpumgr.allocator.ledger import Change
+from gpumgr.errors import CheckpointError
+
+log = structlog.get_logger(__name__)
+
+#: Entries that come within this time are written together.
+GATHER_SECONDS: Final = 0.5
+RETRY_SECONDS: Final = 10.0
+#: How many entries back a repetition is looked for.
+REPEATS_WITHIN: Final = 50
+
+
+class History:
+    """At most `capacity` entries, oldest first. `latest` holds the number of the newest, for whoever wants to hear of news."""
+
+    def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
+        self._checkpoint, self._wall_clock = checkpoint, wall_clock
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._unsaved: deque[Entry] = deque(maxlen=capacity)
+        self._news = asyncio.Event()
+        self._listeners: list[Callable[[Entry], None]] = []
+        self._number = 0
+        self.latest = Latest(0)
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """After a restart: what the checkpoint kept."""
+        self._entries.extend(entries)
+        self._number = max((entry.number for entry in self._entries), default=0)
+        self.latest.set(self._number)
+
+    def subscribe(self, hear: Callable[[Entry], None]) -> None:
+        """From now on `hear` is called with each entry."""
+        self._listeners.append(hear)
+
+    def entries(self) -> Sequence[Entry]:
+        return tuple(self._entries)
+
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._wall_clock()
+
+    def numbered(self, entry: Entry) -> Entry:
+        """The entry under a number of its own; `add` it once it is true."""
+        self._number += 1
+        return replace(entry, number=self._number)
+
+    def add(self, entry: Entry, *, saved: bool = False) -> None:
+        """`saved`: it is on disk already. An entry without a number gets one."""
+        if not entry.number:
+            entry = self.numbered(entry)
+        self._entries.append(entry)
+        for hear in self._listeners:
+            hear(entry)
+        self.latest.set(entry.number)
+        if not saved:
+            self._unsaved.append(entry)
+            self._news.set()
+
+    def add_news(self, entry: Entry) -> None:
+        """Adds it unless the like was told a moment ago: the kubelet repeats a start that was refused again and again."""
+        recent = islice(reversed(self._entries), REPEATS_WITHIN)
+        if not any(_alike(entry, before) for before in recent):
+            self.add(entry)
+
+    async def run(self) -> NoReturn:
+        """Writes what is new, for ever. A disk that is full is told once, and tried again."""
+        told = False
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            try:
+                await self.flush()
+                told = False
+            except CheckpointError as error:
+                if not told:
+                    log.error("history_not_saved", error=str(error))
+                told = True
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def flush(self) -> None:
+        """Writes what is new now. Raises CheckpointError, and then it is new still."""
+        entries = tuple(self._unsaved)
+        if entries:
+            await self._checkpoint.save(Change(entries=entries))
+            saved = {entry.number for entry in entries}
+            self._unsaved = deque((entry for entry in self._unsaved if entry.number not in saved), maxlen=self._unsaved.maxlen)
+        if not self._unsaved:
+            self._news.clear()
+
+
+def _alike(one: Entry, other: Entry) -> bool:
+    return (one.what, one.call, one.id, one.code, one.why) == (other.what, other.call, other.id, other.code, other.why)

@@ -1,0 +1,56 @@
+"""What happened on the node that people ask about later: values, as the checkpoint keeps them and every front end shows them."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gpumgr.allocator.pods import PodKey
+from gpumgr.units import GpuName, Kind
+
+#: How many entries are kept, in memory and on disk.
+HISTORY_ENTRIES: Final = 1000
+
+#: "granted" and "refused" are decisions about a call of the kubelet's; "freed" is an allocation's end; "event" is what a pod was told
+#: besides (over its limit, evicted); "gpu" is what became of a GPU (lost, back, cordoned).
+What = Literal["granted", "refused", "freed", "event", "gpu"]
+Call = Literal["prefer", "allocate", "pre_start"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A GPU as a decision found it: what nobody held there. `note` says why it took nothing new (None = it could be chosen).
+
+    `index` is NVML's, None for a GPU that the driver did not show.
+    """
+
+    gpu: GpuName
+    index: int | None = None
+    cores_free: int = 0
+    memory_blocks_free: int = 0
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One thing that happened, at `at` (unix seconds). `number` grows from entry to entry, over restarts too.
+
+    `id` is one name for all that concerns one allocation, in the log, the pod's events and annotations and here: the allocation's id,
+    or for a refusal the one that it would have had. `size` counts cores or memory blocks, as `kind` says. `why` is the evaluator's
+    reason, the refusal's sentence or the event's message; `code` the refusal's code, the event's reason, or what became of the GPU.
+    """
+
+    number: int = 0
+    at: float
+    what: What
+    id: str | None = None
+    pod: PodKey | None = None
+    pod_uid: str | None = None
+    container: str | None = None
+    call: Call | None = None
+    kind: Kind | None = None
+    size: int = 0
+    gpus: tuple[GpuName, ...] = ()
+    evaluator: str | None = None
+    why: str = ""
+    code: str | None = None
+    mechanisms: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
