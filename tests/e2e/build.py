@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .places import GO, GO_CDI, KUBERNETES, cache
 
-# Command, and the Debian package that brings it.
+# File, and the Debian package that brings it.
 NEEDED = {
     "/usr/bin/containerd": "containerd",
     "/usr/sbin/runc": "runc",
@@ -20,6 +20,10 @@ NEEDED = {
     "/bin/busybox": "busybox-static",
     "/usr/bin/openssl": "openssl",
     "/usr/bin/setpriv": "util-linux",
+    "/usr/bin/chromium": "chromium",
+    "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf": "fonts-dejavu-core",
+    "/usr/bin/prometheus": "prometheus",
+    "/usr/bin/promtool": "prometheus",
 }
 COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
 
