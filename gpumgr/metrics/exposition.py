@@ -1,33 +1,28 @@
-"""The registry as text, for whoever scrapes: rendered on a thread once a sample period, then handed out as ready bytes.
+"""All metrics as text, for whoever scrapes: rendered on a thread once a sample period, then handed out as ready bytes.
 
-Rule 1. A scrape of a format that was asked for lately costs nothing: its bytes are there, the compressed ones from the second on.
+Rule 1. A scrape of a format that was asked for lately costs nothing: its bytes are there, compressed ones if those were asked for.
 Rule 2. What nobody asks for is not rendered: a format that was not scraped for a while waits for its next scrape.
 Rule 3. No scrape touches NVML, the kubelet or a file other than the process's own in /proc.
-Rule 4. Rendering lets the event loop through: an Allocate that comes meanwhile doesn't wait for its end.
+Rule 4. All formats of one sample period are drawn from one picture.
+Rule 5. Rendering lets the event loop through: an Allocate that comes meanwhile doesn't wait for its end.
 """
 
 import asyncio
 import gzip
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector
-
 from gpumgr.agent.picture import Picture
 from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.pace import paced
+from gpumgr.metrics.text import page
 
 #: A format stays rendered this long after its last scrape: longer than any usual scrape interval.
 WANTED_SECONDS: Final = 150.0
 #: Fastest level: it takes most of what there is to gain from such text.
 _GZIP_LEVEL: Final = 1
-#: Long enough for a waiting event loop to take over.
-_BREATH_SECONDS: Final = 50e-6
 
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
@@ -36,17 +31,14 @@ _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
 @dataclass(frozen=True, slots=True)
 class _Format:
     content_type: str
-    render: Callable[[Collector], bytes]
+    openmetrics: bool
 
 
-_CLASSIC: Final = _Format(CONTENT_TYPE_PLAIN_0_0_4, generate_latest)
-_OPENMETRICS: Final = _Format(openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest)
+_CLASSIC: Final = _Format("text/plain; version=0.0.4; charset=utf-8", openmetrics=False)
+_OPENMETRICS: Final = _Format("application/openmetrics-text; version=1.0.0; charset=utf-8", openmetrics=True)
 
-
-@dataclass(slots=True)
-class _Page:
-    text: bytes
-    gzipped: bytes | None = None
+#: A format, and whether it is compressed.
+_Wish = tuple[_Format, bool]
 
 
 class Exposition:
@@ -60,58 +52,62 @@ class Exposition:
         self._picture = picture
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._pages: dict[_Format, _Page] = {}
-        self._wanted_at: dict[_Format, float] = {}
+        self._pages: dict[_Wish, bytes] = {}
+        self._wished_at: dict[_Wish, float] = {}
 
     async def refresh(self) -> None:
         """Renders anew what was scraped lately, and forgets the rest."""
         async with self._lock:
             oldest = self._clock() - WANTED_SECONDS
-            formats = [wanted for wanted, at in self._wanted_at.items() if at >= oldest]
-            self._pages = await self._render(formats) if formats else {}
+            self._wished_at = {wish: at for wish, at in self._wished_at.items() if at >= oldest}
+            if not self._wished_at:
+                self._pages = {}
+                return
+            self._show()
+            self._pages = await self._render(self._wished_at)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         """Headers and body, in the format and encoding that the request's headers prefer."""
-        wanted = _OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC
-        self._wanted_at[wanted] = self._clock()
-        page = self._pages.get(wanted) or await self._first(wanted)
-        headers = {"Content-Type": wanted.content_type, "Vary": "Accept, Accept-Encoding"}
-        if not accepts_gzip(accept_encoding):
-            return headers, page.text
-        if page.gzipped is None:
-            page.gzipped = await asyncio.to_thread(gzip.compress, page.text, _GZIP_LEVEL, mtime=0)
-        return {**headers, "Content-Encoding": "gzip"}, page.gzipped
+        wish = (_OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC, accepts_gzip(accept_encoding))
+        self._wished_at[wish] = self._clock()
+        headers = {"Content-Type": wish[0].content_type, "Vary": "Accept, Accept-Encoding"}
+        if wish[1]:
+            headers["Content-Encoding"] = "gzip"
+        return headers, self._pages.get(wish) or await self._first(wish)
 
-    async def _first(self, wanted: _Format) -> _Page:
-        """A page of a format that was not wanted until now; scrapes that come together wait for one rendering."""
+    async def _first(self, wish: _Wish) -> bytes:
+        """A page that was not wanted until now; scrapes that come together wait for one rendering."""
         async with self._lock:
-            if wanted not in self._pages:
-                self._pages |= await self._render([wanted])
-            return self._pages[wanted]
+            if wish not in self._pages:
+                if (text := self._pages.get((wish[0], False))) is not None:
+                    self._pages[wish] = await asyncio.to_thread(_compressed, text)
+                else:
+                    if not self._pages:
+                        self._show()
+                    self._pages |= await self._render([wish])
+            return self._pages[wish]
 
-    async def _render(self, formats: list[_Format]) -> dict[_Format, _Page]:
+    def _show(self) -> None:
         if (picture := self._picture()) is not None:
             self._metrics.show(picture)
-        return await asyncio.to_thread(_render_pages, self._metrics.registry, formats)
+
+    async def _render(self, wishes: Collection[_Wish]) -> dict[_Wish, bytes]:
+        return await asyncio.to_thread(_render_pages, self._metrics, tuple(wishes))
 
 
-class _Paced(Collector):
-    """All families of a registry, with a breath after each.
-
-    A thread that computes gives the interpreter's lock away every 5 ms only, one that sleeps at once.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            yield family
-            time.sleep(_BREATH_SECONDS)
+def _render_pages(metrics: Metrics, wishes: Collection[_Wish]) -> dict[_Wish, bytes]:
+    """All formats of one instant, and with each compressed one also its text."""
+    blocks = list(paced(metrics.blocks()))
+    pages: dict[_Wish, bytes] = {}
+    for wanted in {wanted for wanted, _ in wishes}:
+        text = pages[wanted, False] = page(blocks, openmetrics=wanted.openmetrics)
+        if (wanted, True) in wishes:
+            pages[wanted, True] = _compressed(text)
+    return pages
 
 
-def _render_pages(registry: CollectorRegistry, formats: list[_Format]) -> dict[_Format, _Page]:
-    return {wanted: _Page(wanted.render(_Paced(registry))) for wanted in formats}
+def _compressed(text: bytes) -> bytes:
+    return gzip.compress(text, _GZIP_LEVEL, mtime=0)
 
 
 def prefers_openmetrics(accept: str) -> bool:

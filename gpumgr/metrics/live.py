@@ -6,18 +6,18 @@ Law 2. Counters only grow, whatever registers again.
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, Protocol, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import ProcessCollector
 
 from gpumgr.agent.picture import Picture
+from gpumgr.allocator.pods import PodView
 from gpumgr.errors import RefusalCode
-from gpumgr.metrics.gauges import picture_families
-from gpumgr.metrics.usage import usage_families
+from gpumgr.metrics import drawing
+from gpumgr.metrics.drawing import Drawing
+from gpumgr.metrics.instruments import Instruments
+from gpumgr.metrics.text import Block, drawn
 from gpumgr.units import KINDS, RESOURCE_OF, Kind
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
@@ -48,48 +48,58 @@ class Registration(Protocol):
 
 
 class Metrics:
-    """All metrics of the agent, in a registry of its own. Its methods are called on the event loop and never block."""
+    """All metrics of the agent. Its methods are called on the event loop and never block, but for `blocks`."""
 
     def __init__(
         self,
         *,
         node: str,
         version: str,
+        pods: Callable[[], Iterable[PodView]] = tuple,
+        gpu_manager_names: bool = True,
+        hami_names: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         process: bool = True,
     ) -> None:
-        """`node` is the Kubernetes node's name; `process` adds memory, CPU and file descriptors of this process."""
-        # A start time for every counter would double the series; process_start_time_seconds says the same once.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry(auto_describe=False)
-        self._calls = {rpc: _CallMeter(name, rpc, self.registry) for rpc, name in _CALLS.items()}
-        self._registered = self._gauge("kubelet_registered", "1 while the kubelet has the resource from us.", "resource")
-        self._registrations = self._counter("kubelet_registrations", "Successful registrations with the kubelet.", "resource")
-        self._updates = self._counter("listandwatch_updates", "Device lists that were offered to the kubelet.", "resource")
-        self._drift = self._counter("book_reconcile_drift", "Allocations in which kubelet and ledger differed.", "kind")
-        self._xids = self._counter("gpu_xid_events", "XID errors that the driver reported.", "gpu", "xid")
-        self._over_limit = self._counter("over_limit", "Containers that went over the memory that they were granted.")
-        self._evictions = self._counter(
-            "evictions", "Pods whose eviction was asked for because a container stayed over its memory."
+        """`node` is the Kubernetes node's name, `pods` gives the pods that are known on it. `gpu_manager_names` and `hami_names` add
+        those agents' gauges, `process` adds memory, CPU and file descriptors of this process."""
+        make = Instruments()
+        self._registry = make.registry
+        self._calls = {rpc: _CallMeter(name, rpc, make) for rpc, name in _CALLS.items()}
+        self._registered = make.gauge("kubelet_registered", "1 while the kubelet has the resource from us.", "resource")
+        self._registrations = make.counter(
+            "kubelet_registrations_total", "Successful registrations with the kubelet.", "resource"
         )
-        self._findings = self._counter(
-            "enforcement_findings", "What mechanisms found wrong with containers' limits.", "backend", "code"
+        self._updates = make.counter("listandwatch_updates_total", "Device lists that were offered to the kubelet.", "resource")
+        self._drift = make.counter("book_reconcile_drift_total", "Allocations in which kubelet and ledger differed.", "kind")
+        self._xids = make.counter("gpu_xid_events_total", "XID errors that the driver reported.", "gpu", "xid")
+        self._over_limit = make.counter("over_limit_total", "Containers that went over the memory that they were granted.")
+        self._evictions = make.counter(
+            "evictions_total", "Pods whose eviction was asked for because a container stayed over its memory."
         )
-        self._batch = Histogram(
-            "gpumgr_nvml_batch_duration_seconds",
-            "How long one sample of all GPUs took.",
-            buckets=_CALL_BUCKETS,
-            registry=self.registry,
+        self._findings = make.counter(
+            "enforcement_findings_total", "What mechanisms found wrong with containers' limits.", "backend", "code"
         )
-        self._lag = Histogram(
-            "gpumgr_event_loop_lag_seconds",
-            "How late the event loop got back to a timer.",
-            buckets=_LAG_BUCKETS,
-            registry=self.registry,
+        self._batch = make.histogram(
+            "nvml_batch_duration_seconds", "How long one sample of all GPUs took.", buckets=_CALL_BUCKETS
         )
-        build = self._gauge("build_info", "What runs here; always 1.", "version", "python")
+        self._lag = make.histogram("event_loop_lag_seconds", "How late the event loop got back to a timer.", buckets=_LAG_BUCKETS)
+        build = make.gauge("build_info", "What runs here; always 1.", "version", "python")
         build.labels(version, platform.python_version()).set(1)
+        self._stand_from_the_start()
+        self._told_registrations = dict.fromkeys(KINDS, 0)
+        self.families = (*make.families, *drawing.FAMILIES)
+        self._drawing = Drawing(
+            node=node, gpu_manager_names=gpu_manager_names, hami_names=hami_names, clock=clock, wall_clock=wall_clock
+        )
+        self._pods = pods
+        self._shown: tuple[Picture | None, Sequence[PodView]] = (None, ())
+        if process:
+            ProcessCollector(registry=self._registry)
+
+    def _stand_from_the_start(self) -> None:
+        """So that a first time shows as an increase."""
         for kind in KINDS:
             for family in (self._registered, self._registrations, self._updates):
                 family.labels(RESOURCE_OF[kind])
@@ -98,11 +108,6 @@ class Metrics:
         for backend in BACKENDS:
             for code in FINDINGS:
                 self._findings.labels(backend, code)
-        self._told_registrations = dict.fromkeys(KINDS, 0)
-        self._pictures = _PictureCollector(node, clock, wall_clock)
-        self.registry.register(self._pictures)
-        if process:
-            ProcessCollector(registry=self.registry)
 
     def called(self, rpc: str, kind: Kind, outcome: str, seconds: float) -> None:
         """A call of the kubelet's has ended. Calls that decide nothing (the options) are not counted."""
@@ -150,29 +155,28 @@ class Metrics:
         self._lag.observe(seconds)
 
     def show(self, picture: Picture) -> None:
-        """The picture from which the next rendering draws its gauges."""
-        self._pictures.picture = picture
+        """The picture from which the next page draws its gauges."""
+        self._shown = (picture, tuple(self._pods()))
 
-    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(f"gpumgr_{name}", about, labels, registry=self.registry)
+    def blocks(self) -> Iterator[Block]:
+        """Each family once. This computes for a while: for another thread, and only one at a time."""
+        yield from self._drawing.blocks(*self._shown)
+        yield from map(drawn, self._registry.collect())
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"gpumgr_{name}_total", about, labels, registry=self.registry)
+
+def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """Name, type, labels and help of all that is ours (`gpumgr_`), by name; a histogram's label `le` goes without saying."""
+    families = Metrics(node="", version="", process=False).families
+    return sorted((family.name, family.kind, family.labels, family.about) for family in families)
 
 
 class _CallMeter:
     """Outcomes and durations of one RPC. All series stand from the start, so that a first refusal shows as an increase."""
 
-    def __init__(self, name: str, rpc: str, registry: CollectorRegistry) -> None:
-        requests = Counter(
-            f"gpumgr_{name}_requests_total", f"{rpc} calls of the kubelet's.", ("resource", "outcome"), registry=registry
-        )
-        seconds = Histogram(
-            f"gpumgr_{name}_duration_seconds",
-            f"How long {rpc} took, refusals included.",
-            ("resource",),
-            buckets=_CALL_BUCKETS,
-            registry=registry,
+    def __init__(self, name: str, rpc: str, make: Instruments) -> None:
+        requests = make.counter(f"{name}_requests_total", f"{rpc} calls of the kubelet's.", "resource", "outcome")
+        seconds = make.histogram(
+            f"{name}_duration_seconds", f"How long {rpc} took, refusals included.", "resource", buckets=_CALL_BUCKETS
         )
         self._requests = {(k, outcome): requests.labels(RESOURCE_OF[k], outcome) for k in KINDS for outcome in OUTCOMES}
         self._seconds = {kind: seconds.labels(RESOURCE_OF[kind]) for kind in KINDS}
@@ -180,38 +184,3 @@ class _CallMeter:
     def count(self, kind: Kind, outcome: str, seconds: float) -> None:
         self._requests[kind, outcome if outcome in OUTCOMES else "internal"].inc()
         self._seconds[kind].observe(seconds)
-
-
-class _PictureCollector(Collector):
-    def __init__(self, node: str, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
-        self.picture: Picture | None = None
-        self._node, self._clock, self._wall_clock = node, clock, wall_clock
-
-    def collect(self) -> Iterator[Metric]:
-        picture = self.picture  # once: the event loop may put another one there meanwhile
-        up = GaugeMetricFamily("gpumgr_nvml_up", "1 while the driver's library answers.")
-        up.add_metric([], picture is not None and picture.nvml_up)
-        yield up
-        if picture is None:
-            return
-        if picture.sampled_at is not None:
-            taken = GaugeMetricFamily(
-                "gpumgr_nvml_last_sample_timestamp_seconds", "When the GPUs were last sampled, in unix time."
-            )
-            # From its age, so that a wall clock that was set meanwhile doesn't make it older or younger.
-            taken.add_metric([], round(self._wall_clock() - (self._clock() - picture.sampled_at), 3))
-            yield taken
-        errors = CounterMetricFamily(
-            "gpumgr_nvml_call_errors", "Calls of the driver's library that went wrong.", labels=("function", "code")
-        )
-        for (function, code), times in picture.nvml_errors.items():
-            errors.add_metric([function, str(code)], times)
-        yield errors
-        streams = GaugeMetricFamily(
-            "gpumgr_listandwatch_streams", "Open ListAndWatch calls of the kubelet.", labels=("resource",)
-        )
-        for resource, number in picture.streams.items():
-            streams.add_metric([resource], number)
-        yield streams
-        yield from picture_families(picture, node=self._node)
-        yield from usage_families(picture)

@@ -1,9 +1,11 @@
-"""What a scrape costs on a full node: 8 GPUs with 200 containers in all, and with 200 on each (1,600 series a family).
+"""What a scrape costs on a full node: 8 GPUs with 200 containers in all, and with 200 on each (1,600 places).
 
-Prints one JSON object: milliseconds p50/p99 of a scrape over loopback HTTP (client included), of rendering a page, and how late the
-event loop's timers were while pages were rendered on their thread.
+Prints one JSON object. `scrape_*`: milliseconds p50/p99 of a scrape over loopback HTTP, client included, every 10 ms from another
+process while pages are rendered once a second; `floor_*`: the same of a handler that answers fixed bytes of that size, and `ratio_*`
+of the two p50. `cpu_percent`: of one core, with 10 scrapes a second as Prometheus asks for them. `refresh`: rendering one page;
+`loop_lag_in_refresh`: how late the event loop's timers are meanwhile.
 
-Run: python -m tests.bench.bench_metrics [--rounds N]
+Run: python -m tests.bench.bench_metrics [--seconds N]
 """
 
 import argparse
@@ -11,26 +13,38 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Final
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final
 
-import structlog
+from aiohttp import web
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.picture import OutboxState, Picture
 from gpumgr.agent.writer import AgentView
+from gpumgr.aio import every
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
 from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.web.server import WebServer
+from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
+from tests.bench.children import child
+from tests.bench.figures import spread
 
 GPUS: Final = 8
 BLOCKS: Final = 564
-_OPENMETRICS: Final = "application/openmetrics-text;version=1.0.0"
+ROUNDS: Final = 3
+SCRAPE_EVERY_SECONDS: Final = 0.01
+CPU_EVERY_SECONDS: Final = 0.1
+
+_GZIP: Final = {"Accept-Encoding": "gzip"}
+#: What Prometheus 2.40 to 3 sends, without its other headers.
+_PROMETHEUS: Final = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5", **_GZIP}
+#: Ways to ask, and what the figures call them.
+_ASKED: Final[Mapping[str, Mapping[str, str]]] = {"classic": {}, "gzip": _GZIP, "openmetrics_gzip": _PROMETHEUS}
 
 
 def uuid_of(index: int) -> str:
@@ -71,7 +85,7 @@ def gpu_sample(uuid: str, processes: tuple[GpuProcess, ...] | None = None) -> Gp
 
 
 def picture_of(containers_per_gpu: int) -> Picture:
-    """That node with every GPU shared by so many containers."""
+    """That node with every GPU shared by so many containers, each of two processes."""
     snapshot = node_snapshot()
     inventory = Inventory(snapshot=snapshot)
     cards = inventory.meet(Cards())
@@ -85,6 +99,7 @@ def picture_of(containers_per_gpu: int) -> Picture:
             cores={card.name: 1 << n % 100},
             blocks={card.name: 1 << n},
             gpus=(card.name,),
+            mechanisms=("hami-core",),
         )
         for card in cards.cards
         for n in range(containers_per_gpu)
@@ -92,24 +107,87 @@ def picture_of(containers_per_gpu: int) -> Picture:
     ledger = Ledger(cards, allocations)
     sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
     view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(cards, policy="binpack", visible_blocks={}))
-    return Picture(view=view, sample=sample, sampled_at=time.monotonic(), nvml_up=True)
+    uses = {(each.id, gpu): use_of(each, cards.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
+    gpus = {card.name: GpuUse(uuid=card.uuid) for card in cards.cards}
+    return Picture(
+        view=view,
+        node="bench",
+        sample=sample,
+        sampled_at=time.monotonic(),
+        nvml_up=True,
+        use=NodeUse(taken_at=0.0, containers=uses, gpus=gpus),
+        outbox=OutboxState(),
+        enforcement=(("hami-core", "cores and memory"),),
+    )
 
 
-def summary(seconds: Sequence[float]) -> Mapping[str, float]:
-    ordered = sorted(seconds)
-    return {
-        "p50_ms": round(1000 * ordered[len(ordered) // 2], 3),
-        "p99_ms": round(1000 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 3),
-    }
+def use_of(allocation: Allocation, uuid: str) -> ContainerUse:
+    return ContainerUse(
+        allocation=allocation.id,
+        pod=allocation.pod,
+        pod_uid=allocation.uid,
+        container=allocation.container,
+        gpu=allocation.gpus[0],
+        uuid=uuid,
+        cores=allocation.core_count,
+        memory_limit_bytes=allocation.block_count * BLOCK_BYTES,
+        memory_bytes=123_456_789,
+        utilization_ratio=0.01,
+        processes={1: 100_000_000, 2: 23_456_789},
+    )
 
 
-async def timed(rounds: int, work: Callable[[], Awaitable[object]]) -> Mapping[str, float]:
-    seconds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        await work()
-        seconds.append(time.perf_counter() - started)
-    return summary(seconds)
+def pods_of(picture: Picture) -> list[PodView]:
+    return [
+        PodView(
+            namespace=each.pod[0],
+            name=each.pod[1],
+            uid=each.uid or "",
+            phase="Running",
+            containers=(ContainerSpec(name="main", cores=each.core_count, memory_blocks=each.block_count),),
+        )
+        for each in picture.view.ledger.allocations.values()
+        if each.pod
+    ]
+
+
+def exposition_of(containers_per_gpu: int) -> Exposition:
+    picture = picture_of(containers_per_gpu)
+    pods = pods_of(picture)
+    return Exposition(Metrics(node="bench", version="0", pods=lambda: pods), lambda: picture)
+
+
+# -- the process that is scraped -------------------------------------------------------------------------------------------
+
+
+async def serve(containers_per_gpu: int | None, size: int) -> None:
+    """The exposition, or, with None, `size` fixed bytes. /cpu tells the seconds that this process has computed."""
+
+    async def scrape(request: web.Request) -> web.Response:
+        headers, body = await exposition.scrape(request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", ""))
+        return web.Response(body=body, headers=headers)
+
+    async def fixed(_request: web.Request) -> web.Response:
+        return web.Response(body=filling)
+
+    async def cpu(_request: web.Request) -> web.Response:
+        return web.Response(text=str(time.process_time()))
+
+    filling, daemons = b"x" * size, []
+    if containers_per_gpu is not None:
+        exposition = exposition_of(containers_per_gpu)
+        daemons = [asyncio.create_task(every(1.0, exposition.refresh, name="metrics"))]
+    app = web.Application()
+    app.router.add_get("/metrics", fixed if containers_per_gpu is None else scrape)
+    app.router.add_get("/cpu", cpu)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for daemon in daemons:
+        daemon.cancel()
+    await runner.cleanup()
 
 
 class Client:
@@ -125,24 +203,56 @@ class Client:
         length = int(head.partition("content-length:")[2].partition("\r\n")[0])
         return await self._reader.readexactly(length)
 
-
-class _Sources:
-    def __init__(self, exposition: Exposition, picture: Picture) -> None:
-        self.scrape = exposition.scrape
-        self._picture = picture
-
-    def not_alive(self) -> Sequence[str]:
-        return ()
-
-    def not_ready(self) -> Sequence[str]:
-        return ()
-
-    def view(self) -> AgentView:
-        return self._picture.view
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
 
 
-async def lag_while(work: Callable[[], Awaitable[object]], rounds: int) -> Mapping[str, float]:
-    """Lateness of a 1 ms timer on the loop while `work` is repeated."""
+@asynccontextmanager
+async def client_of(*words: object) -> AsyncIterator[Client]:
+    """Of a process that serves as `words` say."""
+    with child("tests.bench.bench_metrics", *words) as port:
+        client = Client(*await asyncio.open_connection("127.0.0.1", int(port), limit=2**24))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------------
+
+
+async def times(client: Client, headers: Mapping[str, str], seconds: float) -> dict[str, float | int]:
+    """Of scrapes at a steady pace, in rounds of so many seconds."""
+    await client.get("/metrics", headers)
+    rounds: list[list[float]] = []
+    for _ in range(ROUNDS):
+        taken: list[float] = []
+        rounds.append(taken)
+        until = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < until:
+            await client.get("/metrics", headers)
+            taken.append(time.perf_counter() - started)
+            await asyncio.sleep(max(0.0, SCRAPE_EVERY_SECONDS - taken[-1]))
+    return spread(rounds)
+
+
+async def cpu_percent(client: Client, headers: Mapping[str, str], seconds: float) -> float:
+    """Share of one core that the scraped process takes, 10 scrapes a second included."""
+    await client.get("/metrics", headers)
+    await asyncio.sleep(1.5)
+    computed, began = float(await client.get("/cpu", {})), time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        await client.get("/metrics", headers)
+        await asyncio.sleep(CPU_EVERY_SECONDS)
+    computed = float(await client.get("/cpu", {})) - computed
+    return round(100 * computed / (time.perf_counter() - began), 2)
+
+
+async def rendering(containers_per_gpu: int) -> dict[str, Any]:
+    """Of pages as Prometheus asks for them, and how late a 1 ms timer on the loop is meanwhile."""
+    exposition = exposition_of(containers_per_gpu)
+    await exposition.scrape(_PROMETHEUS["Accept"], _PROMETHEUS["Accept-Encoding"])
     late: list[float] = []
 
     async def tick() -> None:
@@ -152,45 +262,45 @@ async def lag_while(work: Callable[[], Awaitable[object]], rounds: int) -> Mappi
             late.append(time.perf_counter() - due)
 
     ticking = asyncio.create_task(tick())
-    for _ in range(rounds):
-        await work()
+    taken: list[float] = []
+    for _ in range(100):
+        started = time.perf_counter()
+        await exposition.refresh()
+        taken.append(time.perf_counter() - started)
     ticking.cancel()
     with suppress(asyncio.CancelledError):
         await ticking
-    return summary(late)
+    return {"refresh": spread([taken]), "loop_lag_in_refresh": spread([late])}
 
 
-async def measure(containers_per_gpu: int, rounds: int) -> Mapping[str, object]:
-    picture = picture_of(containers_per_gpu)
-    exposition = Exposition(Metrics(node="bench", version="0"), lambda: picture)
-    server = WebServer(_Sources(exposition, picture), host="127.0.0.1", port=0)
-    await server.start()
-    client = Client(*await asyncio.open_connection(*server.address, limit=2**24))
-    renders = max(5, rounds // 20)
-    classic = await client.get("/metrics", {})
-    result: dict[str, object] = {
-        "containers": GPUS * containers_per_gpu,
-        "bytes": len(classic),
-        "scrape_classic": await timed(rounds, lambda: client.get("/metrics", {})),
-        "refresh_classic": await timed(renders, exposition.refresh),
-        "loop_lag_in_refresh": await lag_while(exposition.refresh, renders),
-        "scrape_openmetrics": await timed(rounds, lambda: client.get("/metrics", {"Accept": _OPENMETRICS})),
-    }
-    packed = await client.get("/metrics", {"Accept-Encoding": "gzip"})
-    result["bytes_gzip"] = len(packed)
-    result["scrape_gzip"] = await timed(rounds, lambda: client.get("/metrics", {"Accept-Encoding": "gzip"}))
-    result["refresh_both"] = await timed(renders, exposition.refresh)
-    result["graph"] = await timed(renders, lambda: client.get("/graph", {}))
-    await server.stop()
-    return result
+async def measure(containers_per_gpu: int, seconds: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"containers": GPUS * containers_per_gpu}
+    for name, headers in _ASKED.items():
+        async with client_of("--serve", containers_per_gpu) as client:
+            size = result[f"bytes_{name}"] = len(await client.get("/metrics", headers))
+            scrape = result[f"scrape_{name}"] = await times(client, headers, seconds)
+            if name == "openmetrics_gzip":
+                result["cpu_percent"] = await cpu_percent(client, headers, ROUNDS * seconds)
+        async with client_of("--floor", size) as client:
+            floor = result[f"floor_{name}"] = await times(client, headers, seconds)
+            if name == "openmetrics_gzip":
+                result["floor_cpu_percent"] = await cpu_percent(client, headers, ROUNDS * seconds)
+        result[f"ratio_{name}"] = round(scrape["p50_ms"] / floor["p50_ms"], 2)
+    return result | await rendering(containers_per_gpu)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400)
-    rounds = parser.parse_args().rounds
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    results = {f"metrics_8x{n}": asyncio.run(measure(n, rounds)) for n in (25, 200)}
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each of three rounds")
+    parser.add_argument(
+        "--serve", type=int, metavar="CONTAINERS", help="be the process that is scraped, with so many on each GPU"
+    )
+    parser.add_argument("--floor", type=int, metavar="BYTES", help="be the process that answers so many fixed bytes")
+    arguments = parser.parse_args()
+    if arguments.serve is not None or arguments.floor is not None:
+        asyncio.run(serve(arguments.serve, arguments.floor or 0))
+        return
+    results = {f"metrics_8x{n}": asyncio.run(measure(n, arguments.seconds)) for n in (25, 200)}
     print(json.dumps(results, indent=2))
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import gzip
+import threading
 
 import pytest
-from prometheus_client import openmetrics
-from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from gpumgr.agent.picture import Picture
 from gpumgr.metrics.exposition import WANTED_SECONDS, Exposition, accepts_gzip, prefers_openmetrics
@@ -26,7 +27,13 @@ class Scene:
         self.now = 0.0
         self.taken = 0
         self.view = view_of(allocation("a", ("team", "share"), cores={0: 1}))
-        self.exposition = Exposition(Metrics(node="node-1", version="1", process=False), self._picture, clock=lambda: self.now)
+        self.drawn_on = set[int]()
+        metrics = Metrics(node="node-1", version="1", wall_clock=self._wall_clock, process=False)
+        self.exposition = Exposition(metrics, self._picture, clock=lambda: self.now)
+
+    def _wall_clock(self) -> float:
+        self.drawn_on.add(threading.get_ident())
+        return 5000.0
 
     def _picture(self) -> Picture:
         self.taken += 1
@@ -81,8 +88,8 @@ async def test_both_formats_and_both_encodings_say_the_same() -> None:
     assert headers["Content-Encoding"] == "gzip"
     assert gzip.decompress(packed) == plain
     headers, text = await scene.exposition.scrape(PROMETHEUS_3, "gzip")
-    assert headers["Content-Type"] == openmetrics.exposition.CONTENT_TYPE_LATEST
-    parsed = openmetrics_parser.text_string_to_metric_families(gzip.decompress(text).decode())  # type: ignore[no-untyped-call]
+    assert headers["Content-Type"] == openmetrics.CONTENT_TYPE_LATEST
+    parsed = parse(gzip.decompress(text).decode())  # type: ignore[no-untyped-call]
     families = {family.name for family in parsed}
     assert {"gpumgr_gpu_info", "gpumgr_allocate_requests", "gpumgr_event_loop_lag_seconds"} <= families
     assert all(f"# TYPE {name}" in plain.decode() for name in families)
@@ -98,6 +105,27 @@ async def test_a_page_stays_until_the_next_refresh() -> None:
     assert 'pod="share"' in before
     assert 'pod="share"' not in after
     assert scene.taken == 2
+
+
+async def test_compressed_pages_are_made_anew_with_the_others() -> None:
+    scene = Scene()
+    await scene.exposition.scrape("", "gzip")
+    scene.view = view_of()
+    await scene.exposition.refresh()
+    _, packed = await scene.exposition.scrape("", "gzip")
+    assert 'pod="share"' not in gzip.decompress(packed).decode()
+    _, again = await scene.exposition.scrape("", "gzip")
+    assert again is packed
+    assert gzip.decompress(packed).decode() == await scene.text()
+    assert scene.taken == 2
+
+
+async def test_pages_are_drawn_beside_the_event_loop() -> None:
+    scene = Scene()
+    await scene.text()
+    await scene.exposition.refresh()
+    assert scene.drawn_on
+    assert threading.get_ident() not in scene.drawn_on
 
 
 async def test_only_what_was_scraped_lately_is_rendered() -> None:
@@ -122,9 +150,32 @@ async def test_scrapes_that_come_together_share_one_rendering() -> None:
     assert scene.taken == 1
 
 
+async def test_all_formats_of_a_sample_period_are_of_one_picture() -> None:
+    scene = Scene()
+    classic = await scene.text()
+    scene.view = view_of()
+    assert 'pod="share"' in await scene.text(PROMETHEUS_3)
+    assert 'pod="share"' in classic
+    assert scene.taken == 1
+    await scene.exposition.refresh()
+    assert 'pod="share"' not in await scene.text(PROMETHEUS_3) + await scene.text()
+    assert scene.taken == 2
+
+
+async def test_a_page_is_there_while_the_next_is_drawn() -> None:
+    scene = Scene()
+    before = await scene.text()
+    refreshing = asyncio.create_task(scene.exposition.refresh())
+    await asyncio.sleep(0)
+    assert scene.taken == 2
+    assert await scene.text() == before
+    assert not refreshing.done()
+    await refreshing
+
+
 async def test_without_a_picture_the_live_metrics_stand_alone() -> None:
     exposition = Exposition(Metrics(node="node-1", version="1", process=False), lambda: None)
     text = (await exposition.scrape("", ""))[1].decode()
-    assert "gpumgr_nvml_up 0.0" in text
+    assert "gpumgr_nvml_up 0\n" in text
     assert "gpumgr_build_info" in text
     assert "gpumgr_gpu_info" not in text

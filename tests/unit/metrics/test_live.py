@@ -5,20 +5,16 @@ from dataclasses import dataclass
 from typing import get_args
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 import gpumgr
-from gpumgr.agent.picture import Picture
 from gpumgr.agent.ports import Meter
 from gpumgr.app.truth import Meter as TruthMeter
 from gpumgr.enforcement.backend import BackendName, FindingCode
-from gpumgr.metrics.live import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics
+from gpumgr.metrics.live import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics, catalogue
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
-from gpumgr.usage.picture import GpuUse, NodeUse
 
-from .pictures import allocation, name_of, sample_of, uuid_of, view_of
+from .pages import families, full_picture, metrics_of
+from .pictures import uuid_of
 
 #: Words of promtool's linter that must not stand in a name: types, and units that are no base units.
 _FORBIDDEN_WORDS = {
@@ -47,15 +43,17 @@ class _State:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(node="node-1", version=gpumgr.__version__, clock=lambda: 110.0, wall_clock=lambda: 5000.0, process=False)
+    return metrics_of(None)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"gpumgr_{name}", labels)
-
-
-def families(metrics: Metrics) -> list[Metric]:
-    return list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
+    """Of one series; None: it is not there."""
+    found = {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in families(metrics).values()
+        for each in family.samples
+    }
+    return found.get((f"gpumgr_{name}", frozenset(labels.items())))
 
 
 def test_calls_are_counted_by_outcome(metrics: Metrics) -> None:
@@ -75,7 +73,7 @@ def test_calls_are_counted_by_outcome(metrics: Metrics) -> None:
 def test_all_outcomes_stand_from_the_start_and_none_is_added(metrics: Metrics) -> None:
     metrics.called("Allocate", "core", "surprise", 0.001)
     metrics.called("GetDevicePluginOptions", "core", "ok", 0.001)
-    found = {s.labels["outcome"] for f in families(metrics) for s in f.samples if s.name == "gpumgr_allocate_requests_total"}
+    found = {s.labels["outcome"] for s in families(metrics)["gpumgr_allocate_requests"].samples}
     assert found == set(OUTCOMES)
     assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="internal") == 1
 
@@ -131,56 +129,48 @@ def test_the_mechanisms_and_their_findings_are_those_that_exist() -> None:
     assert get_args(FindingCode) == FINDINGS
 
 
-def test_the_age_of_a_sample_does_not_follow_the_wall_clock(metrics: Metrics) -> None:
-    assert value(metrics, "nvml_last_sample_timestamp_seconds") is None
-    assert value(metrics, "nvml_up") == 0
-    metrics.show(Picture(view=view_of(), sample=sample_of(0), sampled_at=100.0, nvml_up=True))
-    assert value(metrics, "nvml_last_sample_timestamp_seconds") == 4990.0
-    assert value(metrics, "nvml_up") == 1
-
-
 def test_loop_lag_is_a_histogram(metrics: Metrics) -> None:
     metrics.lagged(0.02)
     assert value(metrics, "event_loop_lag_seconds_bucket", le="0.025") == 1
     assert value(metrics, "event_loop_lag_seconds_bucket", le="0.01") == 0
 
 
-def test_the_build_tells_its_versions(metrics: Metrics) -> None:
-    (sample,) = next(f for f in families(metrics) if f.name == "gpumgr_build_info").samples
+def test_the_build_tells_its_versions() -> None:
+    told = families(Metrics(node="node-1", version=gpumgr.__version__, process=False))
+    (sample,) = told["gpumgr_build_info"].samples
     assert sample.labels["version"] == gpumgr.__version__
     assert re.fullmatch(r"3\.\d+\.\d+.*", sample.labels["python"])
 
 
 def test_the_process_tells_its_memory() -> None:
-    registry = Metrics(node="node-1", version="1").registry
-    assert (registry.get_sample_value("process_resident_memory_bytes") or 0) > 2**20
+    (sample,) = families(Metrics(node="node-1", version="1"))["process_resident_memory_bytes"].samples
+    assert sample.value > 2**20
+
+
+def full_metrics() -> Metrics:
+    metrics = metrics_of(full_picture(), gpu_manager_names=False)
+    metrics.xid(uuid_of(0), 79)
+    return metrics
 
 
 def test_names_keep_the_rules_of_promtool() -> None:
-    metrics = Metrics(node="node-1", version="1")
-    view = view_of(allocation("a", ("team", "share"), cores={0: 1}), nvlinks=2)
-    metrics.show(
-        Picture(
-            view=view,
-            sample=sample_of(0),
-            nvml_up=True,
-            use=NodeUse(taken_at=0.0, gpus={name_of(0): GpuUse(uuid=uuid_of(0))}),
-            enforcement=(("mps", "cores and memory"),),
-            vcuda_registrations={"ok": 1},
-            mps_daemon_restarts={uuid_of(0): 1},
-        )
-    )
-    metrics.xid(uuid_of(0), 79)
-    seen = set()
-    for family in families(metrics):
+    for family in families(full_metrics()).values():
         # The parser takes a counter's _total off its name.
         name = f"{family.name}_total" if family.type == "counter" else family.name
         assert family.documentation, name
         assert family.type in ("counter", "gauge", "histogram"), name
-        assert re.fullmatch(r"(gpumgr|process)(_[a-z]+)+", name), name
+        assert re.fullmatch(r"gpumgr(_[a-z]+)+", name), name
         assert not _FORBIDDEN_WORDS & set(name.split("_")), name
         assert name.endswith("_total") == (family.type == "counter"), name
         assert not re.search(r"_(bucket|count|sum|created)$", name), name
         assert all(re.fullmatch(r"[a-z_]+", label) for s in family.samples for label in s.labels), name
-        assert name not in seen
-        seen.add(name)
+
+
+def test_the_catalogue_has_what_a_page_has() -> None:
+    found = []
+    for family in families(full_metrics()).values():
+        assert family.samples, family.name
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for each in family.samples for label in each.labels} - {"le"}
+        found.append((name, family.type, labels, family.documentation))
+    assert sorted(found) == [(name, kind, set(labels), about) for name, kind, labels, about in catalogue()]

@@ -1,0 +1,106 @@
+"""What containers hold, use and may use, as text: functions of a picture. Who has left the ledger has no series.
+
+Limits are those of shares; a container with whole GPUs has none and no series of one.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gpumgr.agent.picture import Picture
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.metrics.gpus import holdings, ratio
+from gpumgr.metrics.pace import paced
+from gpumgr.metrics.text import Block, Family, LabelTexts, block, gauge
+from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
+from gpumgr.usage.picture import ContainerUse
+
+#: Of every series about one container on one GPU.
+CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
+
+#: How one series is made of two: lives of one name, and holders without a name yet, have the same labels.
+Merge = Callable[[float, float], float]
+
+
+def _family(name: str, about: str) -> Family:
+    return gauge(f"container_{name}", about, *CONTAINER_LABELS)
+
+
+def _added_ratios(one: float, other: float) -> float:
+    return min(1.0, one + other)
+
+
+_CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
+_MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.")
+_OVER: Final = _family("over_limit", "1 while the container has stayed over the memory that it was granted.")
+_READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
+    (
+        _family("memory_used_bytes", "Memory that the container's processes use on the GPU, as the driver counts it."),
+        lambda use: use.memory_bytes,
+        operator.add,
+    ),
+    (
+        _family("memory_limit_bytes", "Memory of the GPU that the container was granted."),
+        lambda use: use.memory_limit_bytes,
+        operator.add,
+    ),
+    (
+        _family("core_utilization_ratio", "Share of the driver's sample period in which the container's kernels ran on the GPU."),
+        lambda use: ratio(use.utilization_ratio),
+        _added_ratios,
+    ),
+    (
+        _family("core_limit_ratio", "Share of the GPU's cores that the container was granted."),
+        lambda use: None if use.memory_limit_bytes is None else use.cores / CORES_PER_GPU,
+        _added_ratios,
+    ),
+    (_family("processes", "Processes of the container that use the GPU."), lambda use: use.process_count, operator.add),
+    (
+        _family("over_limit_ratio", "Memory that the container uses, as a part of what it was granted; above 1 it is over."),
+        lambda use: (
+            use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
+        ),
+        max,
+    ),
+)
+
+FAMILIES: Final = (_CORES, _MEMORY, _OVER, *(family for family, _, _ in _READINGS))
+
+
+def container_blocks(picture: Picture, texts: LabelTexts) -> Iterator[Block]:
+    """`texts` are those of CONTAINER_LABELS. Families without a series are in it too."""
+    yield from _held(picture.view.ledger, texts)
+    # Numbers from before the driver went away would look like news.
+    use = picture.use.of(picture.view.ledger.allocations) if picture.use and picture.nvml_up else None
+    named = [(_labels(each, texts), each) for each in paced(use.containers.values() if use else ())]
+    for family, read, merge in _READINGS:
+        yield block(family, _merged(named, read, merge))
+    over = picture.over
+    yield block(_OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else use.allocation in over, max))
+
+
+def _labels(use: ContainerUse, texts: LabelTexts) -> str:
+    namespace, pod = use.pod or ("", "")
+    return texts.of(namespace, pod, use.container or "", use.uuid)
+
+
+def _merged(
+    named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None], merge: Merge
+) -> dict[str, float]:
+    series: dict[str, float] = {}
+    for labels, use in named:
+        if (value := read(use)) is not None:
+            series[labels] = value if (before := series.get(labels)) is None else merge(before, value)
+    return series
+
+
+def _held(ledger: Ledger, texts: LabelTexts) -> Iterator[Block]:
+    held: dict[str, tuple[int, int]] = {}
+    for allocation in paced(ledger.allocations.values()):
+        namespace, pod = allocation.pod or ("", "")
+        for card, cores, blocks in holdings(allocation, ledger.cards):
+            labels = texts.of(namespace, pod, allocation.container or "", card.uuid)
+            cores_before, blocks_before = held.get(labels, (0, 0))
+            held[labels] = (cores_before + cores, blocks_before + blocks)
+    yield block(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})
+    yield block(_MEMORY, {labels: blocks * BLOCK_BYTES for labels, (_, blocks) in held.items()})
