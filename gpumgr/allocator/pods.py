@@ -35,7 +35,9 @@ class PodView:
 
     `created_at` is in unix seconds; `phase` and `reason` are the API's words. `controlled`: some controller would replace the pod.
     `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID by which the
-    kubelet and the runtime know a static pod, whose `uid` is its mirror's.
+    kubelet and the runtime know a static pod, whose `uid` is its mirror's. `submitter` (SUBMITTER in the environment of the first
+    app container) and `cluster` (the annotation `clusterName`) are what tenants wrote for gpu-manager's /usage; nothing depends on
+    them.
     """
 
     namespace: str
@@ -49,6 +51,8 @@ class PodView:
     service_account: str | None = None
     core_limit: int | None = None
     runtime_uid: str | None = None
+    submitter: str | None = None
+    cluster: str | None = None
 
     @property
     def key(self) -> PodKey:

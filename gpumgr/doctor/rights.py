@@ -16,13 +16,6 @@ IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the 
 _REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
 _GRANT: Final = "add the rules of config/examples/rbac.yaml to the agent's ClusterRole"
 
-#: Without these, people are told less, and nothing else is different.
-FOR_PEOPLE: Final = (
-    Right(verb="create", resource="events"),
-    Right(verb="patch", resource="events"),
-    Right(verb="patch", resource="nodes"),
-)
-
 
 def needed(settings: Settings) -> Iterator[Right]:
     """Rights without which something that the settings ask for does not work."""
@@ -34,12 +27,27 @@ def needed(settings: Settings) -> Iterator[Right]:
         yield Right(verb="delete", resource="pods")
 
 
+def for_people(settings: Settings) -> Iterator[Right]:
+    """Rights without which people are told less, and nothing else is different."""
+    kubernetes = settings.kubernetes
+    if kubernetes.annotate_pods:
+        yield Right(verb="patch", resource="pods")
+    if kubernetes.write_events:
+        for verb in ("create", "patch"):
+            yield Right(verb=verb, resource="events")
+    if kubernetes.describe_node or kubernetes.node_labels:
+        yield Right(verb="get", resource="nodes")
+    yield Right(verb="patch", resource="nodes")
+    if kubernetes.describe_node:
+        yield Right(verb="patch", resource="nodes", subresource="status")
+
+
 async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Finding:
     name = "rbac"
     if not settings.kubernetes.enabled:
         return skipped(name, "standalone: no API server is asked")
     must = tuple(needed(settings))
-    asked = (*must, *FOR_PEOPLE)
+    asked = (*must, *for_people(settings))
     try:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         try:

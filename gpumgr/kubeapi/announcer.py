@@ -1,7 +1,8 @@
-"""One writer of everything that people should see in the API server: events of pods, annotations of the node, evictions.
+"""One writer of everything that people should see in the API server: events, annotations of pods, the node's face, evictions.
 
-Law 1. Nobody waits for it: what is said is put into a bounded queue, and an absent API server costs nothing but the oldest events.
-Law 2. Of an annotation the latest value is written, of a repeated event the count, once a minute at most.
+Law 1. Nobody waits for it: what is said is put into a queue. Events are bounded, and an absent API server costs nothing but the oldest
+       of them; the rest is one job for each object that exists.
+Law 2. Of a pod and of the node the latest state is written, before any event; of a repeated event the count, once a minute at most.
 Law 3. Absence is weather: retried with growing, jittered pauses. A refusal that no retry can change is dropped, and the log says,
        once an hour, which right is missing.
 """
@@ -9,20 +10,25 @@ Law 3. Absence is weather: retried with growing, jittered pauses. A refusal that
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from itertools import islice
-from typing import Final, Literal, NoReturn
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, NoReturn
 
 import aiohttp
 import structlog
 
+from gpumgr.agent.picture import OutboxState
 from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
-from gpumgr.kubeapi.notices import Count, Eviction, Notice
+from gpumgr.kubeapi.condition import Condition
+from gpumgr.kubeapi.jobs import Job, PodNote, droppable, rank
+from gpumgr.kubeapi.nodeface import NodeFace
+from gpumgr.kubeapi.notices import Eviction, Notice
 from gpumgr.kubeapi.outbox import Outbox, TokenBucket
-from gpumgr.kubeapi.writes import What, Writes, remedy
+from gpumgr.kubeapi.pace import Pace
+from gpumgr.kubeapi.series import Series
+from gpumgr.kubeapi.weather import Weather
+from gpumgr.kubeapi.writes import Writes
 
 _log = structlog.get_logger(__name__)
 
@@ -30,46 +36,13 @@ _NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, SettingsError)
 #: Statuses below 500 that tell of the server's state and not of our request. 401: the credentials are read again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: While other jobs wait for their time, new ones are noticed within this time.
-_LOOK_SECONDS: Final = 1.0
-_TELL_AGAIN_SECONDS: Final = 3600.0
-
-#: The node's annotations are one job.
-Job = Notice | Eviction | Literal["annotations"]
-_ANNOTATIONS: Final = "annotations"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """`window_seconds`: equal events are one within this time. `recount_seconds`: how often the count of one is written at most.
-
-    Pauses grow from the first to the longest: `pause_seconds` after any failure, `job_seconds` for the one thing that failed.
-    """
-
-    capacity: int = 512
-    per_second: float = 5.0
-    burst: int = 25
-    window_seconds: float = 600.0
-    recount_seconds: float = 60.0
-    pause_seconds: tuple[float, float] = (0.5, 30.0)
-    job_seconds: tuple[float, float] = (2.0, 60.0)
-    max_retry_after_seconds: float = 120.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Series:
-    """One notice over its window; it lives as long as its notice waits, at least. `written`: the API server has an Event of it.
-    `due`: when it may be written (again)."""
-
-    began: float
-    due: float
-    count: Count
-    written: bool = False
+_LOOK_SECONDS: Final = 0.25
 
 
 class Announcer:
     """`run` it forever; everything else returns at once. All calls belong into the event loop.
 
-    `clock` is monotonic, `wall` tells unix seconds. `dropped` counts what was lost for want of room.
+    `clock` is monotonic, `wall` tells unix seconds.
     """
 
     def __init__(
@@ -83,61 +56,76 @@ class Announcer:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._server, self._node, self._writes = server, node, Writes(server, node)
-        self._pace = pace or Pace()
-        self._clock, self._wall, self._sleep, self._jitter = clock, wall, sleep, jitter
-        self._outbox: Outbox[Job] = Outbox(self._pace.capacity, rank=_rank)
+        self._server, self._writes, self._pace = server, Writes(server, node), pace or Pace()
+        self._clock, self._sleep, self._jitter = clock, sleep, jitter
+        self._outbox: Outbox[Job] = Outbox(self._pace.capacity, rank=rank, droppable=droppable)
         self._bucket = TokenBucket(per_second=self._pace.per_second, burst=self._pace.burst, now=clock())
-        self._series: dict[Notice, _Series] = {}
-        self._annotations: dict[str, str | None] = {}
+        self._series = Series(self._writes, self._outbox, self._pace, clock=clock, wall=wall)
+        self._node = NodeFace(self._writes, self._outbox, self._pace, clock=clock, wall=wall)
+        self._pods: dict[str, Mapping[str, str | None]] = {}
+        self._weather = Weather(node, clock)
         self._news = asyncio.Event()
-        self._away = self._told_of_drops = self._renewed = False
-        self._told_of_refusal: dict[tuple[What, int], float] = {}
-        self.dropped = 0
+        self._renewed = False
+
+    def state(self) -> OutboxState:
+        return OutboxState(
+            waiting=len(self._outbox),
+            oldest_seconds=self._outbox.oldest_seconds(self._clock()),
+            dropped=self._weather.dropped,
+            written=self._weather.written,
+            away=self._weather.away,
+        )
 
     # -- what others say ---------------------------------------------------------------------------------------------------
 
-    def pod_event(self, pod: PodKey, uid: str, *, reason: str, message: str, warning: bool) -> None:
-        """An Event for `kubectl describe pod`. `reason` is one CamelCase word; a long message is cut."""
-        notice = Notice(pod=pod, uid=uid, reason=reason, message=message, warning=warning)
-        now, wall = self._clock(), self._wall()
-        series = self._series.get(notice)
-        if series is None or (notice not in self._outbox and self._is_over(series, now)):
-            self._forget_series(now)
-            series = self._series[notice] = _Series(began=now, due=now, count=Count(count=0, first_at=wall, last_at=wall))
-        series.count = Count(count=series.count.count + 1, first_at=series.count.first_at, last_at=wall)
-        self._put(notice, series.due)
+    def event(self, notice: Notice) -> None:
+        """An Event for `kubectl describe`; a long message is cut."""
+        self._put(notice, self._series.heard(notice))
+
+    def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
+        """Sets annotations of this life of the pod; None takes one away. What was said of it before and is not written yet is void."""
+        self._pods[uid] = dict(values)
+        self._put(PodNote(uid=uid, pod=pod), self._clock())
+
+    def forget_pod(self, pod: PodKey, uid: str) -> None:
+        """This life of the pod is over: nothing is written there any more, and it need not be evicted."""
+        self._pods.pop(uid, None)
+        self._outbox.done(PodNote(uid=uid, pod=pod))
+        self._outbox.done(Eviction(uid=uid, pod=pod, reason=""))
 
     def annotate_node(self, key: str, value: str | None) -> None:
         """Sets an annotation of this node; None takes it away."""
-        self._annotations[key] = value
-        self._put(_ANNOTATIONS, self._clock())
+        self._node.annotate(key, value)
+        self._wake()
+
+    def label_node(self, labels: Mapping[str, str]) -> None:
+        """All labels of this node that are ours; say it again and again, and they are kept up."""
+        self._node.label(labels)
+        self._wake()
+
+    def tell_condition(self, condition: Condition) -> None:
+        """The node's condition; say it again and again, and its heartbeat goes on."""
+        self._node.tell(condition)
+        self._wake()
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
         """Evicts this life of the pod, as soon as its PodDisruptionBudget lets it go. `reason` is told in the log."""
         self._put(Eviction(pod=pod, uid=uid, reason=reason), self._clock())
 
+    def lost(self, number: int = 1) -> None:
+        """So many events were lost before they came here, as nobody knew whose they are."""
+        self._weather.dropped += number
+
     def _put(self, job: Job, due: float) -> None:
         lost = self._outbox.put(job, due)
-        self._news.set()
-        if lost is None:
-            return
-        self.dropped += 1
-        if isinstance(lost, Notice) and not self._series[lost].written:
-            del self._series[lost]
-        if not self._told_of_drops:
-            self._told_of_drops = True
-            _log.warning("announcements_dropped", waiting=len(self._outbox), because="more is said than the API server takes")
+        self._wake()
+        if isinstance(lost, Notice):
+            self._series.lost(lost)
+            self._weather.lost(len(self._outbox))
 
-    def _is_over(self, series: _Series, now: float) -> bool:
-        return now - series.began >= self._pace.window_seconds
-
-    def _forget_series(self, now: float) -> None:
-        """Makes room: what is over goes, and of what is written the oldest, if it is more than twice what may wait."""
-        idle = {notice: series for notice, series in self._series.items() if notice not in self._outbox}
-        too_many = max(0, len(self._series) - 2 * self._pace.capacity)
-        for notice in [*islice(idle, too_many), *(notice for notice, series in idle.items() if self._is_over(series, now))]:
-            self._series.pop(notice, None)
+    def _wake(self) -> None:
+        if self._outbox:
+            self._news.set()
 
     # -- the writer --------------------------------------------------------------------------------------------------------
 
@@ -159,9 +147,10 @@ class Announcer:
     async def _next_job(self) -> Job:
         while True:
             if not self._outbox:
-                self._told_of_drops = False
+                self._weather.all_said()
                 self._news.clear()
                 await self._news.wait()
+                continue
             now = self._clock()
             job = self._outbox.next(now)
             if job is not None:
@@ -171,75 +160,74 @@ class Announcer:
     async def _attempt(self, job: Job) -> float | None:
         """Writes one thing. None: go on with the next; else the server is not well, and wants us to wait for so many seconds."""
         try:
-            match job:
-                case Notice():
-                    await self._write_event(job)
-                case Eviction():
-                    await self._write_eviction(job)
-                case _:
-                    await self._write_annotations()
+            await self._write(job)
+            self._weather.went(job)
         except _NO_ANSWER as error:
-            self._tell_away(f"{type(error).__name__}: {error}")
+            self._weather.failed(f"{type(error).__name__}: {error}")
             return 0.0
         except AnswerError as error:
-            if error.status in _RETRIED or error.status >= 500:
+            if (error.status in _RETRIED or error.status >= 500) and not self._is_hopeless(job, error):
                 return await self._retry_later(job, error)
-            self._tell_refusal(job, error)
+            self._weather.refused(job, error)
             self._give_up(job)
         self._tell_back()
         return None
+
+    async def _write(self, job: Job) -> None:
+        match job:
+            case Notice():
+                await self._series.write(job)
+            case Eviction():
+                if await self._writes.evict(job):
+                    _log.info("pod_evicted", pod="/".join(job.pod), pod_uid=job.uid, reason=job.reason)
+                self._outbox.done(job)
+            case PodNote():
+                await self._write_pod(job)
+            case _:
+                await self._node.write(job)
+
+    async def _write_pod(self, job: PodNote) -> None:
+        """A pod that is gone needs no annotations; of what changed meanwhile the latest is written next."""
+        values = self._pods.get(job.uid)
+        if values is not None:
+            await self._writes.annotate_pod(job.pod, job.uid, values)
+        if self._pods.get(job.uid) is values:
+            self._pods.pop(job.uid, None)
+            self._outbox.done(job)
+        else:
+            self._outbox.again(job, self._clock())
+
+    def _is_hopeless(self, job: Job, error: AnswerError) -> bool:
+        """Conflict after conflict: another life of the pod has the name, and we have not heard of it yet."""
+        if not (isinstance(job, PodNote) and error.status == 409):
+            return False
+        return self._outbox.attempts(job) + 1 >= self._pace.conflicts
 
     async def _retry_later(self, job: Job, error: AnswerError) -> float | None:
         wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
         shortest, longest = self._pace.job_seconds
         pause = min(shortest * 2 ** min(self._outbox.failed(job) - 1, 16), longest) * self._spread()
         self._outbox.postpone(job, self._clock() + max(wanted, pause))
-        if isinstance(job, Eviction) and error.status == 429:  # a PodDisruptionBudget speaks; the server is well
+        if (type(job), error.status) in (
+            (Eviction, 429),
+            (PodNote, 409),
+        ):  # a PodDisruptionBudget speaks, or another writer; all is well
             self._tell_back()
             return None
-        self._tell_away(str(error))
+        self._weather.failed(str(error))
         if error.status == 401:
             await self._renew()
         return wanted
 
-    async def _write_event(self, notice: Notice) -> None:
-        series = self._series.get(notice)
-        if series is None:
-            return  # lost for want of room a moment ago
-        count, done = series.count, True
-        if not (series.written and await self._writes.recount_event(notice, count)):
-            done = await self._writes.create_event(notice, count)
-            series.written = True
-        if self._series.get(notice) is not series:
-            return  # lost meanwhile, and perhaps begun anew
-        series.due = self._clock() + (self._pace.recount_seconds if done else self._pace.job_seconds[0])
-        if done and series.count == count:
-            self._outbox.done(notice)
-        else:
-            self._outbox.postpone(notice, series.due)
-
-    async def _write_annotations(self) -> None:
-        values = dict(self._annotations)
-        await self._writes.annotate_node(values)
-        for key, value in values.items():
-            if self._annotations[key] == value:
-                del self._annotations[key]
-        if not self._annotations:
-            self._outbox.done(_ANNOTATIONS)
-
-    async def _write_eviction(self, eviction: Eviction) -> None:
-        lived = await self._writes.evict(eviction)
-        self._outbox.done(eviction)
-        if lived:
-            _log.info("pod_evicted", pod="/".join(eviction.pod), pod_uid=eviction.uid, reason=eviction.reason)
-
     def _give_up(self, job: Job) -> None:
-        self._outbox.done(job)
-        if isinstance(job, Notice):
-            if (series := self._series.get(job)) is not None:
-                series.due = self._clock() + self._pace.recount_seconds
-        elif job == _ANNOTATIONS:
-            self._annotations.clear()
+        match job:
+            case Notice():
+                self._series.give_up(job)
+            case PodNote() | Eviction():
+                self._pods.pop(job.uid, None)
+                self._outbox.done(job)
+            case _:
+                self._node.give_up(job)
 
     async def _renew(self) -> None:
         """Once for a row of refusals, since it ends the watch that shares the connection."""
@@ -250,42 +238,9 @@ class Announcer:
             except SettingsError as error:
                 _log.warning("credentials_not_renewed", error=str(error))
 
-    def _spread(self) -> float:
-        return 0.8 + 0.4 * self._jitter()
-
-    # -- the log -----------------------------------------------------------------------------------------------------------
-
-    def _tell_away(self, text: str) -> None:
-        if not self._away:
-            self._away = True
-            _log.warning("announcements_wait", error=text)
-
     def _tell_back(self) -> None:
         self._renewed = False
-        if self._away:
-            self._away = False
-            _log.info("announcements_go_on", waiting=len(self._outbox), dropped=self.dropped)
+        self._weather.answers(len(self._outbox))
 
-    def _tell_refusal(self, job: Job, error: AnswerError) -> None:
-        """Once an hour for each kind."""
-        what, now = _what(job), self._clock()
-        told = self._told_of_refusal.get((what, error.status))
-        if "NamespaceTerminating" in error.causes or (told is not None and now - told < _TELL_AGAIN_SECONDS):
-            return  # of a namespace that ends, nobody reads the events any more
-        self._told_of_refusal[what, error.status] = now
-        _log.warning("announcement_refused", what=what, error=str(error), remedy=remedy(what, error.status, self._node))
-
-
-def _what(job: Job) -> What:
-    match job:
-        case Notice():
-            return "event"
-        case Eviction():
-            return "eviction"
-        case _:
-            return "annotation"
-
-
-def _rank(job: Job) -> int:
-    """The node's annotations first, events last: they are also what is lost first."""
-    return ("annotation", "eviction", "event").index(_what(job))
+    def _spread(self) -> float:
+        return 0.8 + 0.4 * self._jitter()

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
+from gpumgr.allocator.annotations import is_ours
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
@@ -22,10 +23,11 @@ class PodCache:
         self._server = server
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
+        self._annotations: dict[str, Mapping[str, str]] = {}
         self._waiting: defaultdict[PodKey, set[asyncio.Future[PodView]]] = defaultdict(set)
         self._listeners: list[OnChange] = []
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
-        self._reflector = Reflector(server, "/api/v1/pods", query, parse=parse_pod, on_change=self._change, pace=pace)
+        self._reflector = Reflector(server, "/api/v1/pods", query, parse=self._parse, on_change=self._change, pace=pace)
 
     @property
     def synced(self) -> bool:
@@ -45,6 +47,10 @@ class PodCache:
 
     def by_uid(self, uid: str) -> PodView | None:
         return self._by_uid.get(uid)
+
+    def annotations(self, uid: str) -> Mapping[str, str]:
+        """Which of the annotations that we write this life of a pod has. Nobody hears of their changes."""
+        return self._annotations.get(uid, {})
 
     def all(self) -> Iterable[PodView]:
         return self._by_uid.values()
@@ -87,9 +93,21 @@ class PodCache:
                 )
         return True
 
+    def _parse(self, item: Mapping[str, Any]) -> PodView:
+        """Raises what `parse_pod` raises."""
+        view = parse_pod(item)
+        ours = {key: str(value) for key, value in (item["metadata"].get("annotations") or {}).items() if is_ours(key)}
+        if ours:
+            self._annotations[view.uid] = ours
+        else:
+            self._annotations.pop(view.uid, None)
+        return view
+
     def _change(self, before: PodView | None, after: PodView | None) -> None:
         if before is not None:
             self._by_uid.pop(before.uid, None)
+            if after is None:
+                self._annotations.pop(before.uid, None)
             if (named := self._by_key.get(before.key)) is not None and named.uid == before.uid:
                 del self._by_key[before.key]
         if after is not None:

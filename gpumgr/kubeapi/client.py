@@ -14,6 +14,8 @@ from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.kubeapi.library import load_library
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
+#: RFC 7386, or Kubernetes' own, which knows which lists are keyed by what.
+PatchKind = Literal["merge", "strategic"]
 
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 
@@ -58,15 +60,16 @@ class ApiServer:
         query: Mapping[str, str],
         timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
         body: Mapping[str, Any] | None = None,
+        patch: PatchKind = "merge",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; the answer's body is not read yet, and its status may be anything. A PATCH is a JSON merge patch (RFC 7386).
+        """One request; the answer's body is not read yet, and its status may be anything. `patch` says what the body of a PATCH is.
 
         Raises aiohttp.ClientError, TimeoutError or OSError when there is no answer, SettingsError if the credentials (a token file is
         read again every minute) have become unusable.
         """
         headers = {"Accept": "application/json"}
         if method == "PATCH":
-            headers["Content-Type"] = "application/merge-patch+json"
+            headers["Content-Type"] = f"application/{'merge' if patch == 'merge' else 'strategic-merge'}-patch+json"
         try:
             response: aiohttp.ClientResponse = await self._client.call_api(
                 path,

@@ -1,35 +1,52 @@
 """What people are told through the API server, as the JSON bodies of requests. Pure.
 
-Shapes: core/v1 Event as `kubectl describe pod` reads it (without eventTime, so the API server holds it to the rules of old events),
+Shapes: core/v1 Event as `kubectl describe` reads it (without eventTime, so the API server holds it to the rules of old events),
 policy/v1 Eviction, and JSON merge patches (RFC 7386).
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.pods import PodKey
 
 COMPONENT: Final = "gpumgr"
+#: Of an event: the allocations that it is about, as the log, the history and the pod's annotations call them.
+ALLOCATION_ANNOTATION: Final = "gpumgr.io/allocation"
 #: The API server's own bound for an event's message (events.k8s.io); etcd would take more, people would not.
 MAX_MESSAGE_BYTES: Final = 1024
+#: Of the message, at most for the allocations; all of them are in the annotation.
+_MAX_NAMES_BYTES: Final = 256
 #: A name of an object has 253 characters at most.
-_MAX_POD_NAME: Final = 236
+_MAX_NAME: Final = 236
+#: Where events of objects without a namespace are, as the kubelet does it.
+_NO_NAMESPACE: Final = "default"
 
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
-    """Something that happened to one life of a pod. Equal notices are one Event with a count."""
+class Subject:
+    """What an event is about; `kubectl describe` finds it by name and `uid`. `namespace` is "" for a node."""
 
-    pod: PodKey
+    kind: Literal["Pod", "Node"]
+    namespace: str = ""
+    name: str
     uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something that happened. Equal notices are one Event with a count."""
+
+    about: Subject
     reason: str
     message: str
     warning: bool
+    allocations: tuple[AllocationId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,40 +67,68 @@ class Count:
     last_at: float
 
 
+def pod_subject(pod: PodKey, uid: str) -> Subject:
+    return Subject(kind="Pod", namespace=pod[0], name=pod[1], uid=uid)
+
+
+def node_subject(node: str) -> Subject:
+    """The kubelet takes the name for a UID in events, and `kubectl describe node` looks for that."""
+    return Subject(kind="Node", name=node, uid=node)
+
+
+def event_namespace(notice: Notice) -> str:
+    """Where the event lies: the API server demands the subject's own namespace."""
+    return notice.about.namespace or _NO_NAMESPACE
+
+
 def event_name(notice: Notice, first_at: float) -> str:
     """The same notice of the same moment has the same name, so that a repeated request makes no second Event."""
-    text = "\0".join((notice.uid, notice.reason, notice.message, str(notice.warning), repr(first_at)))
+    about = notice.about
+    text = "\0".join(
+        (about.uid, notice.reason, notice.message, str(notice.warning), ",".join(notice.allocations), repr(first_at))
+    )
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-    return f"{notice.pod[1][:_MAX_POD_NAME].rstrip('-.')}.{digest[:16]}"
+    return f"{about.name[:_MAX_NAME].rstrip('-.')}.{digest[:16]}"
 
 
 def event_body(notice: Notice, count: Count, node: str) -> Body:
-    """A whole Event. Its namespace is the pod's, as the API server demands."""
-    namespace, name = notice.pod
+    """A whole Event."""
+    about = notice.about
+    subject = {"apiVersion": "v1", "kind": about.kind, "namespace": about.namespace, "name": about.name, "uid": about.uid}
+    metadata: Body = {"namespace": event_namespace(notice), "name": event_name(notice, count.first_at)}
+    if notice.allocations:
+        metadata["annotations"] = {ALLOCATION_ANNOTATION: ",".join(notice.allocations)}
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"namespace": namespace, "name": event_name(notice, count.first_at)},
-        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": notice.uid},
+        "metadata": metadata,
+        "involvedObject": {key: value for key, value in subject.items() if value},
         "type": "Warning" if notice.warning else "Normal",
         "reason": notice.reason,
-        "message": cut(notice.message, MAX_MESSAGE_BYTES),
+        "message": full_message(notice),
         "source": {"component": COMPONENT, "host": node},
         "reportingComponent": COMPONENT,
         "reportingInstance": node,
-        "firstTimestamp": _timestamp(count.first_at),
+        "firstTimestamp": timestamp(count.first_at),
         **recount_patch(count),
     }
 
 
+def full_message(notice: Notice) -> str:
+    """The message with its allocations at the end, in as many bytes as the API server takes. Of the two the message is cut."""
+    names = _names(notice.allocations)
+    return cut(notice.message, MAX_MESSAGE_BYTES - len(names.encode())) + names
+
+
 def recount_patch(count: Count) -> Body:
     """What changes when an Event happens again."""
-    return {"count": count.count, "lastTimestamp": _timestamp(count.last_at)}
+    return {"count": count.count, "lastTimestamp": timestamp(count.last_at)}
 
 
-def annotations_patch(values: Mapping[str, str | None]) -> Body:
-    """A merge patch of an object's annotations; None takes one away."""
-    return {"metadata": {"annotations": dict(values)}}
+def annotations_patch(values: Mapping[str, str | None], *, uid: str | None = None) -> Body:
+    """A merge patch of an object's annotations; None takes one away. With `uid` the API server refuses it (409) for another object of
+    the name."""
+    return {"metadata": {**({"uid": uid} if uid is not None else {}), "annotations": dict(values)}}
 
 
 def eviction_body(eviction: Eviction) -> Body:
@@ -104,6 +149,13 @@ def cut(text: str, max_bytes: int) -> str:
     return encoded[: max_bytes - len("…".encode())].decode(errors="ignore") + "…"
 
 
-def _timestamp(unix_seconds: float) -> str:
+def timestamp(unix_seconds: float) -> str:
     """metav1.Time: whole seconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _names(allocations: Sequence[AllocationId]) -> str:
+    if not allocations:
+        return ""
+    word = "allocation" if len(allocations) == 1 else "allocations"
+    return f" [{word} {cut(', '.join(allocations), _MAX_NAMES_BYTES)}]"

@@ -1,4 +1,4 @@
-"""What waits to be written to the API server: bounded, each thing once, and nothing before its time."""
+"""What waits to be written to the API server: each thing once, nothing before its time, and what may be lost within a bound."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -9,20 +9,24 @@ Job = TypeVar("Job", bound=Hashable)
 
 @dataclass(slots=True)
 class _Wait:
+    """`since`: when it was due first; failures don't change that."""
+
     due: float
+    since: float
     attempts: int = 0
 
 
 class Outbox(Generic[Job]):
     """Jobs in the order of their arrival, with the time (any one clock's seconds) before which each must not be done.
 
-    `rank` orders jobs that are due together, lowest first, and says which are lost when there are more than `capacity`: the oldest of
-    those with the highest rank.
+    `rank` orders jobs that are due together, lowest first. `droppable` ones are `capacity` at most: of more, the oldest is lost. The
+    others are as many as there are objects that they are about.
     """
 
-    def __init__(self, capacity: int, *, rank: Callable[[Job], int]) -> None:
-        self._capacity, self._rank = capacity, rank
+    def __init__(self, capacity: int, *, rank: Callable[[Job], int], droppable: Callable[[Job], bool]) -> None:
+        self._capacity, self._rank, self._droppable = capacity, rank, droppable
         self._waiting: dict[Job, _Wait] = {}
+        self._droppables = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -32,12 +36,16 @@ class Outbox(Generic[Job]):
 
     def put(self, job: Job, due: float) -> Job | None:
         """Adds a job, unless it waits already: then nothing changes. Returns the job that was lost for want of room, if any."""
-        self._waiting.setdefault(job, _Wait(due))
-        if len(self._waiting) <= self._capacity:
+        if job in self._waiting:
             return None
-        # max() takes the first of equals: the oldest.
-        lost = max(self._waiting, key=self._rank)
-        del self._waiting[lost]
+        self._waiting[job] = _Wait(due, due)
+        if not self._droppable(job):
+            return None
+        self._droppables += 1
+        if self._droppables <= self._capacity:
+            return None
+        lost = next(each for each in self._waiting if self._droppable(each))
+        self.done(lost)
         return lost
 
     def next(self, now: float) -> Job | None:
@@ -49,8 +57,18 @@ class Outbox(Generic[Job]):
         """When the earliest job is due; there must be one."""
         return min(wait.due for wait in self._waiting.values())
 
+    def oldest_seconds(self, now: float) -> float:
+        """For how long the oldest job that is due has waited; 0.0 if none is."""
+        return max((now - wait.since for wait in self._waiting.values() if wait.since <= now), default=0.0)
+
     def done(self, job: Job) -> None:
-        self._waiting.pop(job, None)
+        if self._waiting.pop(job, None) is not None and self._droppable(job):
+            self._droppables -= 1
+
+    def attempts(self, job: Job) -> int:
+        """How many attempts were in vain so far."""
+        wait = self._waiting.get(job)
+        return wait.attempts if wait is not None else 0
 
     def failed(self, job: Job) -> int:
         """One more attempt was in vain. How many there were."""
@@ -64,6 +82,11 @@ class Outbox(Generic[Job]):
         """Not before `due`; nothing if the job was lost meanwhile."""
         if (wait := self._waiting.get(job)) is not None:
             wait.due = due
+
+    def again(self, job: Job, due: float) -> None:
+        """It was done, and is to be done once more from `due` on."""
+        if job in self._waiting:
+            self._waiting[job] = _Wait(due, due)
 
 
 class TokenBucket:

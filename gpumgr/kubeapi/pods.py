@@ -20,6 +20,11 @@ _MAX_QUANTITY: Final = 1 << 63
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: On the API server's mirror of a static pod, which nobody but the kubelet can make: the UID that the kubelet gives the pod itself.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
+#: gpu-manager's names for what its /usage says besides; tenants write there what they like.
+CLUSTER_ANNOTATION: Final = "clusterName"
+SUBMITTER_VARIABLE: Final = "SUBMITTER"
+#: More of a tenant's text is not kept.
+_MAX_WORD: Final = 253
 
 
 def parse_pod(pod: Mapping[str, Any]) -> PodView:
@@ -42,6 +47,8 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         service_account=str(spec["serviceAccountName"]) if spec.get("serviceAccountName") else None,
         core_limit=_core_limit(annotations.get(CORE_LIMIT_ANNOTATION)),
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
+        submitter=_submitter(spec),
+        cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
     )
 
 
@@ -81,6 +88,19 @@ def _core_limit(text: object) -> int | None:
     """0..100, larger numbers as 100. What a tenant wrote in another way counts as nothing: it must not hide the pod from us."""
     whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
     return min(int(whole[0]), 100) if whole else None
+
+
+def _submitter(spec: Mapping[str, Any]) -> str | None:
+    """As gpu-manager reads it: of the first app container, and only a value that stands there itself."""
+    for container in (spec.get("containers") or ())[:1]:
+        for variable in container.get("env") or ():
+            if variable.get("name") == SUBMITTER_VARIABLE:
+                return _word(variable.get("value"))
+    return None
+
+
+def _word(text: object) -> str | None:
+    return text[:_MAX_WORD] if isinstance(text, str) and text else None
 
 
 def _unix_seconds(timestamp: str | None) -> float:

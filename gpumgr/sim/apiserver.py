@@ -1,11 +1,12 @@
-"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched, deleted and evicted.
+"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched, annotated,
+deleted and evicted.
 
 Law 1. Resource versions count up with every change; a watch from a version gets every change after it, in order.
 Law 2. A version older than what is remembered is answered 410 Expired, as an ERROR event inside a watch (as the real one does).
 Law 3. An outage loses nothing: what changed meanwhile is there when the server is back at the same address.
 Law 4. What `forbidden` names is answered 403, and a SelfSubjectAccessReview says so.
 
-Events, annotations of the node and access reviews are in `apiserver_written`.
+Events, the node and access reviews are in `apiserver_written`.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ import yaml
 from aiohttp import web
 
 from gpumgr.aio import Latest
-from gpumgr.sim.apiserver_written import Document, Right, Written, failure, status
-from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from gpumgr.sim.apiserver_pods import document_of
+from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of, status
+from gpumgr.sim.kubelet_pods import PodStatus, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -39,9 +41,9 @@ class SimApiServer:
     """Holds pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
     `delay_seconds` holds back every answer and every event. `on_delete` hears the UID of a pod that a client deleted or evicted.
-    `requests` tells what was asked, as "list", "watch", "delete", "evict", and the words of `Written`. `forbidden` has pairs such as
-    ("create", "pods/eviction"). `protected` has the UIDs of pods whose PodDisruptionBudget lets none go. `written` is what clients
-    wrote.
+    `requests` tells what was asked, as "list", "watch", "delete", "evict", "pod" (one was patched), and the words of `Written`.
+    `forbidden` has pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods whose PodDisruptionBudget lets none go.
+    `written` is what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
@@ -79,6 +81,7 @@ class SimApiServer:
         app = web.Application(middlewares=[self._counted])
         app.router.add_get("/api/v1/pods", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
+        app.router.add_patch("/api/v1/namespaces/{namespace}/pods/{name}", self._patch)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
         self.written.add_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -120,13 +123,19 @@ class SimApiServer:
         """The pod is there, with this status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
         before = self._pods.get(pod.uid)
         created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        document = _document(pod, status, self.node_name, created, controlled=controlled)
+        document = document_of(pod, status, self.node_name, created, controlled=controlled)
+        document["metadata"]["annotations"] = before["metadata"]["annotations"] if before else {}
         self._pods[pod.uid] = document
         self._record("MODIFIED" if before else "ADDED", document)
 
     def remove(self, uid: str) -> None:
         """The pod is gone. Raises KeyError if there is none."""
         self._record("DELETED", self._pods.pop(uid))
+
+    def annotations(self, uid: str) -> Mapping[str, str]:
+        """Of a pod. Raises KeyError if there is none."""
+        annotations: dict[str, str] = self._pods[uid]["metadata"]["annotations"]
+        return annotations
 
     def forget(self) -> None:
         """Drops the history of changes: every version so far is too old to watch from."""
@@ -207,27 +216,45 @@ class SimApiServer:
         body = await request.json()
         return self._end(request, "create", "pods/eviction", (body.get("deleteOptions") or {}).get("preconditions"))
 
+    async def _patch(self, request: web.Request) -> web.Response:
+        """The UID in a patch is a precondition, as is every field that never changes."""
+        if refused := self.written.refused(request, "pod", "patch", "pods"):
+            return refused
+        if (pod := self._named(request)) is None:
+            return _not_found(request)
+        patch = await request.json()
+        metadata = pod["metadata"]
+        if (expected := patch["metadata"].get("uid", metadata["uid"])) != metadata["uid"]:
+            return _conflict(expected, metadata["uid"])
+        changed = json.loads(json.dumps(pod))
+        merge(changed, patch)
+        if problem := problem_of(changed["metadata"]):
+            return failure(422, "Invalid", problem)
+        self._pods[metadata["uid"]] = changed
+        self._record("MODIFIED", changed)
+        return web.json_response(changed)
+
+    def _named(self, request: web.Request) -> Document | None:
+        """The later of two pods that have the name."""
+        key = (request.match_info["namespace"], request.match_info["name"])
+        named = [pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
+        return named[-1] if named else None
+
     def _end(self, request: web.Request, verb: str, resource: str, preconditions: Document | None) -> web.Response:
-        """The end of a pod, one way or the other; the later of two that have the name."""
+        """The end of a pod, one way or the other."""
         if (verb, resource) in self.forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
-        namespace, name = request.match_info["namespace"], request.match_info["name"]
-        named = [
-            pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == (namespace, name)
-        ]
-        if not named:
-            return failure(404, "NotFound", f'pods "{name}" not found')
-        uid = named[-1]["metadata"]["uid"]
-        expected = (preconditions or {}).get("uid", uid)
-        if expected != uid:
-            message = f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}"
-            return failure(409, "Conflict", message)
+        if (pod := self._named(request)) is None:
+            return _not_found(request)
+        uid = pod["metadata"]["uid"]
+        if (expected := (preconditions or {}).get("uid", uid)) != uid:
+            return _conflict(expected, uid)
         if resource == "pods/eviction" and uid in self.protected:
             message = "Cannot evict pod as it would violate the pod's disruption budget."
             return failure(429, "TooManyRequests", message, {"Retry-After": "10"})
         self.remove(uid)
         self._on_delete(uid)
-        return web.json_response(named[-1])
+        return web.json_response(pod)
 
     def _wanted(self, request: web.Request) -> bool:
         """Whether the request's field selector means this node."""
@@ -239,35 +266,13 @@ class SimApiServer:
             await asyncio.sleep(self.delay_seconds)
 
 
+def _not_found(request: web.Request) -> web.Response:
+    return failure(404, "NotFound", f'pods "{request.match_info["name"]}" not found')
+
+
+def _conflict(expected: str, uid: str) -> web.Response:
+    return failure(409, "Conflict", f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}")
+
+
 async def _send(response: web.StreamResponse, kind: str, item: Mapping[str, Any]) -> None:
     await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
-
-
-def _document(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:
-    said = {"phase": status.phase, "reason": status.reason, "message": status.message}
-    owners = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": pod.name, "uid": f"rs-{pod.uid}", "controller": True}]
-    return {
-        "kind": "Pod",
-        "apiVersion": "v1",
-        "metadata": {
-            "namespace": pod.namespace,
-            "name": pod.name,
-            "uid": pod.uid,
-            "creationTimestamp": created,
-            **({"ownerReferences": owners} if controlled else {}),
-        },
-        "spec": {
-            "nodeName": node,
-            "initContainers": [_container(each) for each in pod.containers if each.kind != "app"],
-            "containers": [_container(each) for each in pod.containers if each.kind == "app"],
-        },
-        "status": {key: value for key, value in said.items() if value is not None},
-    }
-
-
-def _container(container: SimContainer) -> Document:
-    amounts = {resource: str(count) for resource, count in container.limits.items()}
-    document: Document = {"name": container.name, "resources": {"limits": amounts, "requests": amounts}}
-    if container.kind == "sidecar":
-        document["restartPolicy"] = "Always"
-    return document

@@ -1,7 +1,12 @@
-"""What clients write to the stand-in for the API server: events, annotations of the node, and questions about their rights."""
+"""What clients write to the stand-in for the API server: events, the node, and questions about their rights.
 
+What Kubernetes refuses as invalid is refused here (source: its API validation): labels and annotations beyond their bounds, events
+that lie elsewhere than what they are about.
+"""
+
+import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -9,28 +14,42 @@ Document = dict[str, Any]
 #: (verb, resource), the resource with its subresource: ("create", "pods/eviction").
 Right = tuple[str, str]
 
+MAX_ANNOTATIONS_BYTES: Final = 256 << 10
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_PREFIX: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_MERGE: Final = "application/merge-patch+json"
+_STRATEGIC: Final = "application/strategic-merge-patch+json"
+
 
 class Written:
-    """`events` by (namespace, name); `annotations` are the node's. Adds "event", "recount", "annotate" and "review" to `requests`."""
+    """`events` by (namespace, name); `annotations`, `labels` and `conditions` (by type) are the node's, `managers` who else is said to
+    write there. Adds "event", "recount", "annotate", "label", "condition", "node" (it was read) and "review" to `requests`."""
 
     def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:
         self.events: dict[tuple[str, str], Document] = {}
         self.annotations: dict[str, str] = {}
+        self.labels: dict[str, str] = {}
+        self.conditions: dict[str, Document] = {}
+        self.managers: list[str] = []
         self._node_name, self._requests, self._forbidden = node_name, requests, forbidden
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/api/v1/namespaces/{namespace}/events", self._create_event)
         router.add_patch("/api/v1/namespaces/{namespace}/events/{name}", self._patch_event)
+        router.add_get("/api/v1/nodes/{name}", self._get_node)
         router.add_patch("/api/v1/nodes/{name}", self._patch_node)
+        router.add_patch("/api/v1/nodes/{name}/status", self._patch_status)
         router.add_post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review)
 
+    # -- events ------------------------------------------------------------------------------------------------------------
+
     async def _create_event(self, request: web.Request) -> web.Response:
-        if refused := self._refused(request, "event", "create", "events"):
+        if refused := self.refused(request, "event", "create", "events"):
             return refused
         event: Document = await request.json()
         namespace = request.match_info["namespace"]
         key = (namespace, event["metadata"]["name"])
-        if event["involvedObject"].get("namespace") != namespace:
+        if (event["involvedObject"].get("namespace") or "default") != namespace:
             return failure(422, "Invalid", "involvedObject.namespace: does not match event.namespace")
         if key in self.events:
             return failure(409, "AlreadyExists", f'events "{key[1]}" already exists')
@@ -38,7 +57,7 @@ class Written:
         return web.json_response(event, status=201)
 
     async def _patch_event(self, request: web.Request) -> web.Response:
-        if refused := self._refused(request, "recount", "patch", "events"):
+        if refused := self.refused(request, "recount", "patch", "events"):
             return refused
         event = self.events.get((request.match_info["namespace"], request.match_info["name"]))
         if event is None:
@@ -46,14 +65,52 @@ class Written:
         merge(event, await request.json())
         return web.json_response(event)
 
-    async def _patch_node(self, request: web.Request) -> web.Response:
-        if refused := self._refused(request, "annotate", "patch", "nodes"):
+    # -- the node ----------------------------------------------------------------------------------------------------------
+
+    async def _get_node(self, request: web.Request) -> web.Response:
+        if refused := self.refused(request, "node", "get", "nodes"):
             return refused
-        if request.match_info["name"] != self._node_name:
-            return failure(404, "NotFound", f'nodes "{request.match_info["name"]}" not found')
-        node: Document = {"kind": "Node", "metadata": {"name": self._node_name, "annotations": self.annotations}}
-        merge(node, await request.json())
+        return self._unknown(request) or web.json_response(self._node())
+
+    async def _patch_node(self, request: web.Request) -> web.Response:
+        patch: Document = await request.json()
+        word = "label" if "labels" in patch["metadata"] else "annotate"
+        if refused := self.refused(request, word, "patch", "nodes") or self._unknown(request):
+            return refused
+        node = self._node()
+        merge(node, patch)
+        if problem := problem_of(node["metadata"]):
+            return failure(422, "Invalid", problem)
+        self.annotations, self.labels = node["metadata"]["annotations"], node["metadata"]["labels"]
         return web.json_response(node)
+
+    async def _patch_status(self, request: web.Request) -> web.Response:
+        """Of conditions, `type` is the key; those that the patch does not name stay."""
+        if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
+            return refused
+        for condition in (await request.json())["status"]["conditions"]:
+            merge(self.conditions.setdefault(condition["type"], {}), condition)
+        return web.json_response(self._node())
+
+    def _node(self) -> Document:
+        managed = [{"manager": manager, "operation": "Update"} for manager in self.managers]
+        return {
+            "kind": "Node",
+            "apiVersion": "v1",
+            "metadata": {
+                "name": self._node_name,
+                "annotations": dict(self.annotations),
+                "labels": dict(self.labels),
+                "managedFields": managed,
+            },
+            "status": {"conditions": list(self.conditions.values())},
+        }
+
+    def _unknown(self, request: web.Request) -> web.Response | None:
+        name = request.match_info["name"]
+        return None if name == self._node_name else failure(404, "NotFound", f'nodes "{name}" not found')
+
+    # -- rights ------------------------------------------------------------------------------------------------------------
 
     async def _review(self, request: web.Request) -> web.Response:
         self._requests.append("review")
@@ -62,13 +119,32 @@ class Written:
         resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
         return web.json_response({**review, "status": {"allowed": (asked["verb"], resource) not in self._forbidden}}, status=201)
 
-    def _refused(self, request: web.Request, word: str, verb: str, resource: str) -> web.Response | None:
+    def refused(
+        self, request: web.Request, word: str, verb: str, resource: str, content_type: str = _MERGE
+    ) -> web.Response | None:
+        """Notes the request; 403 or 415 if it is not to be answered."""
         self._requests.append(word)
         if (verb, resource) in self._forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
-        if verb == "patch" and request.content_type != "application/merge-patch+json":
-            return failure(415, "UnsupportedMediaType", f"no merge patch: {request.content_type}")
+        if verb == "patch" and request.content_type != content_type:
+            return failure(415, "UnsupportedMediaType", f"{request.content_type} where {content_type} was due")
         return None
+
+
+def problem_of(metadata: Mapping[str, Any]) -> str | None:
+    """What Kubernetes finds wrong with labels and annotations."""
+    annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
+    for key in (*annotations, *labels):
+        prefix, _, name = key.rpartition("/")
+        if not _NAME.fullmatch(name) or (prefix and not _PREFIX.fullmatch(prefix)):
+            return f"{key!r} is no qualified name"
+    for key, value in labels.items():
+        if value and not _NAME.fullmatch(value):
+            return f"the value {value!r} of label {key} is invalid"
+    if not all(isinstance(value, str) for value in annotations.values()):
+        return "annotations are texts"
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in annotations.items())
+    return f"annotations of {size} bytes are too long" if size > MAX_ANNOTATIONS_BYTES else None
 
 
 def merge(target: Document, patch: Mapping[str, Any]) -> None:
@@ -76,8 +152,10 @@ def merge(target: Document, patch: Mapping[str, Any]) -> None:
     for key, value in patch.items():
         if value is None:
             target.pop(key, None)
-        elif isinstance(value, dict) and isinstance(target.get(key), dict):
-            merge(target[key], value)
+        elif isinstance(value, dict):
+            below = target[key] if isinstance(target.get(key), dict) else {}
+            merge(below, value)
+            target[key] = below
         else:
             target[key] = value
 

@@ -2,18 +2,20 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 
 from gpumgr.doctor.finding import State
-from gpumgr.doctor.rights import look_at_rights
+from gpumgr.doctor.rights import for_people, look_at_rights, needed
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Right
 
-ORDINARY = "list pods, watch pods, create events, patch events, patch nodes"
+ORDINARY = "list pods, watch pods, patch pods, create events, patch events, get nodes, patch nodes, patch nodes/status"
 
 
 @pytest.fixture
@@ -35,6 +37,35 @@ async def test_all_rights_are_there(sim: SimApiServer, tmp_path: Path) -> None:
     assert (found.check, found.state, found.message) == ("rbac", "ok", ORDINARY)
     found = await look_at_rights(settings(kubeconfig, evict=True, delete=True), timeout_seconds=5)
     assert found.message == ORDINARY.replace("watch pods,", "watch pods, create pods/eviction, delete pods,")
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"annotate_pods": False}, ORDINARY.replace("patch pods, ", "")),
+        ({"write_events": False}, ORDINARY.replace("create events, patch events, ", "")),
+        ({"describe_node": False}, ORDINARY.replace("get nodes, ", "").replace(", patch nodes/status", "")),
+        ({"describe_node": False, "node_labels": ("zone=a",)}, ORDINARY.replace(", patch nodes/status", "")),
+    ],
+)
+async def test_what_is_switched_off_needs_no_right(
+    changes: dict[str, Any], asked: str, sim: SimApiServer, tmp_path: Path
+) -> None:
+    kubernetes = KubernetesSettings(kubeconfig=sim.kubeconfig(tmp_path / "kubeconfig"), **changes)
+    found = await look_at_rights(Settings(kubernetes=kubernetes), timeout_seconds=5)
+    assert found.message == asked
+
+
+def test_the_example_grants_exactly_what_is_used() -> None:
+    everything = Settings(enforcement=EnforcementSettings(evict=True))
+    used = {
+        (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
+        for right in (*needed(everything), *for_people(everything))
+    }
+    documents = yaml.safe_load_all((Path(__file__).parents[3] / "config" / "examples" / "rbac.yaml").read_text())
+    (role,) = (document for document in documents if document["kind"] == "ClusterRole")
+    granted = {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert granted == used
 
 
 @pytest.mark.parametrize(

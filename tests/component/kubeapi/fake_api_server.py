@@ -64,7 +64,8 @@ def event(kind: str, item: dict[str, Any]) -> bytes:
 
 class FakeApiServer:
     """`lists`, `watches`, `deletions` and `writes` hold answers that replace the ordinary one, one request each. `seen` are the queries
-    so far, `written` the method, path and body of each POST and PATCH."""
+    so far, `written` the method, path and body of each POST and PATCH. It has no
+    Node, and says so in HTML."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -88,6 +89,7 @@ class FakeApiServer:
         app = web.Application()
         app.router.add_get("/api/v1/pods", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
+        app.router.add_get("/api/v1/nodes/{name}", raw(b"<html>"))
         app.router.add_post("/{path:.*}", self._write)
         app.router.add_patch("/{path:.*}", self._write)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

@@ -18,6 +18,10 @@ def container(
     return {"name": name, "resources": {"limits": limits, "requests": requests}, **more}
 
 
+def env(name: str, value: str) -> dict[str, Any]:
+    return {"name": "app", "env": [{"name": name, "value": value}]}
+
+
 def test_containers_stand_in_the_kubelets_order_with_their_kind() -> None:
     view = parse_pod(
         {
@@ -89,6 +93,38 @@ def test_the_core_limit_is_a_percentage_or_nothing(text: object, percent: int | 
 @pytest.mark.parametrize("annotations", [{}, {"annotations": None}, {"annotations": {}}])
 def test_without_the_annotation_there_is_no_core_limit(annotations: dict[str, Any]) -> None:
     assert parse_pod({"metadata": {**METADATA, **annotations}}).core_limit is None
+
+
+def test_what_gpu_managers_usage_says_besides() -> None:
+    first = {"name": "app", "env": [{"name": "OTHER", "value": "x"}, {"name": "SUBMITTER", "value": "ana"}]}
+    spec = {"initContainers": [env("SUBMITTER", "init")], "containers": [first, env("SUBMITTER", "second")]}
+    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": "west"}}, "spec": spec})
+    assert (view.submitter, view.cluster) == ("ana", "west")
+
+
+@pytest.mark.parametrize(
+    "containers",
+    [
+        None,
+        [],
+        [{"name": "app"}],
+        [{"name": "app", "env": None}],
+        [{"name": "app", "env": [{"name": "SUBMITTER", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]}],
+        [{"name": "app", "env": [{"name": "SUBMITTER", "value": ""}]}],
+        [{"name": "app"}, {"name": "b", "env": [{"name": "SUBMITTER", "value": "second"}]}],
+    ],
+)
+def test_nobody_submitted_it(containers: list[dict[str, Any]] | None) -> None:
+    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": ""}}, "spec": {"containers": containers}})
+    assert (view.submitter, view.cluster) == (None, None)
+
+
+def test_of_a_tenants_long_words_only_the_beginning_is_kept() -> None:
+    long = "x" * 100_000
+    view = parse_pod(
+        {"metadata": {**METADATA, "annotations": {"clusterName": long}}, "spec": {"containers": [env("SUBMITTER", long)]}}
+    )
+    assert (view.submitter, view.cluster) == ("x" * 253, "x" * 253)
 
 
 @pytest.mark.parametrize(

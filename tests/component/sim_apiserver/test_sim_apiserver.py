@@ -153,3 +153,103 @@ async def test_only_the_life_that_was_meant_is_deleted(tmp_path: Path, uid: str,
         assert await seen.cache.delete_pod(meant) is gone
         assert deleted == (["uid-1"] if gone else [])
         assert await seen.cache.delete_pod(PodView(namespace="team", name="none", uid="x")) is False
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------------
+
+MERGE = {"Content-Type": "application/merge-patch+json"}
+STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
+
+
+@asynccontextmanager
+async def asked(api: SimApiServer) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(f"{api.url}") as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("patch", "status"),
+    [
+        ({"metadata": {"uid": "uid-a", "annotations": {"a.b/c": "1"}}}, 200),
+        ({"metadata": {"annotations": {"c": "1"}}}, 200),
+        ({"metadata": {"uid": "another", "annotations": {"c": "1"}}}, 409),
+        ({"metadata": {"annotations": {"c": "x" * (256 << 10)}}}, 422),
+        ({"metadata": {"annotations": {"no good": "1"}}}, 422),
+        ({"metadata": {"annotations": {"-/c": "1"}}}, 422),
+        ({"metadata": {"annotations": {"c": 1}}}, 422),
+        ({"metadata": {"labels": {"c": "x" * 64}}}, 422),
+        ({"metadata": {"labels": {"c": "-"}}}, 422),
+    ],
+)
+async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(patch: dict[str, object], status: int, tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        async with client.patch("/api/v1/namespaces/team/pods/a", json=patch, headers=MERGE) as answer:
+            assert answer.status == status
+        assert bool(api.annotations("uid-a")) == (status == 200)
+        api.put(pod("a"), PodStatus(phase="Running"))
+        assert bool(api.annotations("uid-a")) == (status == 200)
+
+
+async def test_patches_of_pods_that_are_not_there_not_allowed_or_of_another_kind() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        api.put(pod("a"))
+        for path, headers, status in (("b", MERGE, 404), ("a", STRATEGIC, 415)):
+            async with client.patch(f"/api/v1/namespaces/team/pods/{path}", json={}, headers=headers) as answer:
+                assert answer.status == status
+        api.forbidden.add(("patch", "pods"))
+        async with client.patch("/api/v1/namespaces/team/pods/a", json={}, headers=MERGE) as answer:
+            assert answer.status == 403
+        assert api.requests == ["pod"] * 3
+
+
+async def test_a_patched_pod_is_watched_with_what_was_written(tmp_path: Path) -> None:
+    async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen, asked(api) as client:
+        api.put(pod("a"))
+        await seen.until({"a"})
+        body = {"metadata": {"annotations": {"gpumgr.io/allocations": "[]", "theirs": "1"}}}
+        async with client.patch("/api/v1/namespaces/team/pods/a", json=body, headers=MERGE) as answer:
+            assert answer.status == 200
+        async with asyncio.timeout(10):
+            while not seen.cache.annotations("uid-a"):
+                assert api.annotations("uid-a")
+                await asyncio.sleep(0.002)
+        assert seen.cache.annotations("uid-a") == {"gpumgr.io/allocations": "[]"}
+        api.remove("uid-a")
+        await seen.until(set())
+        assert seen.cache.annotations("uid-a") == {}
+
+
+async def test_of_conditions_the_one_of_the_same_type_is_replaced() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        for condition in ({"type": "Ready", "status": "True"}, {"type": "A", "status": "True"}, {"type": "A", "status": "False"}):
+            body = {"status": {"conditions": [condition]}}
+            async with client.patch("/api/v1/nodes/node-1/status", json=body, headers=STRATEGIC) as answer:
+                assert answer.status == 200
+        async with client.get("/api/v1/nodes/node-1") as answer:
+            node = await answer.json()
+        assert node["status"]["conditions"] == [{"type": "Ready", "status": "True"}, {"type": "A", "status": "False"}]
+        async with client.patch("/api/v1/nodes/node-1/status", json={}, headers=MERGE) as answer:
+            assert answer.status == 415
+        async with client.get("/api/v1/nodes/node-2") as answer:
+            assert answer.status == 404
+
+
+async def test_a_node_with_labels_that_are_none_stays_as_it_was() -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        for value, status in (("good", 200), ("no good", 422)):
+            body = {"metadata": {"labels": {"a": value}, "annotations": {"of": value}}}
+            async with client.patch("/api/v1/nodes/node-1", json=body, headers=MERGE) as answer:
+                assert answer.status == status
+        assert (api.written.labels, api.written.annotations) == ({"a": "good"}, {"of": "good"})
+
+
+@pytest.mark.parametrize(
+    ("namespace", "about", "status"), [("default", {}, 201), ("team", {}, 422), ("default", {"namespace": "team"}, 422)]
+)
+async def test_an_event_lies_where_its_subject_does(namespace: str, about: dict[str, str], status: int) -> None:
+    async with SimApiServer("node-1") as api, asked(api) as client:
+        event = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Node", "name": "node-1", **about}}
+        async with client.post(f"/api/v1/namespaces/{namespace}/events", json=event) as answer:
+            assert answer.status == status

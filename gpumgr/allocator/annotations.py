@@ -1,0 +1,106 @@
+"""What a pod's annotations say of what its containers were given. Pure.
+
+gpu-manager's keys stand beside our own, so that gpu-admission and what people built around it go on working. Of the keys that touch
+a pod the node agent writes these (source: tkestack gpu-manager, its contract with gpu-admission): the minors of each container's
+GPUs under the container's place in spec.containers, the node, the time, and that the pod has its GPUs. `tencent.com/vcuda-device` and
+its like belong to containers, not to pods: the answer to Allocate carries them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.pods import PodView
+from gpumgr.topology.devices import Gpu
+from gpumgr.units import BLOCK_BYTES, GpuName
+
+ALLOCATIONS: Final = "gpumgr.io/allocations"
+ASSIGNED: Final = "tencent.com/gpu-assigned"
+PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
+PREDICATE_NODE: Final = "tencent.com/predicate-node"
+PREDICATE_TIME: Final = "tencent.com/predicate-time"
+
+#: Kubernetes takes 256 KiB for all annotations of an object together; others write there, too.
+MAX_ALLOCATIONS_BYTES: Final = 64 << 10
+_BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
+
+
+def is_ours(key: str) -> bool:
+    """Whether `pod_annotations` makes this key."""
+    return key in (ALLOCATIONS, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME) or key.startswith(PREDICATE_INDEX)
+
+
+def pod_annotations(
+    view: PodView,
+    allocations: Iterable[Allocation],
+    cards: Cards,
+    gpus: Mapping[GpuName, Gpu],
+    *,
+    node: str,
+    evaluators: Mapping[AllocationId, str],
+) -> dict[str, str]:
+    """All keys with their values; none if the pod has no allocations. The same ledger makes the same text.
+
+    `gpus` are those that the driver shows; a container on another one has no indices there. `evaluators` may lack allocations.
+    """
+    order = {container.name: place for place, container in enumerate(view.containers)}
+    mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
+    if not mine:
+        return {}
+    return {
+        ALLOCATIONS: _bounded([_object(a, cards, gpus, evaluators.get(a.id)) for a in mine]),
+        ASSIGNED: "true",
+        PREDICATE_NODE: node,
+        PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
+        **dict(_indices(view, mine, gpus)),
+    }
+
+
+def memory_mebibytes(allocation: Allocation, cards: Cards) -> int:
+    """What a container may use: its blocks, or all blocks of the GPUs that it has whole."""
+    whole = sum(cards.by_name[gpu].memory_blocks for gpu in allocation.gpus)
+    return (whole if allocation.whole else allocation.block_count) * _BLOCK_MEBIBYTES
+
+
+def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
+    """Of app containers only: gpu-manager knows no others. It writes device minors, and calls them indices."""
+    places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
+    for a in allocations:
+        place = places.get(a.container) if a.container is not None else None
+        minors = [gpus[gpu].minor for gpu in a.gpus if gpu in gpus]
+        if place is not None and len(minors) == len(a.gpus) and None not in minors:
+            yield f"{PREDICATE_INDEX}{place}", ",".join(map(str, minors))
+
+
+def _object(a: Allocation, cards: Cards, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "container": a.container,
+        "allocation": a.id,
+        "gpus": [cards.by_name[gpu].uuid for gpu in a.gpus],
+        "indices": [gpus[gpu].index if gpu in gpus else None for gpu in a.gpus],
+        "cores": a.core_count,
+        "memory_mebibytes": memory_mebibytes(a, cards),
+        "mechanisms": list(a.mechanisms),
+    }
+    if evaluator is not None:
+        made["evaluator"] = evaluator
+    return made | {"why": a.why}
+
+
+def _bounded(objects: Sequence[dict[str, Any]]) -> str:
+    """A JSON list in ASCII. Too long, it does without the reasons; still too long, it ends with how many containers are left out."""
+    text = _json(objects)
+    if len(text) <= MAX_ALLOCATIONS_BYTES:
+        return text
+    terse = [{key: value for key, value in each.items() if key != "why"} for each in objects]
+    sizes, kept = 64, 0  # room for the last object
+    while kept < len(terse) and (sizes := sizes + len(_json(terse[kept])) + 1) <= MAX_ALLOCATIONS_BYTES:
+        kept += 1
+    left_out = len(terse) - kept
+    return _json([*terse[:kept], *([{"left_out": left_out}] if left_out else [])])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,81 @@
+"""The node's condition GpuTrouble, as values and as the API server has it. Pure.
+
+Shape: core/v1 NodeCondition. `lastTransitionTime` is when the status changed last, whatever reason and message did since.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from gpumgr.kubeapi.notices import Body, cut, timestamp
+
+TYPE: Final = "GpuTrouble"
+#: The API server takes 32 KiB; people don't.
+MAX_MESSAGE_BYTES: Final = 2048
+NO_TROUBLE: Final = "GpusWork"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """`reason` is one CamelCase word."""
+
+    trouble: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The condition as it was written last; `since` is the transition's time, `at` the heartbeat's (unix seconds)."""
+
+    condition: Condition
+    since: float
+    at: float
+
+
+def condition_of(troubles: Sequence[tuple[str, str]], *, well: str) -> Condition:
+    """Of (reason, sentence), the weightiest first, whose reason is the condition's. `well` is the message without any."""
+    if not troubles:
+        return Condition(trouble=False, reason=NO_TROUBLE, message=well)
+    message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)
+    return Condition(trouble=True, reason=troubles[0][0], message=message)
+
+
+def told_next(condition: Condition, before: Told | None, now: float) -> Told:
+    same = before is not None and before.condition.trouble == condition.trouble
+    return Told(condition=condition, since=before.since if before is not None and same else now, at=now)
+
+
+def condition_patch(told: Told) -> Body:
+    """A strategic merge patch of the node's status."""
+    condition = {
+        "type": TYPE,
+        "status": "True" if told.condition.trouble else "False",
+        "reason": told.condition.reason,
+        "message": told.condition.message,
+        "lastHeartbeatTime": timestamp(told.at),
+        "lastTransitionTime": timestamp(told.since),
+    }
+    return {"status": {"conditions": [condition]}}
+
+
+def parse_told(node: Mapping[str, Any]) -> Told | None:
+    """What a Node says; None if it has no such condition, or one that can't be read."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    found = next((each for each in conditions if each.get("type") == TYPE and each.get("status") in ("True", "False")), None)
+    if found is None:
+        return None
+    try:
+        since, at = (_unix_seconds(found[key]) for key in ("lastTransitionTime", "lastHeartbeatTime"))
+    except (KeyError, ValueError, TypeError):
+        return None
+    condition = Condition(
+        trouble=found["status"] == "True", reason=str(found.get("reason") or ""), message=str(found.get("message") or "")
+    )
+    return Told(condition=condition, since=since, at=at)
+
+
+def _unix_seconds(text: str) -> float:
+    """Raises ValueError or TypeError for what is no time."""
+    return datetime.fromisoformat(text).timestamp()

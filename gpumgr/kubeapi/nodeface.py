@@ -1,0 +1,121 @@
+"""What the Node object shows of us: annotations, labels, and the condition GpuTrouble. Each is a job of the writer's."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from gpumgr.kubeapi.condition import Condition, Told, condition_patch, parse_told, told_next
+from gpumgr.kubeapi.jobs import Job, NodeJob
+from gpumgr.kubeapi.node_labels import labels_patch
+from gpumgr.kubeapi.notices import annotations_patch
+from gpumgr.kubeapi.outbox import Outbox
+from gpumgr.kubeapi.pace import Pace
+from gpumgr.kubeapi.writes import Writes
+
+_NEVER: Final = float("-inf")
+
+
+class NodeFace:
+    """What is wished is said as often as one likes; it becomes a job when it differs from what was written, or is old.
+
+    `write` raises what `Writes` raises, and then the job waits still. `clock` is monotonic, `wall` tells unix seconds.
+    """
+
+    def __init__(
+        self, writes: Writes, outbox: Outbox[Job], pace: Pace, *, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self._writes, self._outbox, self._pace, self._clock, self._wall = writes, outbox, pace, clock, wall
+        self._annotations: dict[str, str | None] = {}
+        self._labels: Mapping[str, str] | None = None
+        self._labels_at = _NEVER
+        self._condition: Condition | None = None
+        self._told: Told | None = None
+        self._told_at = _NEVER
+
+    # -- wishes ------------------------------------------------------------------------------------------------------------
+
+    def annotate(self, key: str, value: str | None) -> None:
+        """None takes the annotation away."""
+        self._annotations[key] = value
+        self._outbox.put("annotations", self._clock())
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """All of our labels; others that were ours are taken away."""
+        now = self._clock()
+        if labels != self._labels or now - self._labels_at >= self._pace.heartbeat_seconds:
+            self._labels = dict(labels)
+            self._outbox.put("labels", now)
+
+    def tell(self, condition: Condition) -> None:
+        now, before = self._clock(), self._condition
+        self._condition = condition
+        if before is None or _differ(before, condition):
+            self._outbox.done("condition")  # it may wait for a better time than now
+            self._outbox.put("condition", now)
+        elif before != condition:
+            self._outbox.put("condition", max(now, self._told_at + self._pace.reword_seconds))
+        elif now - self._told_at >= self._pace.heartbeat_seconds:
+            self._outbox.put("condition", now)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------------
+
+    async def write(self, job: NodeJob) -> None:
+        match job:
+            case "annotations":
+                await self._write_annotations()
+            case "labels":
+                await self._write_labels()
+            case "condition":
+                await self._write_condition()
+
+    def give_up(self, job: NodeJob) -> None:
+        """It was refused for good. What is wished still is tried again with the next heartbeat."""
+        self._outbox.done(job)
+        match job:
+            case "annotations":
+                self._annotations.clear()
+            case "labels":
+                self._labels_at = self._clock()
+            case "condition":
+                self._told_at = self._clock()
+
+    async def _write_annotations(self) -> None:
+        values = dict(self._annotations)
+        await self._writes.patch_node(annotations_patch(values))
+        for key, value in values.items():
+            if self._annotations[key] == value:
+                del self._annotations[key]
+        if not self._annotations:
+            self._outbox.done("annotations")
+
+    async def _write_labels(self) -> None:
+        """Others write labels, too: what stands there is read each time."""
+        labels = self._labels or {}
+        if (patch := labels_patch(await self._writes.read_node(), labels)) is not None:
+            await self._writes.patch_node(patch)
+        self._labels_at = self._clock()
+        if self._labels == labels:
+            self._outbox.done("labels")
+
+    async def _write_condition(self) -> None:
+        """The node is read once: an earlier life of the agent may have told the same, and since when."""
+        if self._told is None:
+            self._told = parse_told(await self._writes.read_node())
+        wish, now = self._condition, self._wall()
+        if wish is None:
+            raise RuntimeError("a condition is wished before it is written")
+        before = self._told
+        if before is None or before.condition != wish or now - before.at >= self._pace.heartbeat_seconds:
+            told = told_next(wish, before, now)
+            await self._writes.patch_node_status(condition_patch(told))
+            self._told = told
+        self._told_at = self._clock()
+        latest = self._condition or wish
+        if latest == wish:
+            self._outbox.done("condition")
+        else:
+            self._outbox.again("condition", self._told_at + (0 if _differ(latest, wish) else self._pace.reword_seconds))
+
+
+def _differ(one: Condition, other: Condition) -> bool:
+    """In more than words."""
+    return (one.trouble, one.reason) != (other.trouble, other.reason)

@@ -1,0 +1,75 @@
+"""What the history says, as notices for people. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from gpumgr.allocator.annotations import memory_mebibytes
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.kubeapi.notices import Notice, Subject, node_subject
+from gpumgr.units import CORES_PER_GPU, GpuName
+
+PLACED: Final = "GpuPlaced"
+REFUSED: Final = "GpuRefused"
+
+#: What became of a GPU -> the event's reason, and whether it is a warning. Others are told by their own names.
+_OF_GPUS: Final[Mapping[str, tuple[str, bool]]] = {
+    "lost": ("GpuLost", True),
+    "unhealthy": ("GpuUnhealthy", True),
+    "back": ("GpuBack", False),
+    "cordoned": ("GpuCordoned", False),
+    "uncordoned": ("GpuUncordoned", False),
+}
+
+#: How people call a GPU.
+Label = Callable[[GpuName], str]
+
+
+def placement(about: Subject, allocations: Sequence[Allocation], cards: Cards, label: Label) -> Notice:
+    """All of a pod's containers in one notice."""
+    return Notice(
+        about=about,
+        reason=PLACED,
+        message="; ".join(_placed(a, cards, label) for a in allocations),
+        warning=False,
+        allocations=tuple(a.id for a in allocations),
+    )
+
+
+def refusal(about: Subject, entry: Entry) -> Notice:
+    place = f"container {entry.container}: " if entry.container else ""
+    return Notice(about=about, reason=REFUSED, message=place + entry.why, warning=True, allocations=_ids(entry))
+
+
+def pod_news(about: Subject, entry: Entry) -> Notice:
+    """Of what a pod is told besides, nothing is good news."""
+    return Notice(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=True, allocations=_ids(entry))
+
+
+def gpu_news(node: str, entry: Entry, label: Label) -> Notice:
+    code = entry.code or "news"
+    reason, warning = _OF_GPUS.get(code, ("Gpu" + "".join(word.capitalize() for word in code.split("_")), False))
+    gpus = ", ".join(map(label, entry.gpus))
+    message = ": ".join(filter(None, (gpus, entry.why or code)))
+    return Notice(about=node_subject(node), reason=reason, message=message, warning=warning, allocations=_ids(entry))
+
+
+def _ids(entry: Entry) -> tuple[str, ...]:
+    return (entry.id,) if entry.id else ()
+
+
+def _placed(a: Allocation, cards: Cards, label: Label) -> str:
+    name = f"{a.container}: " if a.container else ""
+    return name + ", ".join(_parts(a, cards, label)) + (f" ({a.why})" if a.why else "")
+
+
+def _parts(a: Allocation, cards: Cards, label: Label) -> Iterator[str]:
+    yield from map(label, a.gpus)
+    if a.whole:
+        number = a.core_count // CORES_PER_GPU
+        yield "whole" if number == 1 else f"{number} whole GPUs"
+    else:
+        yield f"{a.core_count} core{'s' if a.core_count > 1 else ''}"
+    if memory := memory_mebibytes(a, cards):
+        yield f"{memory} MiB"

@@ -1,0 +1,137 @@
+"""What a pod's grant costs the API server: 100 pods at once, until the last one's annotations are written.
+
+`python -m tests.bench.bench_writer [--rounds N]` prints one JSON object. The agent, its writer and the pod cache are the real ones in
+one event loop; the kubelet is in memory, so that all pods are granted at one instant, and the API server is the stand-in, in the same
+loop. Seconds count from the first grant: `grants` to the last one, `annotations` to the last patch, `events` to the last event; the
+writer's debounce and its pace (50 requests a second, 100 at once) are included. The floor is the same patches by a plain aiohttp
+client, one after another, as fast as it goes.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import structlog
+
+from gpumgr.app.announcing import Announcing
+from gpumgr.kubeapi.announcer import Announcer
+from gpumgr.kubeapi.cache import PodCache
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.notices import annotations_patch
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.bench.figures import median_and_worst
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import World
+
+PODS = 100
+GPUS = 8
+_NODE = "node-1"
+_POLL_SECONDS = 0.005
+_PATIENCE_SECONDS = 60.0
+
+
+class Round:
+    """A node and an API server that knows its pods."""
+
+    def __init__(self, world: World, api: SimApiServer, server: ApiServer) -> None:
+        self._world, self._api = world, api
+        self._cache, self._announcer = PodCache(server, _NODE), Announcer(server, _NODE)
+        self._announcing = Announcing(self._announcer, books=world.books, pods=self._cache, describe=lambda: None, node=_NODE)
+        container = SimContainer(name="main", cores=5, memory_blocks=1)
+        self.pods: list[SimPod] = [world.pod(f"pod-{number:03d}", container) for number in range(PODS)]
+
+    async def measure(self) -> tuple[float, float, float, float]:
+        """Seconds to the last grant, the last annotation, the last event, and requests for each pod."""
+        for pod in self.pods:
+            self._api.put(pod, PodStatus(phase="Pending"))
+        daemons = [asyncio.create_task(each.run()) for each in (self._cache, self._announcer, self._announcing)]
+        await self._until(lambda: len(list(self._cache.all())) == PODS)
+        began = time.perf_counter()
+        for pod in self.pods:
+            await self._world.admit(pod)
+        granted = time.perf_counter() - began
+        await self._until(lambda: all(map(self.annotations, self.pods)))
+        annotated = time.perf_counter() - began
+        await self._until(lambda: len(self._api.written.events) == PODS and not self._announcer.state().waiting)
+        told = time.perf_counter() - began
+        for daemon in daemons:
+            daemon.cancel()
+            with suppress(asyncio.CancelledError):
+                await daemon
+        return granted, annotated, told, sum(request not in ("list", "watch") for request in self._api.requests) / PODS
+
+    def annotations(self, pod: SimPod) -> Mapping[str, str]:
+        return self._api.annotations(pod.uid)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.perf_counter() + _PATIENCE_SECONDS
+        while not condition():
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"not within {_PATIENCE_SECONDS:.0f} s: all pods are told")
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+async def floor(api: SimApiServer, patches: Sequence[tuple[SimPod, Mapping[str, str]]]) -> float:
+    """Seconds for plain patches, one after another."""
+    headers = {"Content-Type": "application/merge-patch+json"}
+    async with aiohttp.ClientSession(api.url, headers=headers) as client:
+        began = time.perf_counter()
+        for pod, values in patches:
+            path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+            async with client.patch(path, data=json.dumps(annotations_patch(values, uid=pod.uid))) as response:
+                response.raise_for_status()
+        return time.perf_counter() - began
+
+
+async def measure_once(folder: Path) -> tuple[float, ...]:
+    """The round's figures, and the floor's seconds on a fresh server."""
+    async with SimApiServer(_NODE) as api:
+        server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
+        try:
+            taken = Round(await World.made(snapshot(GPUS, 16)), api, server)
+            figures = await taken.measure()
+        finally:
+            await server.close()
+        patches = [(pod, dict(taken.annotations(pod))) for pod in taken.pods]
+    async with SimApiServer(_NODE) as fresh:
+        for pod in taken.pods:
+            fresh.put(pod, PodStatus(phase="Pending"))
+        return *figures, await floor(fresh, patches)
+
+
+def measure(rounds: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="gb-") as folder:
+        taken = [asyncio.run(measure_once(Path(folder))) for _ in range(rounds)]
+    granted, annotated, told, calls, plain = zip(*taken, strict=True)
+    return {
+        "pods": PODS,
+        "grants": median_and_worst(granted),
+        "annotations": median_and_worst(annotated),
+        "events": median_and_worst(told),
+        "calls_for_each_pod": max(calls),
+        "floor": median_and_worst(plain),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+    print(json.dumps(measure(given.rounds), indent=2))
+
+
+if __name__ == "__main__":
+    main()
