@@ -8,7 +8,7 @@ flag                          here
 --query-port, --query-addr    http.port, http.address
 --kubeconfig                  kubernetes.kubeconfig (empty: the pod's service account)
 --sample-period               nvml.sample_period_seconds
---node-labels                 refused: gpumgr labels no nodes
+--node-labels                 kubernetes.node_labels; items without `=` or, but for the GPU's model, without a value are passed over
 --hostname-override           node.name (empty: this host's name)
 --virtual-manager-path        container.allocation_dir
 --device-plugin-path          kubelet.device_plugin_dir (empty: the kubelet's default)
@@ -16,11 +16,12 @@ flag                          here
 --share-mode                  placement.share_mode (gpu-manager's default is off, gpumgr's is on)
 --v                           log.level: debug from 4 on, else info
 --allocation-check-period     moot: every few seconds, always
---container-runtime-endpoint  moot: the kubelet is asked, not the container runtime
---cgroup-driver               moot: no cgroups are read
---runtime-request-timeout     moot: as the endpoint
+--container-runtime-endpoint  cri.socket
+--cgroup-driver               moot: the kernel tells in which cgroup a process is
+--runtime-request-timeout     moot: calls of the container runtime have a bound of their own
 --wait-timeout                moot: the agent probes its own sockets and retries
 --logtostderr and klog's      moot: the log always goes to stderr
+--addr                        display.socket: gpu-manager's packaged configuration has it, though gpu-manager knows no such flag
 --version                     refused: `gpumgr --version`
 
 `_` in a flag's name counts as `-`, as gpu-manager has it. A boolean flag alone means true; its value needs `=`.
@@ -118,19 +119,19 @@ def _moot(reason: str) -> _Rule:
     return lambda flag, _: GpuManagerFlags(notes=(f"{flag} has no effect: {reason}",))
 
 
-def _refuse_filled(reason: str) -> _Rule:
-    def rule(flag: str, text: str) -> GpuManagerFlags:
-        if text:
-            raise SettingsError(f"{flag} is not supported: {reason}")
-        return GpuManagerFlags()
-
-    return rule
-
-
 def _driver(flag: str, text: str) -> GpuManagerFlags:
     if text != "nvidia":
         raise SettingsError(f"{flag}={text} is not supported; allowed: nvidia (for a node without GPUs there is --sim)")
     return GpuManagerFlags()
+
+
+def _node_labels(flag: str, text: str) -> GpuManagerFlags:
+    """gpu-manager warns of items that it can't use, and labels the node with the others."""
+    key = "kubernetes.node_labels"
+    items = [item for item in text.split(",") if item]
+    usable = [item for item in items if item.startswith(_MODEL_LABEL) or all(item.partition("=")[::2])]
+    notes = tuple(f"{flag}: {item!r} is passed over; wanted: key=value" for item in items if item not in usable)
+    return GpuManagerFlags(overrides={key: parse_text(key, ",".join(usable), flag)} if usable else {}, notes=notes)
 
 
 def _version(flag: str, text: str) -> GpuManagerFlags:
@@ -190,7 +191,8 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
 
 
 _STDERR: Final = "gpumgr logs to stderr; log.level and log.format say how"
-_RUNTIME: Final = "gpumgr asks the kubelet which containers there are, not the container runtime"
+#: Its value is found out, whatever stands there.
+_MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 
 _RULES: Final[Mapping[str, _Rule]] = {
     "driver": _driver,
@@ -200,16 +202,16 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "query-addr": _sets_where_given("http.address"),
     "kubeconfig": _sets("kubernetes.kubeconfig"),
     "sample-period": _sets_where_given("nvml.sample_period_seconds"),
-    "node-labels": _refuse_filled("gpumgr labels no nodes; use the kubelet's --node-labels or `kubectl label node`"),
+    "node-labels": _node_labels,
     "hostname-override": _sets("node.name"),
     "virtual-manager-path": _sets_where_given("container.allocation_dir"),
     "device-plugin-path": _sets("kubelet.device_plugin_dir"),
     "checkpoint-path": _legacy_checkpoint,
     "share-mode": _sets_where_given("placement.share_mode"),
     "allocation-check-period": _moot("gpumgr compares its ledger with the kubelet every few seconds"),
-    "container-runtime-endpoint": _moot(_RUNTIME),
-    "cgroup-driver": _moot("gpumgr reads no cgroups"),
-    "runtime-request-timeout": _moot(_RUNTIME),
+    "container-runtime-endpoint": _sets("cri.socket"),
+    "cgroup-driver": _moot("the kernel tells gpumgr in which cgroup a process is, whatever driver made it"),
+    "runtime-request-timeout": _moot("gpumgr bounds its calls of the container runtime itself"),
     "wait-timeout": _moot("gpumgr probes its own sockets before it registers, and retries in place"),
     "v": _verbosity,
     "logtostderr": _moot(_STDERR),
@@ -218,6 +220,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "vmodule": _moot(_STDERR),
     "log-backtrace-at": _moot(_STDERR),
     "log-dir": _moot(_STDERR),
+    "addr": _sets_where_given("display.socket"),
     "version": _version,
 }
 _BOOLEAN: Final = frozenset({"share-mode", "logtostderr", "alsologtostderr", "version"})

@@ -9,7 +9,7 @@ import pytest
 
 from gpumgr.errors import InputError, SettingsError
 from gpumgr.settings import Settings, gpu_manager_flags, load_settings
-from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
+from gpumgr.settings.gpu_manager_flags import GpuManagerFlags, parse_gpu_manager_flags
 
 
 def settings_of(argv: Sequence[str]) -> Settings:
@@ -37,11 +37,19 @@ SETS: list[tuple[str, str, object]] = [
     ("--v=2", "log.level", "info"),
     ("-v=5", "log.level", "debug"),
     ("-v5", "log.level", "debug"),
+    ("--node-labels=a=b", "kubernetes.node_labels", ("a=b",)),
+    (
+        "--node-labels=gaia.tencent.com/gpu-model=,x.io/pool=night,",
+        "kubernetes.node_labels",
+        ("gaia.tencent.com/gpu-model=", "x.io/pool=night"),
+    ),
+    ("--container-runtime-endpoint=/run/crio/crio.sock", "cri.socket", Path("/run/crio/crio.sock")),
+    ("--container-runtime-endpoint=", "cri.socket", None),
+    ("--addr=/var/run/gpu-manager.sock", "display.socket", Path("/var/run/gpu-manager.sock")),
 ]
 
 MOOT = [
     "--allocation-check-period=30",
-    "--container-runtime-endpoint=/var/run/containerd/containerd.sock",
     "--cgroup-driver=systemd",
     "--runtime-request-timeout=5s",
     "--wait-timeout=1m",
@@ -59,7 +67,9 @@ SILENT = ["--driver=nvidia", "--extra-config=", "--volume-config=", "--node-labe
 REFUSED = {
     "--driver=dummy": r"--driver=dummy is not supported; allowed: nvidia",
     "--driver=": r"--driver= is not supported",
-    "--node-labels=a=b": r"--node-labels is not supported: gpumgr labels no nodes; use ",
+    "--node-labels=a=b,-c=d": r"--node-labels: kubernetes.node_labels: 'a=b,-c=d' is not allowed; allowed: a list, each item key=value",
+    "--node-labels=a=b=c": r"--node-labels: kubernetes.node_labels: 'a=b=c' is not allowed",
+    "--container-runtime-endpoint=unix:///run/c.sock": r"cri.socket: 'unix:///run/c.sock' is not allowed; allowed: an absolute path",
     "--version": r"use `gpumgr --version`",
     "--version=raw": r"use `gpumgr --version`",
     "--virtual-manager-path=": r"--virtual-manager-path must not be empty",
@@ -68,7 +78,8 @@ REFUSED = {
     "--share-mode=maybe": r"--share-mode: placement.share_mode: 'maybe' is not allowed; allowed: true or false",
     "--sample-period=0": r"--sample-period: nvml.sample_period_seconds: '0' is not allowed",
     "--v=high": r"--v=high is not allowed; allowed: a whole number from 0",
-    "--addr=/var/run/gpu-manager.sock": r"unknown flag --addr; ",
+    "--addr=": r"--addr must not be empty; it sets display.socket",
+    "--address=/var/run/gpu-manager.sock": r"unknown flag --address; ",
     "--share-mod": r"unknown flag --share-mod; did you mean 'share-mode'\?",
     "--query-port": r"--query-port needs a value",
     "serve": r"unexpected argument 'serve'",
@@ -107,6 +118,21 @@ def test_the_tables_here_and_in_the_docstring_have_every_flag() -> None:
     assert known <= tested
     documented = set(re.findall(r"--([a-z-]+)", gpu_manager_flags.__doc__ or ""))
     assert known - {"alsologtostderr", "stderrthreshold", "vmodule", "log-backtrace-at", "log-dir"} <= documented
+
+
+@pytest.mark.parametrize("item", ["pool", "pool=", "=night"])
+def test_a_node_label_that_is_none_is_passed_over(item: str) -> None:
+    note = f"--node-labels: {item!r} is passed over; wanted: key=value"
+    assert parse_gpu_manager_flags([f"--node-labels={item}"]) == GpuManagerFlags(notes=(note,))
+    with_another = parse_gpu_manager_flags([f"--node-labels={item},a=b"])
+    assert (with_another.overrides, with_another.notes) == ({"kubernetes.node_labels": ("a=b",)}, (note,))
+
+
+def test_what_gpu_managers_packaged_configuration_starts_with_is_accepted(tmp_path: Path) -> None:
+    extra = tmp_path / "extra-config.json"
+    extra.write_text("{}")
+    argv = [f"--extra-config={extra}", "--addr=/var/run/gpu-manager.sock", "--v=2", "--logtostderr"]
+    assert settings_of(argv).display.socket == Path("/var/run/gpu-manager.sock")
 
 
 def test_underscores_and_separate_values_are_understood() -> None:

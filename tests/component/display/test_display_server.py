@@ -1,0 +1,175 @@
+"""The socket of gpu-manager's service: what a client of another make hears there, whose file it is, and when it is left alone."""
+
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.display.server import DisplayServer
+from gpumgr.display.service import GpuDisplay
+from tests.component.deviceplugin.harness import short_folder
+from tests.display_api import Empty, as_json, display_services
+
+DATA = Path(__file__).parents[2] / "data" / "display"
+
+
+def golden(name: str) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return message
+
+
+def server_at(path: Path, *, version: str = "1.2.3") -> DisplayServer:
+    return DisplayServer(path, GpuDisplay(graph=lambda: golden("graph")["graph"], usage=lambda: golden("usage"), version=version))
+
+
+@asynccontextmanager
+async def client(path: Path) -> AsyncIterator[Any]:
+    """As a Go or C++ program dials it: unix socket, no TLS."""
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        yield display_services.GPUDisplayStub(channel)
+
+
+async def answers(path: Path) -> str:
+    """The version of who serves there."""
+    async with client(path) as stub:
+        return str((await stub.Version(Empty())).version)
+
+
+def put(kind: str, path: Path) -> int:
+    """Something there that is no socket; its inode."""
+    path.parent.mkdir()
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+    return path.lstat().st_ino
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder / "run" / "gpu-manager.sock"
+
+
+@pytest.fixture
+async def server(path: Path) -> AsyncIterator[DisplayServer]:
+    server = server_at(path)
+    assert await server.start()
+    yield server
+    await server.stop()
+
+
+async def test_all_three_calls(server: DisplayServer) -> None:
+    async with client(server.path) as stub:
+        assert as_json(await stub.PrintGraph(Empty())) == golden("graph")
+        assert as_json(await stub.PrintUsages(Empty())) == golden("usage")
+        assert as_json(await stub.Version(Empty())) == golden("version")
+
+
+async def test_each_call_tells_of_its_moment(path: Path) -> None:
+    lines = iter(("one", "two"))
+    server = DisplayServer(path, GpuDisplay(graph=lambda: next(lines), usage=dict, version="1"))
+    assert await server.start()
+    async with client(path) as stub:
+        assert [(await stub.PrintGraph(Empty())).graph for _ in range(2)] == ["one", "two"]
+        assert as_json(await stub.PrintUsages(Empty())) == golden("nothing")
+    await server.stop()
+
+
+async def test_an_unknown_call_is_refused(server: DisplayServer) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{server.path}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/display.GPUDisplay/Reset")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_socket_is_its_owners_alone_and_goes_with_the_server(server: DisplayServer) -> None:
+    mode = server.path.stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+    await server.stop()
+    assert not server.path.exists()
+    await server.stop()
+
+
+async def test_a_socket_that_a_dead_process_left_is_replaced(path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = server_at(path)
+    assert await server.start()
+    assert await answers(path) == "1.2.3"
+    await server.stop()
+
+
+async def test_where_another_process_answers_nothing_is_changed(server: DisplayServer) -> None:
+    late = server_at(server.path, version="late")
+    with capture_logs() as logs:
+        assert not await late.start()
+    (warning,) = logs
+    assert (warning["event"], warning["log_level"], warning["socket"]) == ("display_not_served", "warning", str(server.path))
+    assert warning["reason"].startswith("another process listens there")
+    await late.stop()
+    assert await answers(server.path) == "1.2.3"
+
+
+async def test_one_who_listens_and_has_too_much_to_do_counts_as_answering(path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(str(path))
+        busy.listen(0)
+        waiting.connect(str(path))
+        with capture_logs() as logs:
+            assert not await server_at(path).start()
+        assert logs[0]["reason"].startswith("another process listens there")
+        assert stat.S_ISSOCK(os.lstat(path).st_mode)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+async def test_what_is_no_socket_is_left_alone(path: Path, kind: str) -> None:
+    before = put(kind, path)
+    server = server_at(path)
+    with capture_logs() as logs:
+        assert not await server.start()
+    await server.stop()
+    assert [entry["event"] for entry in logs] == ["display_not_served"]
+    assert os.lstat(path).st_ino == before
+
+
+@pytest.mark.parametrize("below", ["x" * 120, "taken/gpu-manager.sock"])
+async def test_a_path_that_no_socket_can_have_is_told_and_lived_without(path: Path, below: str) -> None:
+    path.parent.mkdir()
+    (path.parent / "taken").write_text("a file, no folder")
+    server = server_at(path.parent / below)
+    with capture_logs() as logs:
+        assert not await server.start()
+    await server.stop()
+    assert [entry["event"] for entry in logs] == ["display_not_served"]
+
+
+async def test_a_successors_socket_outlives_the_server(server: DisplayServer) -> None:
+    server.path.unlink()
+    successor = server_at(server.path, version="next")
+    assert await successor.start()
+    await server.stop()
+    assert await answers(server.path) == "next"
+    await successor.stop()
+
+
+async def test_clients_of_a_stopped_server_are_told_so(server: DisplayServer) -> None:
+    async with client(server.path) as stub:
+        await stub.Version(Empty())
+        await server.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Version(Empty())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
