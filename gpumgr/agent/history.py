@@ -107,4 +107,4 @@ class History:
 
 
 def _alike(one: Entry, other: Entry) -> bool:
-    return (one.what, one.call, one.id, one.code, one.why) == (other.what, other.call, other.id, other.code, other.why)
+    return replace(one, number=0, at=0.0, candidates=()) == replace(other, number=0, at=0.0, candidates=())

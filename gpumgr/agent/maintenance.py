@@ -1,9 +1,39 @@
-"""What an operator does with one GPU: cordon, drain, uncordon, reset."""
+"""What an operator does with one GPU: cordon, drain, uncordon, reset.
 
-from dataclasses import dataclass
-from typing import Literal
+1. A cordon is on disk before it is confirmed, and in force when it is: no grant is decided after it that does not know of it.
+2. A drain is a cordon that also tells who is still there, and may ask the API server to evict them. It ends nobody itself.
+3. Only a GPU that is cordoned and empty is reset. NVML can't do that, so the driver's own program does; what it says is passed on.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
+
+import structlog
+
+from gpumgr.agent.books import Books
+from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
+from gpumgr.agent.gpu_names import find_card
+from gpumgr.agent.occupants import container_row, pod_of, stranger_rows
+from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.aio import run_shielded
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ids import Card
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodKey
+from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.topology.devices import GpuProcess
+from gpumgr.usage.picture import NodeUse
+
+log = structlog.get_logger(__name__)
 
 Action = Literal["cordon", "drain", "uncordon", "reset"]
+
+#: Code of a pod's entry in the history.
+EVICTED = "GpuDrained"
+#: How many of those who are in the way a refusal names.
+NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,3 +45,226 @@ class Order:
     gpu: str
     reason: str = ""
     evict: bool = False
+
+
+class Health(Protocol):
+    """Who says which GPUs take anything new (gpumgr.nvml.monitor.Monitor)."""
+
+    def hold(self, uuid: str, message: str) -> None:
+        """Nothing new goes there, also if the GPU comes only later."""
+        ...
+
+    def release(self, uuid: str) -> None: ...
+
+    async def tell_health(self) -> None:
+        """When this returns, what was held or released before is in force."""
+        ...
+
+    async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
+        """Those with a context on the GPU at this moment; None: the driver does not list them, or the GPU answers with an error. Raises
+        NvmlError if the driver does not answer."""
+        ...
+
+
+class Evict(Protocol):
+    """Asks the API server to evict this life of a pod; does not wait (gpumgr.kubeapi.announcer.Announcer.evict)."""
+
+    def __call__(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
+
+
+#: Resets the GPU with this UUID; what the driver's program said. Raises NvmlError with its words if it did not.
+Reset = Callable[[str], Awaitable[str]]
+
+
+class Maintenance:
+    """`restore` comes before the first GPU is offered.
+
+    `evict` None: there is no API server. `kept_by` says of a UUID, in words that follow "can't be reset:", what of our own has the GPU
+    in use (an MPS daemon), None if nothing has. `use` is the latest look at who uses what.
+    """
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        health: Health,
+        checkpoint: Checkpoint,
+        pods: Pods,
+        evict: Evict | None,
+        reset: Reset,
+        kept_by: Callable[[str], str | None] = lambda _: None,
+        use: Callable[[], NodeUse | None] = lambda: None,
+    ) -> None:
+        self._books, self._health, self._checkpoint, self._pods = books, health, checkpoint, pods
+        self._evict, self._reset, self._kept_by, self._use = evict, reset, kept_by, use
+        self._cordons: Mapping[str, Cordon] = {}
+        self._turn = asyncio.Lock()
+
+    @property
+    def cordons(self) -> Mapping[str, Cordon]:
+        """By UUID."""
+        return self._cordons
+
+    def restore(self, notes: Mapping[str, str]) -> None:
+        """After a restart: what was cordoned before it. Raises CheckpointError if the note can't be read."""
+        self._cordons = decode_cordons(notes.get(CORDONS_NOTE, "{}"))
+        for uuid, cordon in self._cordons.items():
+            self._health.hold(uuid, cordon.sentence)
+
+    async def follow(self, order: Order) -> Mapping[str, Any]:
+        """Carries the order out, to its end even if nobody waits for it any more; what became of it and who is on the GPU, as JSON.
+
+        Raises InputError for a GPU that is not known or a reason that is too long, Refusal if it can't be done now.
+        """
+        return await run_shielded(self._follow(order), name=f"gpu_{order.action}")
+
+    async def _follow(self, order: Order) -> Mapping[str, Any]:
+        order = replace(order, reason=" ".join(order.reason.split()))
+        if len(order.reason) > REASON_CHARACTERS:
+            raise InputError(f"the reason has {len(order.reason)} characters; {REASON_CHARACTERS} at most")
+        async with self._turn:
+            card = find_card(order.gpu, self._books.ledger.cards, self._books.inventory.snapshot.gpus)
+            match order.action:
+                case "cordon" | "drain":
+                    done = await self._close(card, order)
+                case "uncordon":
+                    done = {"changed": await self._put(card, None, order.reason)}
+                case "reset":
+                    done = await self._reset_empty(card, order)
+            return {"action": order.action, **self._state(card), **done}
+
+    # -- cordons -----------------------------------------------------------------------------------------------------------
+
+    async def _close(self, card: Card, order: Order) -> dict[str, Any]:
+        """A cordon never takes a drain back, and one without a reason keeps the reason of before."""
+        drain = order.action == "drain"
+        if drain and order.evict and self._evict is None:
+            raise Refusal(
+                "invalid_request",
+                "there is no API server to ask for evictions: this agent runs standalone; drain without evicting, and end the pods another "
+                "way",
+            )
+        before = self._cordons.get(card.uuid) or Cordon(since=self._books.history.now())
+        cordon = replace(before, reason=order.reason or before.reason, draining=before.draining or drain)
+        done: dict[str, Any] = {"changed": await self._put(card, cordon, cordon.reason)}
+        if drain and order.evict:
+            done |= self._evict_all(card, cordon)
+        return done
+
+    async def _put(self, card: Card, cordon: Cordon | None, why: str) -> bool:
+        """False: so it was already."""
+        if cordon == self._cordons.get(card.uuid):
+            return False
+        cordons = {uuid: kept for uuid, kept in self._cordons.items() if uuid != card.uuid}
+        if cordon is not None:
+            cordons[card.uuid] = cordon
+        try:
+            await self._checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons))
+        except CheckpointError as error:
+            raise Refusal("internal", f"it can't be remembered, so nothing was changed: {error}") from error
+        self._cordons = cordons
+        if cordon is None:
+            self._health.release(card.uuid)
+        else:
+            self._health.hold(card.uuid, cordon.sentence)
+        await self._health.tell_health()
+        self._tell(card, "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned", why)
+        return True
+
+    def _tell(self, card: Card, code: str, why: str) -> None:
+        log.info(f"gpu_{code}", gpu=card.uuid, reason=why)
+        history = self._books.history
+        history.add(Entry(at=history.now(), what="gpu", code=code, gpus=(card.name,), why=why))
+
+    # -- who is there ------------------------------------------------------------------------------------------------------
+
+    def _state(self, card: Card) -> dict[str, Any]:
+        """`gpu`, `cordon`, and what is on it: `containers` as /api/state has them, `strangers`, and whether it is `empty`."""
+        indices = {gpu.uuid: gpu.index for gpu in self._books.inventory.snapshot.gpus}
+        cordon = self._cordons.get(card.uuid)
+        containers = [container_row(card, holder, self._pods) for holder in self._books.ledger.on(card.name)]
+        strangers = stranger_rows(card, self._use())
+        return {
+            "at": self._books.history.now(),
+            "gpu": {"uuid": card.uuid, "name": card.name, "index": indices.get(card.uuid)},
+            "cordon": asdict(cordon) if cordon else None,
+            "empty": not containers and not strangers,
+            "containers": containers,
+            "strangers": strangers,
+        }
+
+    def _evict_all(self, card: Card, cordon: Cordon) -> dict[str, Any]:
+        """Each pod once. `not_evicted` are those of whom nobody knows which pod they are."""
+        reason = f"{self._label(card)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
+        pods: dict[tuple[PodKey, str], Allocation] = {}
+        nameless = []
+        for holder in self._books.ledger.on(card.name):
+            if name := pod_of(holder, self._pods):
+                pods.setdefault(name, holder)
+            else:
+                nameless.append(holder.describe())
+        for (pod, uid), holder in pods.items():
+            self._evict_pod(pod, uid, holder, reason)
+        return {"evicting": ["/".join(pod) for pod, _ in pods], "not_evicted": nameless}
+
+    def _evict_pod(self, pod: PodKey, uid: str, holder: Allocation, why: str) -> None:
+        assert self._evict is not None
+        self._evict(pod, uid, reason=why)
+        log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=why)
+        history = self._books.history
+        history.add(
+            Entry(
+                at=history.now(),
+                what="event",
+                code=EVICTED,
+                id=holder.id,
+                pod=pod,
+                pod_uid=uid,
+                container=holder.container,
+                gpus=holder.gpus,
+                why=f"the pod is evicted: {why}",
+            )
+        )
+
+    # -- reset -------------------------------------------------------------------------------------------------------------
+
+    async def _reset_empty(self, card: Card, order: Order) -> dict[str, Any]:
+        cordon, label = self._cordons.get(card.uuid), self._label(card)
+        if cordon is None:
+            raise Refusal(
+                "conflict",
+                f"{label} can't be reset: it is not cordoned, so somebody may be placed there any moment; drain it first",
+            )
+        if holders := self._books.ledger.on(card.name):
+            raise Refusal(
+                "conflict", f"{label} can't be reset: {_named([a.describe() for a in holders])} still on it; drain it first"
+            )
+        if obstacle := self._kept_by(card.uuid):
+            raise Refusal("conflict", f"{label} can't be reset: {obstacle}")
+        try:
+            await self._refuse_processes(card)
+            said = await self._reset(card.uuid)
+        except NvmlError as error:
+            log.warning("gpu_not_reset", gpu=card.uuid, reason=str(error))
+            raise Refusal("conflict", f"{label} was not reset: {error}") from error
+        self._tell(card, "reset", order.reason or cordon.reason)
+        return {"said": said}
+
+    async def _refuse_processes(self, card: Card) -> None:
+        """Where nobody can list them (the GPU is lost, say), the driver's program still refuses while one has the GPU open."""
+        processes = await self._health.processes(card.uuid)
+        if processes:
+            names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]
+            raise Refusal(
+                "conflict", f"{self._label(card)} can't be reset: {_named(names)} still on it, in no allocation; end them first"
+            )
+
+    def _label(self, card: Card) -> str:
+        return self._books.node().label(card.name)
+
+
+def _named(names: Sequence[str]) -> str:
+    """`a, b and 3 more are`."""
+    more = len(names) - NAMED
+    listed = ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    return f"{listed} {'is' if len(names) == 1 else 'are'}"

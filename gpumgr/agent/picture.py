@@ -48,8 +48,8 @@ class Picture:
     `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
 
     `registered` tells of each resource whether the kubelet has it from us, `not_ready` in sentences why the node can't take pods with
-    GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server. `connections` are those that the web server has open,
-    `connections_refused` those that it did not take for want of room since the start of the process.
+    GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server. `connections` are those
+    that the web server has open, `connections_refused` those that it did not take for want of room since the start of the process.
     """
 
     view: AgentView

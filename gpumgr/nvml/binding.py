@@ -76,6 +76,7 @@ class Binding:
 
     def __init__(self, path: str | None = None) -> None:
         self._path = path
+        self._begun = 0
         #: How often a function went wrong, by its name and NVML's error number. Grows for ever.
         self.errors: Counter[tuple[str, int]] = Counter()
 
@@ -88,11 +89,17 @@ class Binding:
             if exc.code != FUNCTION_NOT_FOUND:
                 raise
             self._init_of_old()
+        self._begun += 1
 
     def close(self) -> None:
-        """Shuts NVML down; a driver that is gone has nothing to shut down."""
+        """Shuts NVML down; a driver that is gone has nothing to shut down.
+
+        NVML counts: one left from before (a hang kept us from ending it) would keep the GPUs open as long as this process lives.
+        """
+        begun, self._begun = self._begun, 0
         with contextlib.suppress(DriverDown):
-            self.call("nvmlShutdown")
+            for _ in range(begun):
+                self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: Any) -> Any:
         """The binding's answer. Raises CallError, or DriverDown or DriverMismatchError where that is what the code means."""

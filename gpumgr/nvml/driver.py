@@ -1,18 +1,25 @@
 """The station's face: NVML as coroutines that never block the loop and never wait longer than they should."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from gpumgr.nvml.binding import Binding, Handle
+import structlog
+
+from gpumgr.errors import NvmlError
+from gpumgr.nvml.binding import Binding, CallError, Handle
 from gpumgr.nvml.events import EventThread, OnEvent, register_events
 from gpumgr.nvml.health import Observation
 from gpumgr.nvml.memory_limits import limits_obstacle, read_limit, set_limit
-from gpumgr.nvml.sampling import read_health, read_sample
+from gpumgr.nvml.sampling import read_health, read_processes, read_sample
 from gpumgr.nvml.snapshot import read_snapshot
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.nvml.worker import NvmlWorker
-from gpumgr.topology.devices import MemoryLimit, NodeSample, NodeSnapshot
+from gpumgr.topology.devices import GpuProcess, MemoryLimit, NodeSample, NodeSnapshot
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -45,6 +52,9 @@ class Nvml:
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
         self._opened = False
+        self._turn = asyncio.Lock()  # of those that begin and end sessions and waits for events
+        self._at_hand = asyncio.Event()
+        self._at_hand.set()
 
     @property
     def stuck_seconds(self) -> float:
@@ -58,9 +68,36 @@ class Nvml:
 
     async def open(self) -> None:
         """Loads the library and initialises NVML, anew if need be."""
-        await self._close_session()
-        await self._call(self._binding.open)
-        self._opened = True
+        async with self._turn:
+            await self._close_session()
+            await self._open_session()
+
+    @asynccontextmanager
+    async def let_go(self) -> AsyncIterator[None]:
+        """While this is entered there is no session, so that another program may have a GPU for itself; calls wait for the end of it.
+
+        Then there is a session again, without a watch for events. Raises NvmlError if a call hangs, since that can't be left.
+        """
+        async with self._turn:
+            self._at_hand.clear()
+            try:
+                await self._close_session()
+                if self._opened or self._worker.stuck_seconds:
+                    raise NvmlError("the session with the driver can't be ended: a call hangs inside it")
+                try:
+                    yield
+                finally:
+                    try:
+                        await self._open_session()
+                    except NvmlError as error:  # whoever calls next meets it, too
+                        log.warning("nvml_not_reopened", reason=str(error))
+            finally:
+                self._at_hand.set()
+
+    async def at_hand(self) -> None:
+        """Waits while the driver is let go."""
+        while not self._at_hand.is_set():
+            await self._at_hand.wait()
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
@@ -91,13 +128,21 @@ class Nvml:
         Returns the UUIDs of GPUs whose errors the driver doesn't report.
         """
         uuids = dict(self._seen)
-        event_set = await self._call(lambda: register_events(self._binding, uuids))
-        before, self._events = self._events, None
-        if event_set is not None:
-            self._events = EventThread(self._binding, event_set, on_event)
-        if before is not None:  # ended only now, so that no event falls between the two
-            await before.stop(timeout_seconds=_STOP_SECONDS)
+        async with self._turn:
+            event_set = await self._call(lambda: register_events(self._binding, uuids))
+            before, self._events = self._events, None
+            if event_set is not None:
+                self._events = EventThread(self._binding, event_set, on_event)
+            if before is not None:  # ended only now, so that no event falls between the two
+                await before.stop(timeout_seconds=_STOP_SECONDS)
         return frozenset(uuids.values()) if event_set is None else event_set.unmonitored
+
+    async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """Who has a context on the GPU at this moment; None if the driver does not list them, or the GPU answers with an error."""
+        try:
+            return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu, None))
+        except CallError:
+            return None
 
     async def compute_mode(self, uuid: str) -> int:
         """The GPU's compute mode, as NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
@@ -132,6 +177,10 @@ class Nvml:
         finally:
             self._worker.close()
 
+    async def _open_session(self) -> None:
+        await self._worker.call(self._binding.open, timeout_seconds=self._timeout_seconds)
+        self._opened = True
+
     async def _close_session(self) -> None:
         ended = await self._stop_events()
         if self._opened and ended:
@@ -148,4 +197,5 @@ class Nvml:
         return await self._call(lambda: self._binding.on_gpu(uuid, fn))
 
     async def _call(self, fn: Callable[[], T]) -> T:
+        await self.at_hand()
         return await self._worker.call(fn, timeout_seconds=self._timeout_seconds)

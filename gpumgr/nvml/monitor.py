@@ -3,12 +3,14 @@
 1. Without a driver it waits (it may be installed later) and says so once, not at every try.
 2. What one GPU answers concerns that GPU. Only when NVML as a whole is down are all GPUs unhealthy, until it is back.
 3. A GPU that was seen once is never forgotten: if it is no longer listed it is missing, and healthy again when it returns.
-4. Weather is retried here. DriverMismatchError alone leaves `run`: no library can be loaded twice in a process, so it must end.
+4. While the driver is let go for somebody else's sake, nobody looks and nobody's health changes: that is no outage.
+5. Weather is retried here. DriverMismatchError alone leaves `run`: no library can be loaded twice in a process, so it must end.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import NoReturn, Protocol
 
 import structlog
@@ -30,7 +32,7 @@ from gpumgr.nvml.health import (
     step,
 )
 from gpumgr.nvml.modules import load_modules
-from gpumgr.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.topology.devices import GpuProcess, NodeSample, NodeSnapshot
 
 log = structlog.get_logger()
 
@@ -86,7 +88,9 @@ class Monitor:
         self._health: dict[str, GpuHealth] = {}
         self._told: dict[str, GpuHealth] = {}
         self._snapshot: NodeSnapshot | None = None
+        self._held: dict[str, str] = {}
         self._down = False
+        self._stale = False
         self._wake = asyncio.Event()
 
     @property
@@ -95,14 +99,41 @@ class Monitor:
         return dict(self._health)
 
     def hold(self, uuid: str, message: str) -> None:
-        """An operator takes this GPU out of service."""
+        """An operator takes this GPU out of service, also one that is not there (yet)."""
+        self._held[uuid] = message
         self._observe(uuid, Held(message=message))
         self._wake.set()
 
     def release(self, uuid: str) -> None:
         """An operator gives it back; it is offered after the usual probation."""
+        self._held.pop(uuid, None)
         self._observe(uuid, Released())
         self._wake.set()
+
+    async def tell_health(self) -> None:
+        """Tells the listener if anybody's health differs from what it knows. When this returns, what was held before is closed."""
+        if any(_shown(self._told.get(uuid)) != _shown(health) for uuid, health in self._health.items()):
+            self._log_changes()
+            self._told = dict(self._health)
+            await self._listener.health_changed(self.health)
+
+    async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
+        """Who has a context on the GPU at this moment; None if the driver does not list them, or the GPU answers with an error.
+        Raises NvmlError if the driver as a whole does not answer."""
+        return await self._nvml.processes(uuid)
+
+    @asynccontextmanager
+    async def let_go(self) -> AsyncIterator[None]:
+        """While this is entered, this process has no session with the driver; samples and looks wait, and everybody's health stays.
+
+        What the driver would have reported meanwhile is not heard; the first look afterwards finds what came of it. Raises NvmlError
+        if a call hangs, and then the driver was not let go.
+        """
+        try:
+            async with self._nvml.let_go():
+                yield
+        finally:
+            self._stale = True  # in any case nobody waits for events any more
 
     async def run(self) -> NoReturn:
         """Until cancelled. Raises DriverMismatchError; closes NVML in any case."""
@@ -151,13 +182,14 @@ class Monitor:
         if first:
             log.warning("nvml_down", reason=message, gpus=len(self._health))
             await self._listener.driver_down(message)
-        await self._tell_health()
+        await self.tell_health()
 
     # -- with one --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> NoReturn:
         snapshot = await self._take_snapshot()
         while True:
+            await self._nvml.at_hand()
             begun = time.perf_counter()
             sample = await self._nvml.sample(utilization=self.watch_processes)
             self._on_batch(time.perf_counter() - begun)
@@ -165,18 +197,21 @@ class Monitor:
             await self._pause()
             looks = await self._nvml.look()
             readable = {gpu.uuid for gpu in snapshot.gpus}
-            if any(isinstance(look, Looked) and uuid not in readable for uuid, look in looks.items()):
+            if self._stale or any(isinstance(look, Looked) and uuid not in readable for uuid, look in looks.items()):
                 snapshot = await self._take_snapshot()
             else:
                 self._judge(looks)
-                await self._tell_health()
+                await self.tell_health()
 
     async def _take_snapshot(self) -> NodeSnapshot:
+        self._stale = False
         snapshot = await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
         readable = {gpu.uuid for gpu in snapshot.gpus}
         for uuid in sorted((readable | failed) - self._health.keys()):
             self._health[uuid] = new_health(self._clock())
+            if uuid in self._held:
+                self._observe(uuid, Held(message=self._held[uuid]))
         unmonitored = await self._nvml.watch_events(self._on_event)
         self._judge(await self._nvml.look())
         if self._down or snapshot != self._snapshot:
@@ -185,7 +220,7 @@ class Monitor:
                 log.warning("gpu_not_readable", index=failure.index, gpu=failure.uuid, reason=failure.reason)
         self._down = False
         self._snapshot = snapshot
-        await self._tell_health()
+        await self.tell_health()
         await self._listener.snapshot_taken(snapshot)
         return snapshot
 
@@ -204,7 +239,7 @@ class Monitor:
             except TimeoutError:
                 return
             self._wake.clear()
-            await self._tell_health()
+            await self.tell_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
         """From the driver. An event that names no GPU concerns them all, as the driver can't tell which is hit."""
@@ -219,13 +254,6 @@ class Monitor:
         health = self._health.get(uuid)
         if health is not None:
             self._health[uuid] = step(health, observation, self._clock(), self._rules)
-
-    async def _tell_health(self) -> None:
-        """Tells the listener if anybody's health differs from what it knows."""
-        if any(_shown(self._told.get(uuid)) != _shown(health) for uuid, health in self._health.items()):
-            self._log_changes()
-            self._told = dict(self._health)
-            await self._listener.health_changed(self.health)
 
     def _log_changes(self) -> None:
         """A line for each GPU whose state or reason differs from what was told; none for one that is new and well."""

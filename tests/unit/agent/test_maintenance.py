@@ -1,0 +1,352 @@
+"""Cordon, drain, uncordon, reset: what is refused, what is remembered, and who hears of it."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumgr.agent.cordons import Cordon, decode_cordons
+from gpumgr.agent.maintenance import Action, Maintenance, Order
+from gpumgr.allocator.pods import PodKey
+from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
+from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from gpumgr.topology.devices import GpuProcess, NodeSnapshot
+from gpumgr.units import BLOCK_BYTES
+from gpumgr.usage.picture import NodeUse, Stranger
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import Refused, World
+
+FIRST = "GPU-00000000-1111-2222-3333-444444444444"
+
+
+def app(cores: int, blocks: int = 0) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+
+
+class Driver:
+    """The nvml station's side: closes what is held when it is told to tell, and resets."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.held: dict[str, str] = {}
+        self.processes_of: dict[str, Sequence[GpuProcess] | None] = {}
+        self.error: NvmlError | None = None
+        self.resets: list[str] = []
+
+    def hold(self, uuid: str, message: str) -> None:
+        self.held[uuid] = message
+
+    def release(self, uuid: str) -> None:
+        self.held.pop(uuid, None)
+
+    async def tell_health(self) -> None:
+        await self._world.books.set_fitness(failed={}, closed=self.held)
+
+    async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
+        return self.processes_of.get(uuid, ())
+
+    async def reset(self, uuid: str) -> str:
+        if self.error is not None:
+            raise self.error
+        self.resets.append(uuid)
+        return "GPU 00000000:00:00.0 was successfully reset."
+
+
+class Bench:
+    """A node of `gpus` GPUs with 16 blocks each, and the maintenance of it."""
+
+    def __init__(self, world: World, *, api_server: bool = True) -> None:
+        self.world, self.driver = world, Driver(world)
+        self.evicted: list[tuple[PodKey, str, str]] = []
+        self.kept_by: str | None = None
+        self.use: NodeUse | None = None
+        self._api_server = api_server
+        self.maintenance = self.again()
+
+    @classmethod
+    async def made(cls, gpus: int = 1, *, node: NodeSnapshot | None = None, **options: bool) -> "Bench":
+        return cls(await World.made(node or snapshot(gpus, 16)), **options)
+
+    def again(self) -> Maintenance:
+        """As after a restart, before `restore`."""
+        world = self.world
+        return Maintenance(
+            books=world.books,
+            health=self.driver,
+            checkpoint=world.checkpoint,
+            pods=world.pods,
+            evict=self._evict if self._api_server else None,
+            reset=self.driver.reset,
+            kept_by=lambda _uuid: self.kept_by,
+            use=lambda: self.use,
+        )
+
+    def _evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
+        self.evicted.append((pod, uid, reason))
+
+    async def order(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
+        answer = await self.maintenance.follow(Order(action=action, gpu=gpu, **more))
+        plain: dict[str, Any] = json.loads(json.dumps(answer))
+        return plain
+
+    async def refused(self, action: Action, **more: Any) -> str:
+        with pytest.raises(Refusal) as refusal:
+            await self.order(action, **more)
+        return str(refusal.value)
+
+    async def run(self, name: str, cores: int = 30, blocks: int = 4) -> SimPod:
+        return await self.world.run(self.world.pod(name, app(cores, blocks)))
+
+    @property
+    def told(self) -> list[tuple[str | None, str]]:
+        """The history's entries of GPUs: code and reason."""
+        return [(entry.code, entry.why) for entry in self.world.books.history.entries() if entry.what == "gpu"]
+
+    @property
+    def unfit(self) -> list[str]:
+        return list(self.world.books.node().unfit.values())
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "GPU2", "gpu2", " 2 ", "GPU-00000002-1111-2222-3333-444444444444", "GPU-00000002", "gpu-00000002-1", "00000002"]
+)
+async def test_a_gpu_has_many_names(text: str) -> None:
+    bench = await Bench.made(4)
+    answer = await bench.order("cordon", text)
+    assert answer["gpu"] == {"uuid": "GPU-00000002-1111-2222-3333-444444444444", "name": "00000002", "index": 2}
+
+
+@pytest.mark.parametrize(("text", "what"), [("GPU-0000", "several"), ("7", "no"), ("", "no"), ("00000", "no"), ("GPU", "no")])
+async def test_a_name_of_no_gpu_or_of_several_is_answered_with_all_of_them(text: str, what: str) -> None:
+    bench = await Bench.made(2)
+    with pytest.raises(
+        InputError, match=f"{what} GPUs? of this node (is|are) called '{text}'.*GPU0 = {FIRST}, GPU1 = GPU-00000001"
+    ):
+        await bench.order("cordon", text)
+    assert (bench.unfit, bench.told) == ([], [])
+
+
+async def test_nothing_new_goes_to_a_cordoned_gpu_and_who_is_there_goes_on() -> None:
+    bench = await Bench.made()
+    await bench.run("first")
+    answer = await bench.order("cordon", reason="broken\n fan ")
+    assert answer["cordon"]["reason"] == "broken fan"
+    assert [row["pod"] for row in answer["containers"]] == ["first"]
+    assert (answer["changed"], answer["empty"]) == (True, False)
+    assert bench.unfit == ["cordoned by the operator: broken fan"]
+    with pytest.raises(Refused):
+        await bench.run("second")
+    assert [a.pod for a in bench.world.ledger.allocations.values()] == [("team", "first")]
+    (entry,) = [entry for entry in bench.world.books.history.entries() if entry.what == "gpu"]
+    assert (entry.code, entry.why, entry.gpus) == ("cordoned", "broken fan", ("00000000",))
+
+
+async def test_a_cordon_that_can_not_be_remembered_is_not_made() -> None:
+    bench = await Bench.made()
+    bench.world.checkpoint.full = True
+    assert "nothing was changed: no space left" in await bench.refused("cordon")
+    assert (bench.unfit, bench.told, bench.maintenance.cordons) == ([], [], {})
+
+
+async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
+    bench = await Bench.made()
+    first = await bench.order("cordon", reason="broken fan")
+    again = await bench.order("cordon", reason="broken fan")
+    wordless = await bench.order("cordon")
+    other = await bench.order("cordon", reason="two broken fans")
+    assert [answer["changed"] for answer in (first, again, wordless, other)] == [True, False, False, True]
+    assert bench.unfit == ["cordoned by the operator: two broken fans"]
+    assert bench.told == [("cordoned", "broken fan"), ("cordoned", "two broken fans")]
+
+
+async def test_a_cordon_outlives_the_agent() -> None:
+    bench = await Bench.made(2)
+    await bench.order("drain", "1", reason="broken fan")
+    kept = bench.maintenance.cordons
+    bench.driver.held.clear()
+    bench.maintenance = bench.again()
+    bench.maintenance.restore(bench.world.checkpoint.notes)
+    assert bench.maintenance.cordons == kept
+    assert list(bench.driver.held.values()) == ["cordoned by the operator: broken fan"]
+    assert [(cordon.reason, cordon.draining) for cordon in kept.values()] == [("broken fan", True)]
+
+
+def test_no_note_is_no_cordon_and_a_damaged_one_is_an_error() -> None:
+    assert decode_cordons("{}") == {}
+    for damaged in ('["GPU-0"]', '{"GPU-0": {}}', "{", '{"GPU-0": {"reason": "", "since": null, "draining": false}}'):
+        with pytest.raises(CheckpointError, match="cordon the GPUs again"):
+            decode_cordons(damaged)
+
+
+async def test_a_gpu_that_is_away_can_be_cordoned_and_given_back() -> None:
+    bench = await Bench.made(2)
+    both = bench.world.node
+    await bench.world.books.set_snapshot(snapshot(1, 16))
+    answer = await bench.order("cordon", "GPU-00000001")
+    assert answer["gpu"]["index"] is None
+    await bench.world.books.set_snapshot(both)
+    assert bench.world.books.node().unfit == {"00000001": "cordoned by the operator"}
+    await bench.order("uncordon", "1")
+    assert bench.unfit == []
+
+
+async def test_uncordon_gives_back_once() -> None:
+    bench = await Bench.made()
+    await bench.order("cordon", reason="broken fan")
+    answer = await bench.order("uncordon", reason="fan replaced")
+    assert (answer["cordon"], answer["changed"], bench.unfit) == (None, True, [])
+    assert not (await bench.order("uncordon"))["changed"]
+    assert bench.told == [("cordoned", "broken fan"), ("uncordoned", "fan replaced")]
+    assert json.loads(bench.world.checkpoint.notes["cordons"]) == {}
+
+
+async def test_an_order_is_carried_out_though_nobody_waits_for_it() -> None:
+    bench = await Bench.made()
+    async with bench.world.books.lock:
+        waiting = asyncio.create_task(bench.order("cordon"))
+        while not bench.maintenance.cordons:  # noqa: ASYNC110 (the order waits for the lock that we hold)
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    second = await bench.order("cordon", reason="broken fan")
+    assert second["changed"]
+    assert [code for code, _ in bench.told] == ["cordoned", "cordoned"]
+
+
+async def test_a_reason_is_short() -> None:
+    bench = await Bench.made()
+    with pytest.raises(InputError, match="257 characters; 256 at most"):
+        await bench.order("cordon", reason="x" * 257)
+
+
+# -- drain -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_tells_who_is_there_until_nobody_is() -> None:
+    bench = await Bench.made()
+    pod = await bench.run("first")
+    answer = await bench.order("drain", reason="broken fan")
+    (row,) = answer["containers"]
+    assert (row["namespace"], row["pod"], row["uid"], row["container"]) == ("team", "first", pod.uid, "main")
+    assert (row["cores"], row["memory_bytes"], row["granted_at"]) == (30, 4 * BLOCK_BYTES, bench.world.wall)
+    assert (answer["empty"], answer["cordon"]["draining"], bench.evicted) == (False, True, [])
+    bench.world.end(pod)
+    await bench.world.sweep(2)
+    await bench.world.sweep(2)
+    assert (await bench.order("drain"))["empty"]
+    assert bench.told == [("draining", "broken fan")]
+
+
+async def test_a_whole_gpus_memory_is_the_gpus() -> None:
+    bench = await Bench.made(2)
+    await bench.run("first", 200, 0)
+    answer = await bench.order("drain", "1")
+    assert [(row["cores"], row["memory_bytes"], row["whole"]) for row in answer["containers"]] == [(100, 16 * BLOCK_BYTES, True)]
+
+
+async def test_a_cordon_takes_no_drain_back() -> None:
+    bench = await Bench.made()
+    await bench.order("drain")
+    assert (await bench.order("cordon", reason="broken fan"))["cordon"]["draining"]
+    assert bench.told == [("draining", ""), ("draining", "broken fan")]
+
+
+async def test_processes_without_an_allocation_block_a_drain() -> None:
+    bench = await Bench.made(2)
+    strangers = [
+        Stranger(gpu="00000000", uuid=FIRST, pid=7, memory_bytes=5),
+        Stranger(gpu="00000001", uuid="GPU-00000001-1111-2222-3333-444444444444", pid=8),
+    ]
+    bench.use = NodeUse(taken_at=1.0, strangers={(each.gpu, each.pid): each for each in strangers})
+    answer = await bench.order("drain")
+    assert (answer["empty"], answer["strangers"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
+
+
+async def test_each_pod_is_evicted_once_and_its_story_tells_why() -> None:
+    bench = await Bench.made()
+    two = bench.world.pod("two", *(replace(app(10, 1), name=name) for name in ("a", "b")))
+    await bench.world.run(two)
+    other = await bench.run("other")
+    answer = await bench.order("drain", evict=True, reason="broken fan")
+    why = "GPU0 (00000000) is drained: broken fan"
+    assert bench.evicted == [(("team", "two"), two.uid, why), (("team", "other"), other.uid, why)]
+    assert (answer["evicting"], answer["not_evicted"]) == (["team/two", "team/other"], [])
+    events = [entry for entry in bench.world.books.history.entries() if entry.what == "event"]
+    assert [(entry.pod, entry.code, entry.why) for entry in events] == [
+        (("team", name), "GpuDrained", f"the pod is evicted: {why}") for name in ("two", "other")
+    ]
+    assert {entry.id for entry in events} <= bench.world.ledger.allocations.keys()
+
+
+async def test_who_has_no_known_name_is_not_evicted_and_told() -> None:
+    bench = await Bench.made()
+    pod = await bench.run("first")
+    (allocation,) = bench.world.ledger.allocations.values()
+    bench.world.books.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+    assert (await bench.order("drain", evict=True))["evicting"] == ["team/first"]
+    bench.world.end(pod, None)
+    answer = await bench.order("drain", evict=True)
+    assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main)"])
+
+
+async def test_without_an_api_server_nobody_can_be_evicted_and_nothing_is_changed() -> None:
+    bench = await Bench.made(api_server=False)
+    assert "no API server" in await bench.refused("drain", evict=True)
+    assert (bench.unfit, bench.told) == ([], [])
+    assert (await bench.order("drain"))["empty"]
+
+
+# -- reset -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_gpu_that_is_cordoned_and_empty_is_reset() -> None:
+    bench = await Bench.made()
+    assert "not cordoned" in await bench.refused("reset")
+    await bench.order("cordon", reason="broken fan")
+    answer = await bench.order("reset")
+    assert (answer["said"], answer["cordon"]["reason"]) == ("GPU 00000000:00:00.0 was successfully reset.", "broken fan")
+    assert bench.driver.resets == [FIRST]
+    assert bench.told == [("cordoned", "broken fan"), ("reset", "broken fan")]
+
+
+async def test_a_gpu_that_somebody_has_is_not_reset() -> None:
+    bench = await Bench.made()
+    for name in ("first", "second"):
+        await bench.run(name, 10, 1)
+    await bench.order("cordon")
+    assert "team/first (main), team/second (main) are still on it" in await bench.refused("reset")
+    bench.world.books.put(bench.world.ledger.free(bench.world.ledger.allocations))
+    bench.kept_by = "its MPS daemon ends a minute after the last container"
+    assert "can't be reset: its MPS daemon ends" in await bench.refused("reset")
+    bench.kept_by = None
+    bench.driver.processes_of[FIRST] = [GpuProcess(pid=pid, memory_bytes=3 << 20) for pid in range(1, 11)]
+    text = await bench.refused("reset")
+    assert "pid 1 (3 MiB), " in text
+    assert text.endswith("pid 8 (3 MiB) and 2 more are still on it, in no allocation; end them first")
+    assert (bench.driver.resets, [code for code, _ in bench.told]) == ([], ["cordoned"])
+
+
+async def test_the_drivers_words_are_passed_on_and_a_reset_that_failed_is_none() -> None:
+    bench = await Bench.made()
+    await bench.order("cordon")
+    bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
+    assert await bench.refused("reset") == (
+        "GPU0 (00000000) was not reset: nvidia-smi says (exit code 255): In use by another client"
+    )
+    assert [code for code, _ in bench.told] == ["cordoned"]
+
+
+async def test_a_lost_gpu_is_reset_though_nobody_can_list_its_processes() -> None:
+    bench = await Bench.made()
+    bench.driver.processes_of[FIRST] = None
+    await bench.order("cordon")
+    await bench.order("reset")
+    assert bench.driver.resets == [FIRST]
+
+
+async def test_cordons_are_values() -> None:
+    assert Cordon().sentence == "cordoned by the operator"
+    assert Cordon(reason="broken fan").sentence == "cordoned by the operator: broken fan"
