@@ -1,8 +1,9 @@
-"""The stage: a simulated node with its GPUs, kubelet and API server in this process, and the real agent in another one."""
+"""The stage: a simulated node with its GPUs, kubelet, container runtime and API server in this process, and the real agent in another."""
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,36 +11,71 @@ import aiohttp
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumgr.allocator.ids import gpu_name
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.demo.journal import Journal
 from gpumgr.demo.process import COMMAND, AgentProcess
+from gpumgr.demo.settings import node_settings
 from gpumgr.sim.apiserver import SimApiServer
-from gpumgr.sim.control import SimControl
+from gpumgr.sim.control import SimControl, SimProcess
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
-from gpumgr.units import KINDS, RESOURCE_OF
+from gpumgr.sim.load import SimLoad
+from gpumgr.sim.nodes import NodeDescription, load_node
+from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.runtime import SimRuntime
+from gpumgr.units import CORE_RESOURCE, KINDS, RESOURCE_OF, GpuName
 
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
 SAMPLE_PERIOD_SECONDS: Final = 0.25
+#: Where in the node's folder its GPUs and processes are.
+_GPUS: Final = "gpus"
 
 Facts = dict[str, Any]
+#: (name, labels) -> value.
+Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What one container's process takes of each GPU that the container has."""
+
+    pod: SimPod
+    container: str = "main"
+    memory_bytes: int
+    sm_percent: int = 0
 
 
 class Node:
     """Make it with `open_node`.
 
     `pods` are those that came and were not deleted; `labels` is what people call a GPU ("GPU3"), by its name and by its UUID, once
-    `graph` was asked.
+    `graph` was asked. `indices` are NVML's numbers of the GPUs by their names, as `control` and `stray` take them.
+
+    What may happen: `control` has the GPUs' and the driver's faults; `kubelet`, `api` and `runtime` go away with `stop` (the kubelet
+    with `kill`) and come back with `start`.
     """
 
     def __init__(
-        self, folder: Path, kubelet: SimKubelet, api: SimApiServer | None, agent: AgentProcess, http: aiohttp.ClientSession
+        self,
+        folder: Path,
+        description: NodeDescription,
+        kubelet: SimKubelet,
+        runtime: SimRuntime,
+        api: SimApiServer | None,
+        agent: AgentProcess,
+        http: aiohttp.ClientSession,
     ) -> None:
-        self.folder, self.kubelet, self.api, self.agent, self.journal = folder, kubelet, api, agent, agent.journal
-        self.control = SimControl(folder / "gpus" / "control.txt")
+        self.folder, self.description, self.agent, self.journal = folder, description, agent, agent.journal
+        self.kubelet, self.runtime, self.api = kubelet, runtime, api
+        self.control = SimControl(folder / _GPUS / "control.txt")
         self.pods: dict[str, SimPod] = {}
         self.labels: dict[str, str] = {}
+        self.indices: dict[GpuName, int] = {}
+        for index in range(len(description.gpus)):
+            self.indices[gpu_name(description.uuid_of(index), self.indices)] = index
+        self._processes, self._load = runtime.processes, SimLoad(self.control, description)
         self._http = http
         self._numbers = itertools.count(1)
 
@@ -72,8 +108,8 @@ class Node:
         self.labels |= {gpu[key]: f"GPU{gpu['index']}" for gpu in shown for key in ("name", "uuid")}
         return gpus
 
-    async def metrics(self) -> Mapping[tuple[str, frozenset[tuple[str, str]]], float]:
-        """(name, labels) -> value, of the last rendering."""
+    async def metrics(self) -> Metrics:
+        """Those of the last rendering."""
         async with self._http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         return {
@@ -81,6 +117,15 @@ class Node:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
+
+    async def memory_used(self) -> Mapping[tuple[str, str, str], float]:
+        """Bytes by (pod, container, GPU's UUID), as the agent's last page of metrics tells them."""
+        labelled = {
+            tuple(dict(labels)[key] for key in ("pod", "container", "gpu")): value
+            for (name, labels), value in (await self.metrics()).items()
+            if name == "gpumgr_container_memory_used_bytes"
+        }
+        return {(pod, container, gpu): value for (pod, container, gpu), value in labelled.items()}
 
     def ledger(self) -> Ledger:
         """What the agent's checkpoint holds; its laws are checked. Raises ValueError if one is broken."""
@@ -96,8 +141,19 @@ class Node:
         """The pod comes to the node, is admitted and started; a refused one is Failed."""
         self.show(pod, PodStatus(phase="Pending"))
         status = await self.kubelet.run(pod)
+        if status.phase == "Running":
+            for container in pod.admission_order:
+                self.runtime.run(pod, container.name)
+                if container.kind == "init":
+                    self.runtime.end(pod.uid, container.name)
         self.show(pod, status)
         return status
+
+    async def restart_container(self, pod: SimPod, container: str = "main") -> None:
+        """It ends and starts again, as another process that uses nothing yet. Raises SimKubeletError if it can't start."""
+        self._load.remove(self.runtime.end(pod.uid, container))
+        await self.kubelet.start_container(pod, container)
+        self.runtime.run(pod, container)
 
     def show(self, pod: SimPod, status: PodStatus) -> None:
         """The API server tells this of the pod."""
@@ -106,10 +162,15 @@ class Node:
             self.api.put(pod, status)
 
     def delete(self, pod: SimPod) -> None:
-        del self.pods[pod.uid]
-        self.kubelet.delete(pod.uid)
         if self.api is not None:
             self.api.remove(pod.uid)
+        self.forget(pod.uid)
+
+    def forget(self, uid: str) -> None:
+        """The pod is gone from the API server: its processes end, then the kubelet lets it go."""
+        self.pods.pop(uid, None)
+        self._load.remove(self.runtime.remove(uid))
+        self.kubelet.delete(uid)
 
     def gpus_of(self, pod: SimPod) -> frozenset[str]:
         """Names of the GPUs whose ids the kubelet gave to the pod's containers."""
@@ -119,6 +180,44 @@ class Node:
             for kind in KINDS
             for device_id in self.kubelet.held(pod.uid, container.name, RESOURCE_OF[kind])
         )
+
+    # -- what their processes do -------------------------------------------------------------------------------------------
+
+    def running(self) -> Iterator[tuple[SimPod, SimContainer, frozenset[GpuName]]]:
+        """The containers that run on GPUs."""
+        for pod in list(self.pods.values()):
+            for container in pod.containers:
+                if container.cores and self.runtime.running(pod.uid, container.name) is not None:
+                    yield pod, container, self._gpus_of(pod, container.name)
+
+    def use(self, pod: SimPod, container: str = "main", *, memory_bytes: int, sm_percent: int = 0) -> None:
+        """From now on the container's process uses so much of each of its GPUs."""
+        self.use_all([Use(pod=pod, container=container, memory_bytes=memory_bytes, sm_percent=sm_percent)])
+
+    def use_all(self, uses: Iterable[Use]) -> None:
+        """All at one instant. Those of containers that do not run count for nothing."""
+        self._load.put(
+            (self.indices[gpu], SimProcess(pid=running.pid, memory_bytes=use.memory_bytes, sm_percent=use.sm_percent))
+            for use in uses
+            if (running := self.runtime.running(use.pod.uid, use.container)) is not None and running.pid is not None
+            for gpu in self._gpus_of(use.pod, use.container)
+        )
+
+    def stray(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
+        """The pid of a new process on the GPU that is in no container."""
+        pid = self._processes.start()
+        self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
+        return pid
+
+    def end_stray(self, pid: int) -> None:
+        self._processes.end(pid)
+        self._load.remove([pid])
+
+    def _gpus_of(self, pod: SimPod, container: str) -> frozenset[GpuName]:
+        ids = self.kubelet.held(pod.uid, container, CORE_RESOURCE)
+        return frozenset(device_id.rpartition("-")[0] for device_id in ids)
+
+    # -- kubelet and ledger ------------------------------------------------------------------------------------------------
 
     def disagreements(self) -> list[str]:
         """Where the agent's checkpoint and the kubelet differ about the pods that hold something; empty as it should be."""
@@ -163,41 +262,20 @@ async def open_node(
 
     `settings` go over the node's own, section by section; `command` starts the agent.
     """
-    (folder / "gpus").mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
-        api = await stack.enter_async_context(SimApiServer(NODE_NAME)) if api_server else None
+        server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.forget(uid))
+        api = await stack.enter_async_context(server) if api_server else None
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
+        runtime = await stack.enter_async_context(SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS)))
         config = folder / "gpumgr.yaml"
-        config.write_text(yaml.safe_dump(_settings(folder, api, settings or {})), encoding="utf-8")
-        arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / "gpus")]
+        written = node_settings(folder, NODE_NAME, SAMPLE_PERIOD_SECONDS, runtime, api, settings or {})
+        config.write_text(yaml.safe_dump(written), encoding="utf-8")
+        arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]
         agent = AgentProcess(arguments, journal or Journal(), command=command)
         stack.push_async_callback(agent.close)
-        yield Node(folder, kubelet, api, agent, http)
-
-
-def _settings(folder: Path, api: SimApiServer | None, over: Mapping[str, Mapping[str, object]]) -> Facts:
-    kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
-    own: dict[str, dict[str, object]] = {
-        "node": {"name": NODE_NAME},
-        "kubelet": {
-            "device_plugin_dir": str(folder / "device-plugins"),
-            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
-        },
-        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "gpu-manager.json")},
-        "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
-        "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
-        "container": {"allocation_dir": str(folder / "vm")},
-        # Simulated GPUs, so nothing of this host may limit them: neither its MPS nor its containers.
-        "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
-        "mps": {"control_program": str(folder / "no-mps")},
-        "cri": {"socket": str(folder / "cri.sock")},
-        "http": {"port": 0, "socket": str(folder / "agent.sock")},
-        "display": {"socket": str(folder / "display.sock")},
-        "log": {"format": "json"},
-        "process": {"lock_path": str(folder / "agent.lock")},
-    }
-    return {section: {**own.get(section, {}), **over.get(section, {})} for section in {**own, **over}}
+        node = Node(folder, load_node(sim), kubelet, runtime, api, agent, http)
+        yield node
 
 
 def _leaves(node: Facts) -> list[Facts]:

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -13,8 +14,10 @@ from typing import Any, Final, Protocol
 import aiohttp
 
 from gpumgr.demo.journal import Journal, Line
+from gpumgr.demo.life import Life
 from gpumgr.demo.node import Node, open_node
 from gpumgr.demo.script import NotAsScriptedError, Script, Step
+from gpumgr.demo.work import Work
 from gpumgr.errors import GpumgrError
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.library import compile_library
@@ -23,6 +26,8 @@ SIM: Final = "hgx-h100-8"
 #: The whole script, and one step of it. A step that takes longer waits for what does not come.
 _SCRIPT_SECONDS: Final = 24.0
 _STEP_SECONDS: Final = 10.0
+#: The agent's own default first.
+_PAGE_PORTS: Final = range(5678, 5698)
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -60,18 +65,44 @@ async def play(audience: Audience) -> list[Result]:
     await asyncio.to_thread(compile_library)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as folder, _interruption() as interrupted:
-        async with open_node(Path(folder), sim=SIM, journal=Journal(audience.heard)) as node, audience.watching(node):
+        settings = {"http": {"port": _page_port()}}
+        async with (
+            open_node(Path(folder), sim=SIM, settings=settings, journal=Journal(audience.heard)) as node,
+            audience.watching(node),
+            _at_work(work := Work(node)),
+        ):
             script = Script(node, time.monotonic)
             every = (*script.steps, script.last_step)
             await _unless(interrupted, _play_steps(script.steps, node, audience, results))
             if len(results) == len(script.steps) and results[-1].ok:
                 if audience.stays:
-                    await _unless(interrupted, script.idle())
+                    await _unless(interrupted, Life(node, work).run())
                 await _play_steps((script.last_step,), node, audience, results)
     for step in every[len(results) :]:
         results.append(Result(name=step.name, ok=False, detail="not reached"))
         audience.step_ended(results[-1])
     return results
+
+
+def _page_port() -> int:
+    """The first of the page's ports that is free (0: none is, any will do): a browser finds the page again after the agent's restart.
+    Nobody else is given one of them meanwhile: the kernel hands out higher ones."""
+    for port in _PAGE_PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _at_work(work: Work) -> AsyncIterator[None]:
+    """The containers do something meanwhile. Raises what they fail with."""
+    task = asyncio.create_task(work.run(), name="work")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _play_steps(steps: Sequence[Step], node: Node, audience: Audience, results: list[Result]) -> None:

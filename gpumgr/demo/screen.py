@@ -15,17 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.demo.journal import Line
-from gpumgr.demo.node import Facts, Node
+from gpumgr.demo.node import Facts, Metrics, Node
 from gpumgr.demo.play import Result
 from gpumgr.demo.telling import Teller
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 _LOOK_SECONDS: Final = 0.3
-_BAR_CELLS: Final = 10
+_GIBIBYTE: Final = 1 << 30
+_BAR_CELLS: Final = 8
 _NAME_CELLS: Final = 23
 _STEPS_SHOWN: Final = 5
-#: Rows around the log: the table and its frame, the steps and theirs, the last line.
-_OTHER_ROWS: Final = 24
+#: Rows around the log: the page's address, the table and its frame, the steps and theirs, the last line.
+_OTHER_ROWS: Final = 26
 
 
 class Nobody:
@@ -65,7 +66,7 @@ class Plain(Nobody):
 
 
 class Picture(Nobody):
-    """Who sits where, drawn several times a second, over the decisions and the steps."""
+    """Who sits where and uses how much, drawn several times a second, over the decisions and the steps."""
 
     pause_seconds = 0.5
 
@@ -73,14 +74,15 @@ class Picture(Nobody):
         self.stays = stays
         self._console, self._teller = console, Teller({})
         self._gpus: list[Facts] | None = None
+        self._metrics: Metrics = {}
         self._decisions: deque[str] = deque(maxlen=max(4, console.height - _OTHER_ROWS))
         self._results: deque[Result] = deque(maxlen=_STEPS_SHOWN)
         self._now = ""
-        self._metrics = ""
+        self._url = ""
 
     def heard(self, line: Line) -> None:
         if line["event"] == "web_listening":
-            self._metrics = f"{line['url']}/metrics"
+            self._url = line["url"]
         if (sentence := self._teller.sentence(line)) is not None:
             self._decisions.append(sentence)
 
@@ -103,10 +105,11 @@ class Picture(Nobody):
             await asyncio.wait([looks])
 
     async def _look(self, node: Node) -> None:
-        """Asks /graph again and again; while the agent is down there is nothing to see."""
+        """Asks the agent again and again; while it is down there is nothing to see."""
         while True:
             try:
-                self._gpus = await node.graph() if self._metrics else None
+                if self._url:
+                    self._gpus, self._metrics = await node.graph(), await node.metrics()
             except (aiohttp.ClientError, TimeoutError):
                 self._gpus = None
             await asyncio.sleep(_LOOK_SECONDS)
@@ -120,10 +123,11 @@ class Picture(Nobody):
         decisions = [Text(sentence, no_wrap=True, overflow="ellipsis") for sentence in self._decisions]
         end = "   Ctrl-C ends the demo" if self.stays else ""
         return Group(
-            gpu_table(self._gpus) if self._gpus is not None else Panel("the agent is not there"),
+            Text(f" the page: {self._url}/ ", style="bold reverse") if self._url else Text(""),
+            gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent is not there"),
             Panel(Group(*decisions), title="decisions", title_align="left"),
             Panel(Group(*steps), title="steps", title_align="left"),
-            Text(f"metrics: {self._metrics}{end}"),
+            Text(f"metrics: {self._url}/metrics{end}"),
         )
 
 
@@ -132,21 +136,26 @@ def summary(result: Result) -> str:
     return f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}"
 
 
-def gpu_table(gpus: list[Facts]) -> Table:
-    """A row for each GPU: what is in use, and by whom."""
+def gpu_table(gpus: list[Facts], metrics: Metrics) -> Table:
+    """A row for each GPU: what is used of what was granted, and by whom."""
     table = Table(expand=True)
-    for heading in ("GPU", "health", "cores", "memory blocks", "who sits there"):
+    for heading in ("GPU", "health", "cores: used/granted", "GiB: used/granted", "who sits there"):
         table.add_column(heading, no_wrap=True, ratio=1 if heading == "who sits there" else None)
     for gpu in gpus:
-        sick = gpu["takes_nothing_new"]
-        exclusive = any(holder["cores"] == CORES_PER_GPU for holder in gpu["holders"])
-        used_blocks = gpu["memory_blocks"] - gpu["memory_blocks_free"]
+        sick, told = gpu["takes_nothing_new"], frozenset({("gpu", gpu["uuid"])})
+        busy, used_bytes = (
+            metrics.get((name, told), 0.0) for name in ("gpumgr_gpu_utilization_ratio", "gpumgr_gpu_memory_used_bytes")
+        )
         label = "?" if gpu["index"] is None else gpu["index"]
         table.add_row(
             f"{label} {gpu['name']}",
             Text(sick or "healthy", style="red" if sick else "green"),
-            _bar(CORES_PER_GPU - gpu["cores_free"], CORES_PER_GPU),
-            "whole" if exclusive else _bar(used_blocks, gpu["memory_blocks"]),
+            _bar(busy * CORES_PER_GPU, CORES_PER_GPU - gpu["cores_free"], CORES_PER_GPU),
+            _bar(
+                used_bytes / _GIBIBYTE,
+                _gibibytes(gpu["memory_blocks"] - gpu["memory_blocks_free"]),
+                _gibibytes(gpu["memory_blocks"]),
+            ),
             ", ".join(_holder(holder) for holder in gpu["holders"]),
         )
     return table
@@ -157,6 +166,12 @@ def _holder(holder: Facts) -> str:
     return f"{holder['pod'] or '?'}{role} {holder['cores']}"
 
 
-def _bar(used: int, capacity: int) -> Text:
-    cells = round(used / capacity * _BAR_CELLS)
-    return Text("█" * cells + "·" * (_BAR_CELLS - cells) + f" {used:>3}")
+def _gibibytes(blocks: int) -> float:
+    return blocks * BLOCK_BYTES / _GIBIBYTE
+
+
+def _bar(used: float, granted: float, capacity: float) -> Text:
+    """Solid as far as it is used, light as far as it was granted."""
+    solid, light = (min(_BAR_CELLS, round(part / capacity * _BAR_CELLS)) for part in (used, granted))
+    drawn = "█" * solid + "▒" * (light - solid) + "·" * (_BAR_CELLS - max(solid, light))
+    return Text(f"{drawn} {used:>3.0f}/{granted:.0f}", style="red" if used > granted else "")

@@ -1,23 +1,25 @@
 """What happens on the stage, and what must come of it. Each step is checked on the kubelet's side, in the checkpoint and on the pages."""
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final
 
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.demo.journal import Line
 from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Facts, Node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
-from gpumgr.units import CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_OF, GpuName
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_OF, GpuName
 
 _XID: Final = 79
 #: How a kubelet fails a pod that a device plugin refuses.
 _REFUSED: Final = "UnexpectedAdmissionError"
-_IDLE_SECONDS: Final = 1.5
-#: Cores and memory blocks of those who come after the script.
-_GUESTS: Final = ((20, 40), (50, 100), (30, 25))
+#: How often the agent's page is asked for something that it will tell.
+_LOOK_SECONDS: Final = 0.1
+
+
+#: (pod, container, GPU's UUID)
+Place = tuple[str, str, str]
 
 
 class NotAsScriptedError(Exception):
@@ -61,6 +63,7 @@ class Script:
             Step(name="room is reused", play=self.reuse),
             Step(name="a GPU fails", play=self.failure),
             Step(name="the GPU recovers", play=self.recovery),
+            Step(name="usage is told", play=self.usage),
             Step(name="the metrics tell", play=self.metrics),
         )
 
@@ -80,7 +83,7 @@ class Script:
         _expect(cores == CORES_PER_GPU * len(gpus), f"{cores} cores are offered for {len(gpus)} GPUs")
         total = sum(gpu["memory_blocks"] for gpu in gpus)
         _expect(blocks == total, f"{blocks} memory blocks are offered of {total}")
-        return f"{len(gpus)} GPUs: {cores} cores and {blocks} memory blocks offered after {seconds:.1f} s; metrics: {node.url}/metrics"
+        return f"{len(gpus)} GPUs: {cores} cores and {blocks} memory blocks offered after {seconds:.1f} s; page: {node.url}/"
 
     async def shares(self) -> str:
         places = [await self._granted_to(name, _app(cores, cores * 2)) for name, cores in {"a": 40, "b": 30, "c": 10}.items()]
@@ -175,6 +178,23 @@ class Script:
         _expect(names == {sick["name"]}, f"the pod went to {names} instead of {_label(sick)}")
         return f"{_label(sick)} answers well again and is offered; the next pod runs there"
 
+    async def usage(self) -> str:
+        """Every container's memory on each of its GPUs, as the driver and the container runtime tell of it."""
+        capacity = {gpu["name"]: gpu for gpu in await self._node.graph()}
+        granted = {
+            (pod.name, container.name, capacity[name]["uuid"]): _granted_blocks(container, capacity[name]) * BLOCK_BYTES
+            for pod, container, names in self._node.running()
+            for name in names
+        }
+        first = await self._used(lambda used: all(used.get(place, 0) > 0 for place in granted))
+        last = await self._used(lambda used: all(used[place] != first[place] for place in granted))
+        for used in (first, last):
+            over = [place for place, told in used.items() if told > granted.get(place, 0)]
+            _expect(not over, f"more than was granted is told of {over}")
+        containers = {(pod, container) for pod, container, _ in granted}
+        before, after, total = (f"{sum(told.values()) / (1 << 30):.1f}" for told in (first, last, granted))
+        return f"{len(containers)} containers use {before}, then {after} of their {total} GiB; see {self._node.url}/"
+
     async def metrics(self) -> str:
         """The counters are those of the agent's second life."""
         node = self._node
@@ -207,17 +227,6 @@ class Script:
         _expect(not left, f"it left its sockets behind: {', '.join(left)}")
         return f"SIGTERM: ended with status 0 after {seconds:.1f} s, sockets removed"
 
-    async def idle(self) -> NoReturn:
-        """After the script: shares come and go on one GPU, so that there is something to see."""
-        self._delete("careful")
-        await self._node.journal.until("allocation_freed", holder="demo/careful (main)")
-        for number in itertools.count(1):
-            await asyncio.sleep(_IDLE_SECONDS)
-            await self._run(f"guest-{number}", _app(*_GUESTS[number % len(_GUESTS)]))
-            if number >= len(_GUESTS):
-                self._delete(f"guest-{number - len(_GUESTS) + 1}")
-        raise AssertionError("numbers don't end")
-
     # -- hands -------------------------------------------------------------------------------------------------------------
 
     async def _run(self, name: str, *containers: SimContainer) -> PodStatus:
@@ -240,6 +249,12 @@ class Script:
     def _delete(self, name: str) -> None:
         self._node.delete(self._pods.pop(name))
 
+    async def _used(self, wanted: Callable[[Mapping[Place, float]], bool]) -> Mapping[Place, float]:
+        """Bytes that containers use, as soon as the metrics tell what is `wanted`."""
+        while not wanted(used := await self._node.memory_used()):  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(_LOOK_SECONDS)
+        return used
+
     async def _decision(self, name: str) -> Line:
         """The log's line about where the pod's first container goes."""
         return await self._node.journal.until("allocation_granted", pod_uid=self._pods[name].uid)
@@ -256,6 +271,10 @@ class Script:
 
 def _app(cores: int, memory_blocks: int = 0) -> SimContainer:
     return SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+
+
+def _granted_blocks(container: SimContainer, gpu: Facts) -> int:
+    return int(gpu["memory_blocks"]) if container.cores >= CORES_PER_GPU else container.memory_blocks
 
 
 def _label(gpu: Mapping[str, object]) -> str:

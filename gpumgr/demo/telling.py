@@ -1,8 +1,23 @@
 """The agent's log lines as a spectator reads them: what was decided, and why."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from gpumgr.demo.journal import Line
+
+#: Events that are told in the same words each time.
+_PLAIN: Final = {
+    "container_within_limit": "{holder} is within its memory again",
+    "gpu_stranger_gone": "process {pid} has left the GPUs",
+    "gpus_found": "found {gpus} GPUs, driver {driver}",
+    "ready": "the agent is ready",
+    "registered": "registered {resource} with the kubelet",
+    "starting": "the agent is starting",
+    "stopped": "the agent has stopped",
+    "stopping": "the agent is stopping",
+    "text": "{text}",
+    "web_listening": "the page is at {url}/",
+}
 
 
 class Teller:
@@ -27,18 +42,19 @@ class Teller:
             case "gpu_event":
                 xid = line["xid"]
                 return f"{self._gpus([line['gpu']])} reports {'a double-bit error' if xid is None else f'XID {xid}'}"
-            case "registered":
-                return f"registered {line['resource']} with the kubelet"
             case "registration_lost":
                 return f"lost the registration of {line['resource']}: {line['reason'].replace('_', ' ')}"
-            case "gpus_found":
-                return f"found {line['gpus']} GPUs, driver {line['driver']}"
-            case "starting" | "ready" | "stopping" | "stopped" as event:
-                return f"the agent is {event}" if event != "stopped" else "the agent has stopped"
-            case "text":
-                return str(line["text"])
+            case "container_over_limit":
+                used, granted = (f"{line[key] / (1 << 30):.1f}" for key in ("memory_bytes", "memory_limit_bytes"))
+                return (
+                    f"over its limit: {line['holder']} uses {used} GiB on {self._gpus([line['gpu']])} and was granted {granted}"
+                )
+            case "gpu_stranger":
+                return f"process {line['pid']} uses {self._gpus(line['gpus'])} and belongs to nobody"
+            case event if event in _PLAIN:
+                return _PLAIN[event].format(**line)
         if line.get("level") in ("warning", "error"):
-            said = line.get("reason") or line.get("error") or ""
+            said = next((line[key] for key in ("reason", "error", "because") if line.get(key)), "")
             return f"{line['event'].replace('_', ' ')}: {said}"
         return None
 

@@ -52,6 +52,17 @@ class SimProcess:
     sm_percent: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimWork:
+    """All that one simulated GPU does: its processes, and its own readings."""
+
+    processes: tuple[SimProcess, ...]
+    gpu_percent: int
+    memory_percent: int
+    celsius: int
+    watts: float
+
+
 class SimControl:
     """Handle on one node's control file. `gpu` arguments are NVML indices."""
 
@@ -87,11 +98,17 @@ class SimControl:
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
         """These processes and no others run on the GPU. Its used memory is their sum unless `set_memory_used` says otherwise."""
 
+        self._change(lambda facts: _put_processes(facts, gpu, processes))
+
+    def set_work(self, works: Mapping[int, SimWork]) -> None:
+        """By GPU, all in one change: a reader meets what was before or what is after."""
+
         def change(facts: Facts) -> None:
-            _remove(facts, lambda key: key[:2] == ("process", str(gpu)))
-            for process in processes:
-                memory = -1 if process.memory_bytes is None else process.memory_bytes
-                facts[("process", str(gpu), str(process.pid))] = f"{memory} {process.sm_percent}"
+            for gpu, work in works.items():
+                _put_processes(facts, gpu, work.processes)
+                facts[("utilization", str(gpu))] = f"{work.gpu_percent} {work.memory_percent}"
+                facts[("temperature", str(gpu))] = str(work.celsius)
+                facts[("power", str(gpu))] = str(round(work.watts * 1000))
 
         self._change(change)
 
@@ -219,6 +236,13 @@ def _parse(text: str) -> Facts:
             cut = 1 + _SUBJECT_WORDS.get(words[0], 1)
             facts[tuple(words[:cut])] = " ".join(words[cut:])
     return facts
+
+
+def _put_processes(facts: Facts, gpu: int, processes: Iterable[SimProcess]) -> None:
+    _remove(facts, lambda key: key[:2] == ("process", str(gpu)))
+    for process in processes:
+        memory = -1 if process.memory_bytes is None else process.memory_bytes
+        facts[("process", str(gpu), str(process.pid))] = f"{memory} {process.sm_percent}"
 
 
 def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:

@@ -1,8 +1,8 @@
 """Makes a simulated node real: compiles the library once, renders the node's files, lays out its /sys.
 
 A prepared folder holds `libnvidia-ml.so.1` (a copy of its own: the library finds its files beside itself), `node.txt`,
-`control.txt` once something happens, and `sys/`. Any process that loads that library sees the node, be it through `library_path`
-or because LD_LIBRARY_PATH names the folder.
+`control.txt` once something happens, and `sys/`; also `proc/` and `cgroup/` if its processes are simulated, too. Any process that loads
+that library sees the node, be it through `library_path` or because LD_LIBRARY_PATH names the folder.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Final
 from gpumgr.errors import InputError
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.nodes import NodeDescription, load_node
+from gpumgr.sim.processes import proc_root_of
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _SOURCE: Final = Path(__file__).with_name("nvml.c")
@@ -29,11 +30,12 @@ _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimNode:
-    """A prepared node: what the nvml station is given (`library_path`, `sysfs_root`), and the hand that makes things happen."""
+    """A prepared node: what the agent is given (`library_path`, `sysfs_root`, `proc_root`), and the hand that makes things happen."""
 
     description: NodeDescription
     library_path: str
     sysfs_root: Path
+    proc_root: Path
     control: SimControl
 
 
@@ -57,6 +59,7 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
         description=description,
         library_path=str(target),
         sysfs_root=state_dir / "sys",
+        proc_root=proc_root_of(state_dir),
         control=SimControl(state_dir / "control.txt"),
     )
 

@@ -2,6 +2,7 @@
  *
  *   node.txt     what the node is; read at nvmlInit (a node changes only when its driver is loaded anew)
  *   control.txt  what is wrong or going on right now, and what callers have set; read again whenever it is replaced
+ *   sessions.lock  held with a shared flock by each process that has NVML initialised
  *
  * Each line is a fact: a verb, its subject, its value (gpumgr/sim/library.py and control.py write them and say what they mean).
  * The folder is found through dladdr, so every copy of this library is a node of its own and any process can load it.
@@ -106,6 +107,7 @@ static struct { int open; unsigned long long seen; unsigned long long types[MAX_
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int initialised;            /* nvmlInit calls not yet undone */
 static unsigned long session;      /* the control's generation at nvmlInit; a reload makes the session stale */
+static int presence = -1;          /* sessions.lock, locked for sharing while initialised: a program that resets GPUs finds us there */
 static char native_version[64];    /* the driver that this library belongs to: the first one it met */
 static int asked_for_size[MAX_GPUS];
 
@@ -369,6 +371,13 @@ static result_t put_text(char *buffer, unsigned length, const char *text) {
 
 /* ---- the library as a whole ------------------------------------------------------------------------------------------ */
 
+static void show_presence(void) {
+    char path[PATH_MAX + 32];
+    snprintf(path, sizeof path, "%s/sessions.lock", folder());
+    if (presence < 0) presence = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+    if (presence >= 0) flock(presence, LOCK_SH);
+}
+
 static result_t init(const char *function) {
     result_t r = arrive(function, -1);
     if (r) return leave(r);
@@ -384,6 +393,7 @@ static result_t init(const char *function) {
     r = refused(function, -1); /* what this node lacks is known only now */
     if (r) return leave(r);
     memset(sets, 0, sizeof sets);
+    show_presence();
     initialised = 1;
     session = control.generation;
     return leave(OK);
@@ -395,7 +405,11 @@ EXPORT result_t nvmlInit_v2(void) { return init(__func__); }
 EXPORT result_t nvmlShutdown(void) {
     result_t r = arrive(__func__, -1);
     if (!r && !initialised) r = UNINITIALIZED;
-    if (!r && --initialised == 0) memset(sets, 0, sizeof sets);
+    if (!r && --initialised == 0) {
+        memset(sets, 0, sizeof sets);
+        if (presence >= 0) close(presence);
+        presence = -1;
+    }
     return leave(r);
 }
 

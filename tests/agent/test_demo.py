@@ -3,10 +3,18 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
+
+from gpumgr.demo.life import Life
+from gpumgr.demo.node import open_node
+from gpumgr.demo.play import SIM
+from gpumgr.demo.work import Work
+
+from .stage import app
 
 
 async def test_every_step_comes_out_as_scripted() -> None:
@@ -15,15 +23,18 @@ async def test_every_step_comes_out_as_scripted() -> None:
     document = json.loads(out)
     assert [step for step in document["steps"] if not step["ok"]] == []
     assert (document["ok"], process.returncode) == (True, 0)
-    assert len(document["steps"]) >= 15
+    assert len(document["steps"]) >= 16
+    assert "usage is told" in [step["name"] for step in document["steps"]]
 
 
 async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdout=PIPE)
     assert process.stdout is not None
     async with asyncio.timeout(30):
-        while not (await process.stdout.readline()).startswith(b"ok "):
-            pass
+        told = [b""]
+        while not told[-1].startswith(b"ok "):
+            told.append(await process.stdout.readline())
+        assert re.search(rb"the page is at http://127\.0\.0\.1:[0-9]+/\n", b"".join(told))
         (child,) = _children(process.pid)
         (folder,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
         assert folder.is_dir()
@@ -33,6 +44,30 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
     assert process.returncode == 1
     assert not folder.exists()
     assert not _command(child)
+
+
+async def test_life_goes_on_after_the_script(folder: Path) -> None:
+    """Shares come and go, somebody is refused, one goes over its memory and comes back, a process of nobody comes and goes."""
+    settings = {"enforcement": {"over_limit_samples": 2}}
+    async with asyncio.timeout(40), open_node(folder, sim=SIM, settings=settings) as node:
+        await node.start_agent()
+        for pod in (node.pod("a", app(40, 80)), node.pod("careful", app(100))):
+            assert (await node.run(pod)).phase == "Running"
+        work = Work(node)
+        tasks = [asyncio.create_task(each.run()) for each in (work, Life(node, work, round_seconds=0.25))]
+        try:
+            await node.journal.until("allocation_freed", holder="demo/guest-0 (main)")
+            await node.journal.until("refused", pod="demo/wish-1")
+            for event in ("container_over_limit", "container_within_limit"):
+                await node.journal.until(event, holder="demo/a (main)")
+            for event in ("gpu_stranger", "gpu_stranger_gone"):
+                await node.journal.until(event)
+            assert not node.journal.find("gpu_quarantined")
+            assert not any(task.done() for task in tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 def _children(pid: int) -> list[int]:

@@ -1,10 +1,8 @@
 """The driver and its GPUs: absent, late, hanging, reloaded, lost and back; and processes that outlive their pod."""
 
-import asyncio
 from pathlib import Path
 
 from gpumgr.demo.node import Node
-from gpumgr.sim.control import SimProcess
 from gpumgr.units import CORE_RESOURCE
 
 from .stage import BLOCKS, app, running, stage, until_sampled
@@ -84,26 +82,21 @@ async def test_a_lost_gpu_is_given_to_nobody_and_comes_back(folder: Path) -> Non
 
 async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Path) -> None:
     async with running(folder) as node:
-        leftover = await asyncio.create_subprocess_exec("sleep", "600")
-        try:
-            tenant = node.pod("tenant", app(100))
-            await node.run(tenant)
-            (name,) = node.gpus_of(tenant)
-            gpu = next(gpu for gpu in await node.graph() if gpu["name"] == name)
-            node.control.set_processes(gpu["index"], [SimProcess(pid=leftover.pid)])
-            await until_sampled(node)
-            node.delete(tenant)
-            held = await node.journal.until("gpu_quarantined", gpu=name)
-            assert f"pid {leftover.pid}" in held["reason"]
-            await node.kubelet.until(lambda: node.healthy(name)["core"] == 0)
+        tenant = node.pod("tenant", app(100))
+        await node.run(tenant)
+        (name,) = node.gpus_of(tenant)
+        leftover = node.stray(node.indices[name], memory_bytes=1 << 20)
+        await until_sampled(node)
+        node.delete(tenant)
+        held = await node.journal.until("gpu_quarantined", gpu=name)
+        assert f"pid {leftover}" in held["reason"]
+        await node.kubelet.until(lambda: node.healthy(name)["core"] == 0)
 
-            await node.agent.kill()
-            await node.start_agent()
-            next_pod = node.pod("next", app(100))
-            assert (await node.run(next_pod)).phase == "Running"
-            assert node.gpus_of(next_pod) != {name}
-        finally:
-            leftover.kill()
-            await leftover.wait()
+        await node.agent.kill()
+        await node.start_agent()
+        next_pod = node.pod("next", app(100))
+        assert (await node.run(next_pod)).phase == "Running"
+        assert node.gpus_of(next_pod) != {name}
+        node.end_stray(leftover)
         await node.journal.until("gpu_released", gpu=name)
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 100)
