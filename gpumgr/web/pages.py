@@ -1,38 +1,88 @@
-"""The pages: /metrics (and /metric, gpu-manager's path), /healthz, /readyz, /version, /graph. Read only; errors are JSON too.
+"""The pages, and what each is made of.
 
-A page shows what is in memory: none of them waits for the driver, the kubelet or the API server.
+A page shows what is in memory: none of them waits for the driver, the kubelet or the API server. Only an order does.
 """
 
+import asyncio
 import platform
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, cast
 
+import msgspec
 from aiohttp import web
 
 import gpumgr
+from gpumgr.agent.maintenance import Action, Order
+from gpumgr.aio import run_shielded
+from gpumgr.allocator.history import HISTORY_ENTRIES
+from gpumgr.web.access import Keys, Room
+from gpumgr.web.answers import add_headers, failure, json_answer, json_bytes
+from gpumgr.web.debug import profile, stacks
+from gpumgr.web.front import Front
 from gpumgr.web.graph import graph_data, graph_text
+from gpumgr.web.guard import MOST_BODY_BYTES, make_guard
 from gpumgr.web.sources import Sources
+from gpumgr.web.stream import Streams
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-PATHS: Final = ("/metrics", "/metric", "/healthz", "/readyz", "/version", "/graph")
-#: A GET needs no body; what some client sends along is not taken in.
-_BODY_BYTES: Final = 1024
+_HISTORY_SHOWN: Final = 100
+_MOST_PROFILE_SECONDS: Final = 30
 
 
-def make_app(sources: Sources) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=_BODY_BYTES)
-    pages = _Pages(sources)
-    handlers = (pages.metrics, pages.metrics, pages.healthz, pages.readyz, pages.version, pages.graph)
-    for path, handler in zip(PATHS, handlers, strict=True):
-        app.router.add_get(path, handler)
-    app.on_response_prepare.append(_hide_server)
-    return app
+#: Where something can be read, and which room it is; `Pages.handlers` has the same order.
+_READ: Final[Mapping[str, Room]] = {
+    "/": "page",
+    "/metrics": "metrics",
+    "/metric": "metrics",  # gpu-manager's path
+    "/healthz": "probe",
+    "/readyz": "probe",
+    "/version": "page",
+    "/graph": "page",
+    "/usage": "page",
+    "/api/state": "page",
+    "/api/stream": "page",
+    "/api/history": "page",
+    "/api/pods/{namespace}/{pod}": "page",
+    "/debug/stacks": "debug",
+    "/debug/profile": "debug",
+}
+_ORDERS: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset}"
+PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 
-class _Pages:
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Of an order."""
+
+    reason: str = ""
+    evict: bool = False
+
+
+class Pages:
+    def __init__(self, sources: Sources, front: Front, streams: Streams) -> None:
+        self._sources, self._front, self._streams = sources, front, streams
+        self._profiling = asyncio.Lock()
+
+    def handlers(self) -> Sequence[_Handler]:
+        return (
+            self.front,
+            self.metrics,
+            self.metrics,
+            self.healthz,
+            self.readyz,
+            self.version,
+            self.graph,
+            self.usage,
+            self.state,
+            self._streams.serve,
+            self.history,
+            self.pod,
+            self.stacks,
+            self.profile,
+        )
+
+    async def front(self, request: web.Request) -> web.Response:
+        return self._front.answer(request)
 
     async def metrics(self, request: web.Request) -> web.Response:
         accept = ",".join(request.headers.getall("Accept", ()))
@@ -48,7 +98,7 @@ class _Pages:
 
     async def version(self, _request: web.Request) -> web.Response:
         snapshot = self._sources.view().inventory.snapshot
-        return web.json_response(
+        return json_answer(
             {
                 "version": gpumgr.__version__,
                 "python": platform.python_version(),
@@ -59,35 +109,84 @@ class _Pages:
         )
 
     async def graph(self, request: web.Request) -> web.Response:
-        wanted = request.query.get("format") or ("json" if "application/json" in request.headers.get("Accept", "") else "text")
-        if wanted not in ("text", "json"):
-            return web.json_response({"error": f"format {wanted!r} is none of: text, json"}, status=400)
+        """gpu-manager's message by default: its own clients know no other."""
         view = self._sources.view()
-        headers = {"Vary": "Accept", "Cache-Control": "no-store"}
-        if wanted == "json":
-            return web.json_response(graph_data(view), headers=headers)
-        return web.Response(text=graph_text(view), headers=headers)
+        match request.query.get("format"):
+            case None:
+                return json_answer({"graph": graph_text(view)})
+            case "text":
+                return web.Response(text=graph_text(view))
+            case "json":
+                return json_answer(graph_data(view))
+            case other:
+                return failure(400, f"format {other!r} is none of: text, json")
+
+    async def usage(self, _request: web.Request) -> web.Response:
+        return json_answer(self._sources.usage())
+
+    async def state(self, _request: web.Request) -> web.Response:
+        return json_bytes(await self._sources.state())
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Newest first, whole entries."""
+        entries = reversed(self._sources.history())
+        if (name := request.query.get("pod")) is not None:
+            pod = tuple(name.split("/"))
+            if len(pod) != 2 or not all(pod):
+                return failure(400, f"pod {name!r} is not of the form NAMESPACE/NAME")
+            entries = (entry for entry in entries if entry.pod == pod)
+        limit = _number(request, "limit", _HISTORY_SHOWN, HISTORY_ENTRIES)
+        return json_answer([entry for entry, _ in zip(entries, range(limit), strict=False)])
+
+    async def pod(self, request: web.Request) -> web.Response:
+        namespace, pod = request.match_info["namespace"], request.match_info["pod"]
+        story = self._sources.story(namespace, pod)
+        return failure(404, f"nothing is known of the pod {namespace}/{pod}") if story is None else json_answer(story)
+
+    async def stacks(self, _request: web.Request) -> web.Response:
+        return web.Response(text=await stacks())
+
+    async def profile(self, request: web.Request) -> web.Response:
+        seconds = _number(request, "seconds", 5, _MOST_PROFILE_SECONDS)
+        if self._profiling.locked():
+            return failure(409, "a profile is being taken; ask again when it is done")
+        async with self._profiling:
+            return web.Response(text=await profile(seconds))
+
+    async def order(self, request: web.Request) -> web.Response:
+        """A change, so it is carried out even if nobody waits for the answer any more."""
+        try:
+            body = msgspec.json.decode(await request.read() or b"{}", type=_Body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return failure(400, f'the body is not of the form {{"reason": "...", "evict": false}}: {error}')
+        order = Order(
+            action=cast(Action, request.match_info["action"]),
+            gpu=request.match_info["gpu"],
+            reason=body.reason,
+            evict=body.evict,
+        )
+        return json_answer(await run_shielded(self._sources.maintain(order), name=f"order_{order.action}"))
+
+
+def make_app(sources: Sources, *, front: Front, streams: Streams, keys: Callable[[], Keys]) -> web.Application:
+    pages = Pages(sources, front, streams)
+    rooms: dict[str, Room] = {**_READ, PATHS[-1]: "order"}
+    app = web.Application(middlewares=[make_guard(rooms, keys)], client_max_size=MOST_BODY_BYTES)
+    for path, handler in zip(_READ, pages.handlers(), strict=True):
+        app.router.add_get(path, handler, allow_head=handler != streams.serve)
+    app.router.add_post(_ORDERS, pages.order)
+    app.on_response_prepare.append(add_headers)
+    return app
 
 
 def _verdict(reasons: Sequence[str]) -> web.Response:
     """200 without reasons, 503 with them: what probes of the kubelet and load balancers go by."""
-    body = {"status": "failing" if reasons else "ok", "reasons": list(reasons)}
-    return web.json_response(body, status=503 if reasons else 200, headers={"Cache-Control": "no-store"})
+    return json_answer({"status": "failing" if reasons else "ok", "reasons": list(reasons)}, status=503 if reasons else 200)
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        body = {"error": f"{request.path} can only be read: use {allowed}"}
-        return web.json_response(body, status=error.status, headers={"Allow": allowed})
-    except web.HTTPNotFound as error:
-        return web.json_response({"error": f"there is nothing at {request.path}", "paths": PATHS}, status=error.status)
-    except web.HTTPException as error:
-        return web.json_response({"error": error.reason}, status=error.status)
-
-
-async def _hide_server(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.pop("Server", None)
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    """Raises HTTPBadRequest."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and 1 <= int(text) <= most):
+        raise web.HTTPBadRequest(reason=f"{name} is not a whole number from 1 to {most}")
+    return int(text)

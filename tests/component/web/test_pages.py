@@ -4,66 +4,20 @@ import asyncio
 import json
 import platform
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 import gpumgr
-from gpumgr.agent.picture import Picture
 from gpumgr.errors import InputError
-from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.live import Metrics
 from gpumgr.web.pages import PATHS
 from gpumgr.web.server import ListenError, WebServer
-from tests.unit.metrics.pictures import allocation, sample_of, uuid_of, view_of, whole
+from tests.component.web.scene import Scene
+from tests.unit.metrics.pictures import uuid_of
 
-
-class Scene:
-    """Sources that the test holds."""
-
-    def __init__(self) -> None:
-        self.ailments: list[str] = []
-        self.obstacles: list[str] = []
-        self.books = view_of(
-            allocation("a", ("team", "share"), cores={0: 0b111}, blocks={0: 0b1}), whole("b", ("team", "train"), 1)
-        )
-        self.before_scrape: Callable[[], Awaitable[object]] | None = None
-        self._exposition = Exposition(Metrics(node="node-1", version="1"), lambda: Picture(view=self.books, sample=sample_of(0)))
-
-    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        if self.before_scrape is not None:
-            await self.before_scrape()
-        return await self._exposition.scrape(accept, accept_encoding)
-
-    def not_alive(self) -> Sequence[str]:
-        return self.ailments
-
-    def not_ready(self) -> Sequence[str]:
-        return self.obstacles
-
-    def view(self) -> Any:
-        return self.books
-
-
-@pytest.fixture
-def scene() -> Scene:
-    return Scene()
-
-
-@pytest.fixture
-async def server(scene: Scene) -> AsyncIterator[WebServer]:
-    server = WebServer(scene, host="127.0.0.1", port=0, stop_seconds=0.2)
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-async def client(server: WebServer) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(server.url) as session:
-        yield session
+#: Those that answer at once to a path without names in it.
+PLAIN = [path for path in PATHS if "{" not in path and path not in ("/api/stream", "/debug/profile")]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metric"])
@@ -72,7 +26,7 @@ async def test_metrics_come_as_classic_text_by_default(client: aiohttp.ClientSes
         assert answer.status == 200
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert answer.headers["Vary"] == "Accept, Accept-Encoding"
-        assert 'gpumgr_container_core_allocated_ratio{container="main"' in await answer.text()
+        assert "gpumgr_container_core_allocated_ratio{" in await answer.text()
 
 
 async def test_metrics_come_as_openmetrics_and_compressed_when_asked(server: WebServer) -> None:
@@ -113,7 +67,7 @@ async def test_version(client: aiohttp.ClientSession) -> None:
 
 
 async def test_graph_is_text_for_people(client: aiohttp.ClientSession) -> None:
-    async with client.get("/graph") as answer:
+    async with client.get("/graph?format=text") as answer:
         assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
         text = await answer.text()
     assert text.splitlines() == [
@@ -128,11 +82,16 @@ async def test_graph_is_text_for_people(client: aiohttp.ClientSession) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("query", "headers"), [("?format=json", {}), ("", {"Accept": "application/json"})], ids=["by query", "by Accept"]
-)
-async def test_graph_is_data_for_scripts(client: aiohttp.ClientSession, query: str, headers: Mapping[str, str]) -> None:
-    async with client.get(f"/graph{query}", headers=headers) as answer:
+async def test_graph_is_gpu_managers_message_by_default(client: aiohttp.ClientSession) -> None:
+    async with client.get("/graph", headers={"Accept": "text/plain"}) as answer:
+        assert answer.content_type == "application/json"
+        message = await answer.json()
+    async with client.get("/graph?format=text") as answer:
+        assert message == {"graph": await answer.text()}
+
+
+async def test_graph_is_data_for_scripts(client: aiohttp.ClientSession) -> None:
+    async with client.get("/graph?format=json") as answer:
         assert answer.content_type == "application/json"
         graph = await answer.json()
     assert graph["tree"]["name"] == "ROOT"
@@ -149,7 +108,61 @@ async def test_an_unknown_graph_format_is_told(client: aiohttp.ClientSession) ->
         assert await answer.json() == {"error": "format 'svg' is none of: text, json"}
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/usage", {"usage": {"uid-a": {"project": "team"}}}),
+        ("/api/state", {"at": 1}),
+        ("/api/pods/team/share", {"namespace": "team", "pod": "share", "uid": "uid-a"}),
+    ],
+)
+async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.ClientSession, path: str, shown: object) -> None:
+    async with client.get(path) as answer:
+        assert answer.headers["Content-Type"] == "application/json; charset=utf-8"
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert await answer.json() == shown
+
+
+async def test_a_pod_of_which_nothing_is_known(client: aiohttp.ClientSession) -> None:
+    async with client.get("/api/pods/team/gone") as answer:
+        assert answer.status == 404
+        assert await answer.json() == {"error": "nothing is known of the pod team/gone"}
+
+
+@pytest.mark.parametrize(
+    ("query", "numbers"), [("", [3, 2, 1]), ("?limit=2", [3, 2]), ("?pod=team/share", [3, 1]), ("?pod=team/share&limit=1", [3])]
+)
+async def test_history_comes_newest_first(client: aiohttp.ClientSession, query: str, numbers: list[int]) -> None:
+    async with client.get(f"/api/history{query}") as answer:
+        assert [entry["number"] for entry in await answer.json()] == numbers
+
+
+async def test_history_has_whole_entries(client: aiohttp.ClientSession) -> None:
+    async with client.get("/api/history?pod=team/share") as answer:
+        entry = (await answer.json())[-1]
+    assert (entry["pod"], entry["what"], entry["gpus"]) == (["team", "share"], "granted", [])
+    assert [candidate["index"] for candidate in entry["candidates"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/api/history?limit=0", "limit is not a whole number from 1 to 1000"),
+        ("/api/history?limit=1001", "limit is not a whole number from 1 to 1000"),
+        ("/api/history?limit=%2B5", "limit is not a whole number from 1 to 1000"),
+        ("/api/history?limit=" + "9" * 5000, "limit is not a whole number from 1 to 1000"),
+        ("/api/history?pod=share", "pod 'share' is not of the form NAMESPACE/NAME"),
+        ("/api/history?pod=/share", "pod '/share' is not of the form NAMESPACE/NAME"),
+        ("/debug/profile?seconds=31", "seconds is not a whole number from 1 to 30"),
+    ],
+)
+async def test_a_wrong_query_is_told(client: aiohttp.ClientSession, path: str, error: str) -> None:
+    async with client.get(path) as answer:
+        assert answer.status == 400
+        assert await answer.json() == {"error": error}
+
+
+@pytest.mark.parametrize("path", PLAIN)
 async def test_head_answers_without_a_body(client: aiohttp.ClientSession, path: str) -> None:
     async with client.head(path) as answer:
         assert answer.status == 200
@@ -157,7 +170,7 @@ async def test_head_answers_without_a_body(client: aiohttp.ClientSession, path: 
         assert await answer.read() == b""
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PLAIN)
 async def test_pages_can_only_be_read(client: aiohttp.ClientSession, path: str) -> None:
     async with client.post(path, data=b"x") as answer:
         assert answer.status == 405
@@ -165,11 +178,35 @@ async def test_pages_can_only_be_read(client: aiohttp.ClientSession, path: str) 
         assert await answer.json() == {"error": f"{path} can only be read: use GET, HEAD"}
 
 
-async def test_elsewhere_is_nothing(client: aiohttp.ClientSession) -> None:
-    async with client.get("/") as answer:
+@pytest.mark.parametrize("path", ["/nowhere", "/page/index.html", "/metrics/", "/api/gpus/0/explode"])
+async def test_elsewhere_is_nothing(client: aiohttp.ClientSession, path: str) -> None:
+    async with client.get(path) as answer:
         assert answer.status == 404
-        assert await answer.json() == {"error": "there is nothing at /", "paths": list(PATHS)}
+        assert await answer.json() == {"error": f"there is nothing at {path}", "paths": list(PATHS)}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/nowhere", "/api/state"])
+async def test_every_answer_is_guarded_against_guesses_and_frames(client: aiohttp.ClientSession, path: str) -> None:
+    async with client.get(path) as answer:
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert answer.headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
         assert "Server" not in answer.headers
+
+
+async def test_a_page_that_fails_tells_the_log_and_not_the_client(client: aiohttp.ClientSession, scene: Scene) -> None:
+    async def fail() -> None:
+        raise ValueError("a secret detail")
+
+    scene.before_scrape = fail
+    with capture_logs() as logs:
+        async with client.get("/metrics") as answer:
+            assert answer.status == 500
+            assert await answer.json() == {"error": "the agent failed to answer; its log says why"}
+    assert [(line["event"], line["path"], line["kind"], line["error"]) for line in logs] == [
+        ("page_failed", "/metrics", "ValueError", "a secret detail")
+    ]
+    assert __file__ in logs[0]["where"]
 
 
 async def test_a_used_port_is_told_and_nothing_is_left_open(server: WebServer, scene: Scene) -> None:

@@ -1,0 +1,173 @@
+"""The files that say who may read: a bearer token, our certificate and key, the CA of clients. Read again when they change.
+
+A change that can't be used is told once. The token then opens nothing until its file is good again: who takes it away means that.
+Certificates stay as they were: they are replaced file by file, and between two of them they don't fit.
+"""
+
+import os
+import ssl
+import stat
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.errors import SettingsError
+
+_log = structlog.get_logger(__name__)
+
+_MOST_TOKEN_BYTES: Final = 16 * 1024
+_MOST_PEM_BYTES: Final = 1 << 20
+
+#: What changes when a file is written or replaced; None: it is not there.
+_Stamp = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class TokenFile:
+    """http.token_file. Raises SettingsError if there is no token in it at the start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._token: bytes | None = _read_token(path)
+
+    def current(self) -> bytes | None:
+        """None: the file can't be used now."""
+        if (stamp := _stamp(self._path)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._token = _read_token(self._path)
+                _log.info("token_read_again", path=str(self._path))
+            except SettingsError as error:
+                self._token = None
+                _log.error("token_unusable", error=str(error), consequence="no token is taken until it is")
+        return self._token
+
+
+class Certificates:
+    """TLS with a certificate and key of our own; with `client_ca_file` clients may show one, too. Raises SettingsError."""
+
+    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+        self._files = (cert_file, key_file, client_ca_file)
+        self._stamp = self._now()
+        self._context = _context(*self._files)
+
+    @classmethod
+    def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
+        """None: plain HTTP. Raises SettingsError if one file is named and another that belongs to it is not."""
+        if cert_file is None and key_file is None and client_ca_file is None:
+            return None
+        if cert_file is None:
+            named = "http.tls_key_file" if key_file is not None else "http.client_ca_file"
+            raise SettingsError(
+                f"{named} is set and http.tls_cert_file is not: name the certificate, too, or none of them for plain HTTP"
+            )
+        if key_file is None:
+            raise SettingsError(
+                "http.tls_cert_file is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
+            )
+        return cls(cert_file, key_file, client_ca_file)
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection."""
+        if (stamp := self._now()) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._context = _context(*self._files)
+                _log.info("certificates_read_again", path=str(self._files[0]))
+            except SettingsError as error:
+                _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
+        return self._context
+
+    def _now(self) -> _Stamp:
+        return _stamp(*(file for file in self._files if file is not None))
+
+
+def _stamp(*paths: Path) -> _Stamp:
+    return tuple(map(_stamp_of, paths))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(key: str, path: Path, most_bytes: int) -> bytes:
+    """Raises SettingsError unless it is a plain file of at most so many bytes."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SettingsError(f"{key} {path} is not a plain file; name one that is")
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise SettingsError(
+            f"{key} {path} can't be read: {error.strerror or error}; name a file that the agent may read, or set {key} to null"
+        ) from error
+    if len(content) > most_bytes:
+        raise SettingsError(f"{key} {path} has more than {most_bytes} bytes; name the right file")
+    return content
+
+
+def _read_token(path: Path) -> bytes:
+    token = _read("http.token_file", path, _MOST_TOKEN_BYTES).strip()
+    if not token:
+        raise SettingsError(
+            f"http.token_file {path} is empty; write a token into it (`openssl rand -hex 32`), or set http.token_file to null"
+        )
+    if not all(0x21 <= byte <= 0x7E for byte in token):
+        raise SettingsError(
+            f"http.token_file {path} must have one line of visible ASCII signs without spaces (`openssl rand -hex 32`)"
+        )
+    return token
+
+
+def _context(cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
+    """TLS 1.2 and later. Raises SettingsError that says which file is wrong."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    certificate = _read("http.tls_cert_file", cert_file, _MOST_PEM_BYTES)
+    if b"-----BEGIN CERTIFICATE-----" not in certificate:
+        raise SettingsError(f"http.tls_cert_file {cert_file} has no certificate in PEM (-----BEGIN CERTIFICATE-----)")
+    if b"PRIVATE KEY-----" not in _read("http.tls_key_file", key_file, _MOST_PEM_BYTES):
+        raise SettingsError(f"http.tls_key_file {key_file} has no private key in PEM (-----BEGIN PRIVATE KEY-----)")
+
+    def no_passphrase() -> str:
+        raise SettingsError(f"http.tls_key_file {key_file} is encrypted; write the key without a passphrase (`openssl pkey`)")
+
+    try:
+        context.load_cert_chain(cert_file, key_file, no_passphrase)
+    except (OSError, ValueError) as error:
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            raise SettingsError(
+                f"http.tls_key_file {key_file} is not the key of the certificate in http.tls_cert_file {cert_file}; name the two that "
+                "belong together"
+            ) from error
+        raise SettingsError(
+            f"http.tls_cert_file {cert_file} and http.tls_key_file {key_file} can't be used: {_why(error)}; look at both with "
+            "`openssl x509` and `openssl pkey`"
+        ) from error
+    if client_ca_file is not None:
+        _trust(context, client_ca_file)
+    return context
+
+
+def _trust(context: ssl.SSLContext, client_ca_file: Path) -> None:
+    """A client may show a certificate; one that this CA did not sign ends the handshake."""
+    authorities = _read("http.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
+    try:
+        context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"http.client_ca_file {client_ca_file} can't be used: {_why(error)}; it needs certificates in PEM (-----BEGIN CERTIFICATE-----)"
+        ) from error
+    context.verify_mode = ssl.CERT_OPTIONAL
+
+
+def _why(error: Exception) -> str:
+    """OpenSSL's word for it, without the place in its source."""
+    reason = getattr(error, "reason", None)
+    return str(reason).lower().replace("_", " ") if reason else str(error)

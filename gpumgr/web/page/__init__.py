@@ -1,0 +1,1 @@
+"""The page at `/`: one file, read by whoever serves it."""

@@ -1,0 +1,175 @@
+"""What open pages cost the agent: 50 streams with a state of 8 GPUs and 100 containers, one a second; and how big the page is.
+
+`python -m tests.bench.bench_pages [--seconds N]` prints one JSON object. `core_percent` is CPU time of the server's process by the clock,
+its readers being another process: `idle` with nobody there, `unread` while a state is made once a second and nobody reads, `streams`
+with all readers. `turn` is the time for which the loop is held at once in a second with all readers.
+"""
+
+import argparse
+import asyncio
+import json
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from gpumgr.agent.maintenance import Order
+from gpumgr.agent.picture import Picture
+from gpumgr.agent.writer import AgentView
+from gpumgr.aio import Latest
+from gpumgr.allocator.history import Entry
+from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
+from gpumgr.web.front import Front
+from gpumgr.web.server import WebServer
+from gpumgr.web.state import HISTORY_SHOWN, state_document
+from tests.bench.bench_metrics import picture_of
+from tests.bench.children import child
+from tests.bench.figures import spread
+from tests.bench.held import HeldTimes
+
+CONTAINERS: Final = 100
+STREAMS: Final = 50
+PERIOD_SECONDS: Final = 1.0
+
+
+class Node:
+    """Implements web.sources.Sources: a node on which little happens."""
+
+    def __init__(self, picture: Picture, history: Sequence[Entry] = ()) -> None:
+        self._picture, self._history = picture, history
+        self.states = Latest(b"")
+
+    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
+        raise NotImplementedError(f"no metrics here, neither {accept} nor {accept_encoding}")
+
+    def not_alive(self) -> Sequence[str]:
+        return ()
+
+    def not_ready(self) -> Sequence[str]:
+        return ()
+
+    def view(self) -> AgentView:
+        return self._picture.view
+
+    def picture(self) -> Picture:
+        return replace(self._picture, at=time.time(), sampled_at=time.monotonic())
+
+    async def state(self) -> bytes:
+        return msgspec.json.encode(state_document(self.picture(), self._history))
+
+    def usage(self) -> Mapping[str, Any]:
+        return {}
+
+    def history(self) -> Sequence[Entry]:
+        return self._history
+
+    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
+        return {"namespace": namespace, "pod": pod}
+
+    async def maintain(self, order: Order) -> Mapping[str, Any]:
+        return {"gpu": order.gpu}
+
+
+def node() -> Node:
+    """8 GPUs that 100 containers share, each with two processes; as much history as is shown."""
+    picture = picture_of(-(-CONTAINERS // 8))
+    allocations = list(picture.view.ledger.allocations.values())[:CONTAINERS]
+    ledger = replace(picture.view.ledger, allocations={a.id: a for a in allocations})
+    cards = ledger.cards.by_name
+    use = NodeUse(
+        taken_at=time.monotonic(),
+        containers={
+            (a.id, gpu): ContainerUse(
+                allocation=a.id,
+                gpu=gpu,
+                uuid=cards[gpu].uuid,
+                memory_bytes=n << 28,
+                utilization_ratio=n / CONTAINERS,
+                processes={2 * n: n << 27, 2 * n + 1: n << 27},
+            )
+            for n, a in enumerate(allocations)
+            for gpu in a.gpus
+        },
+        gpus={name: GpuUse(uuid=card.uuid) for name, card in cards.items()},
+    )
+    history = [
+        Entry(number=n, at=time.time(), what="granted", id=a.id, pod=a.pod, gpus=a.gpus, why="the fullest GPU that has the room")
+        for n, a in enumerate(allocations[:HISTORY_SHOWN])
+    ]
+    return Node(replace(picture, view=replace(picture.view, ledger=ledger), use=use), history)
+
+
+async def publish(sources: Node, seconds: float) -> None:
+    """A state a second, made once for all, as the agent does."""
+    for _ in range(round(seconds / PERIOD_SECONDS)):
+        sources.states.set(await sources.state())
+        await asyncio.sleep(PERIOD_SECONDS)
+
+
+async def core_percent(work: Any) -> float:
+    began, spent = time.perf_counter(), time.process_time()
+    await work
+    return round(100 * (time.process_time() - spent) / (time.perf_counter() - began), 2)
+
+
+async def measure(held: HeldTimes, seconds: float) -> Mapping[str, object]:
+    sources, front = node(), Front.read()
+    server = WebServer(sources, host="127.0.0.1", port=0, heartbeat_seconds=15)
+    await server.start()
+    figures: dict[str, object] = {
+        "page_bytes": len(front.plain),
+        "page_bytes_gzip": len(front.packed),
+        "state_bytes": len(await sources.state()),
+        "streams": STREAMS,
+    }
+    percents = {"idle": await core_percent(asyncio.sleep(seconds)), "unread": await core_percent(publish(sources, seconds))}
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, child("tests.bench.bench_pages", "--read", server.address[1]))
+        held.take()
+        percents["streams"] = await core_percent(publish(sources, seconds))
+        turns = held.take()
+        if sources.states.readers != STREAMS:
+            raise RuntimeError(f"{sources.states.readers} of {STREAMS} streams are left")
+    await server.stop()
+    return {"pages": {**figures, "core_percent": percents, "turn": spread([turns])}}
+
+
+def read(port: int) -> None:
+    """Takes in what all streams bring until standard input ends."""
+    selector = selectors.DefaultSelector()
+    for _ in range(STREAMS):
+        stream = socket.create_connection(("127.0.0.1", port))
+        stream.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        stream.recv(1 << 20)
+        selector.register(stream, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    print("ready", flush=True)
+    while sys.stdin not in (ready := [key.fileobj for key, _ in selector.select()]):
+        for each in ready:
+            assert isinstance(each, socket.socket)
+            each.recv(1 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--read", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read is not None:
+        read(arguments.read)
+        return
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    held = HeldTimes()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
+        print(json.dumps(runner.run(measure(held, arguments.seconds)), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The loopback beside an address that is reached from elsewhere only."""
+
+import socket
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.web.listening import ListenError, listen_tcp
+from tests.component.web.conftest import Serve
+from tests.component.web.scene import get, parsed, say
+
+
+def own_address() -> str:
+    """Where this machine would send from; the loopback if it has nothing else. Connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", own_address()])
+async def test_the_loopback_answers_whatever_address_is_configured(serve: Serve, address: str) -> None:
+    host, port = (await serve(host=address)).address
+    assert host == address
+    assert parsed(await say(("127.0.0.1", port), get("/graph")))[0] == 200
+
+
+async def test_a_port_that_is_taken_on_the_loopback_is_told_and_the_address_still_serves() -> None:
+    address = own_address()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with capture_logs() as logs:
+            if address == "127.0.0.1":  # a machine without a network
+                with pytest.raises(ListenError, match="another process listens there"):
+                    await listen_tcp(address, port)
+                return
+            (listener,) = await listen_tcp(address, port)
+        assert listener.getsockname()[:2] == (address, port)
+        listener.close()
+        assert [line["event"] for line in logs] == ["loopback_not_served"]
+
+
+async def test_a_host_that_nobody_knows_is_told() -> None:
+    with pytest.raises(ListenError, match=r"can't listen on nowhere\.invalid:0: no such host; give an IP address"):
+        await listen_tcp("nowhere.invalid", 0)
+
+
+async def test_a_name_is_listened_on_at_all_its_addresses() -> None:
+    listeners = await listen_tcp("localhost", 0)
+    assert "127.0.0.1" in [listener.getsockname()[0] for listener in listeners]
+    assert len({listener.getsockname()[1] for listener in listeners}) == 1
+    for listener in listeners:
+        listener.close()

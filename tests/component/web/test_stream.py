@@ -1,0 +1,164 @@
+"""/api/stream over real connections: what comes, when nothing comes, and clients that are slow or many."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from gpumgr.web.doorman import Patience
+from gpumgr.web.server import WebServer
+from tests.component.web.conftest import Serve
+from tests.component.web.scene import Scene, get, parsed, say
+
+
+class Reader:
+    """Events of one stream, over a connection that reads only when asked."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, server: WebServer, *, limit: int = 1 << 16) -> "Reader":
+        # HTTP/1.0: an answer without chunks between the events.
+        reader, writer = await asyncio.open_connection(*server.address, limit=limit)
+        writer.write(b"GET /api/stream HTTP/1.0\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.0 200 ")
+        return cls(reader, writer)
+
+    async def event(self) -> bytes:
+        async with asyncio.timeout(10):
+            return await self._reader.readuntil(b"\n\n")
+
+    async def state(self) -> object:
+        kind, _, data = (await self.event()).partition(b"\n")
+        assert kind == b"event: state"
+        return json.loads(data.removeprefix(b"data: "))
+
+
+@pytest.fixture
+async def readers() -> AsyncIterator[contextlib.AsyncExitStack]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield stack
+
+
+async def until_read(scene: Scene, readers: int) -> None:
+    async with asyncio.timeout(10):
+        while scene.states.readers != readers:  # noqa: ASYNC110  what it waits for tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: WebServer, scene: Scene) -> None:
+    scene.states.set(b'{"at": "long ago"}')
+    one, two = await Reader.open(server), await Reader.open(server)
+    assert await one.state() == await two.state() == {"at": 1}
+    for at in range(2, 5):
+        scene.states.set(b'{"at": %d}' % at)
+        assert await one.state() == await two.state() == {"at": at}
+    scene.states.set(b'{"at": "long ago"}')
+    assert await one.state() == {"at": "long ago"}
+    one.writer.close()
+    two.writer.close()
+
+
+async def test_what_the_first_state_made_known_is_not_told_twice(server: WebServer, scene: Scene) -> None:
+    one = await Reader.open(server)
+    scene.states.set(scene.now)
+    assert await one.state() == {"at": 1}
+    await asyncio.sleep(0.01)
+    scene.states.set(b'{"at": 2}')
+    assert await one.state() == {"at": 2}
+    one.writer.close()
+
+
+async def test_browsers_get_an_event_stream(client: aiohttp.ClientSession) -> None:
+    async with client.get("/api/stream") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert await answer.content.readuntil(b"\n\n") == b'event: state\ndata: {"at": 1}\n\n'
+    async with client.head("/api/stream") as answer:
+        assert answer.status == 405
+
+
+async def test_a_document_of_several_lines_is_one_event(server: WebServer, scene: Scene) -> None:
+    scene.now = b'{\n"at": 1}'
+    one = await Reader.open(server)
+    assert await one.event() == b'event: state\ndata: {\ndata: "at": 1}\n\n'
+    one.writer.close()
+
+
+async def test_a_comment_keeps_a_quiet_line_open(serve: Serve) -> None:
+    one = await Reader.open(await serve(heartbeat_seconds=0.02))
+    await one.state()
+    assert await one.event() == await one.event() == b":\n\n"
+    one.writer.close()
+
+
+async def test_who_leaves_leaves_no_reader_behind(server: WebServer, scene: Scene) -> None:
+    some = [await Reader.open(server) for _ in range(3)]
+    await until_read(scene, 3)
+    some[0].writer.close()
+    some[1].writer.transport.abort()
+    await until_read(scene, 1)
+    some[2].writer.write_eof()
+    await until_read(scene, 0)
+    some[2].writer.close()
+
+
+async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> None:
+    server = await serve()
+    some = [await Reader.open(server) for _ in range(64)]
+    status, told = parsed(await say(server.address, get("/api/stream")))
+    assert (status, told) == (503, {"error": "64 streams are open, and that is the most"})
+    some[0].writer.close()
+    await until_read(scene, 63)
+    some[0] = await Reader.open(server)
+    scene.states.set(b'{"at": 2}')
+    for one in some:
+        assert [await one.state(), await one.state()] == [{"at": 1}, {"at": 2}]
+        one.writer.close()
+
+
+async def test_a_slow_client_misses_states_and_delays_nobody(server: WebServer, scene: Scene) -> None:
+    slow, quick = await Reader.open(server, limit=1 << 21), await Reader.open(server, limit=1 << 21)
+    assert await quick.state() == {"at": 1}
+    slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    padding = "x" * (1 << 20)
+    for at in range(2, 32):
+        scene.states.set(json.dumps([at, padding]).encode())
+        assert await quick.state() == [at, padding]
+    slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    told = [await slow.state()]
+    while told[-1] != [31, padding]:
+        told.append(await slow.state())
+    assert len(told) < 25
+    slow.writer.close()
+    quick.writer.close()
+
+
+async def test_a_client_that_takes_nothing_is_dropped(serve: Serve, scene: Scene) -> None:
+    server = await serve(patience=Patience(unsent_seconds=0.1, look_seconds=0.02))
+    stuck = await Reader.open(server)
+    stuck.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    padding = "x" * (1 << 20)
+    at = 0
+    async with asyncio.timeout(10):
+        while scene.states.readers:
+            scene.states.set(json.dumps([at := at + 1, padding]).encode())
+            await asyncio.sleep(0.01)
+    assert server.connections == 0
+    stuck.writer.close()
+
+
+async def test_a_stop_ends_the_streams_in_order(scene: Scene) -> None:
+    server = WebServer(scene, host="127.0.0.1", port=0, stop_seconds=5)
+    await server.start()
+    async with aiohttp.ClientSession(server.url) as client, client.get("/api/stream") as answer:
+        await answer.content.readuntil(b"\n\n")
+        stopping = asyncio.ensure_future(server.stop())
+        assert await answer.content.read() == b""
+        await stopping
+    assert scene.states.readers == 0

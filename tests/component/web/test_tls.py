@@ -1,0 +1,156 @@
+"""TLS and client certificates over real connections; the certificates' files while they change, and when they are wrong."""
+
+import os
+import shutil
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.errors import SettingsError
+from gpumgr.web.server import WebServer
+from tests.component.web.conftest import Serve
+from tests.component.web.scene import BEYOND, CERTIFICATES, Scene, get, say
+
+SERVER = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
+WITH_CA = {**SERVER, "client_ca_file": CERTIFICATES / "ca.crt"}
+
+
+def context(name: str | None = None, *, ca: str = "ca") -> ssl.SSLContext:
+    """A client that trusts `ca` and shows the certificate `name`."""
+    made = ssl.create_default_context(cafile=CERTIFICATES / f"{ca}.crt")
+    made.check_hostname = False
+    if name is not None:
+        made.load_cert_chain(CERTIFICATES / f"{name}.crt", CERTIFICATES / f"{name}.key")
+    return made
+
+
+async def status(
+    server: WebServer, path: str, secured: ssl.SSLContext, *, source: str = "127.0.0.1", token: str | None = None
+) -> int:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connector = aiohttp.TCPConnector(local_addr=(source, 0))
+    async with (
+        aiohttp.ClientSession(connector=connector) as client,
+        client.get(f"{server.url}{path}", ssl=secured, headers=headers) as answer,
+    ):
+        await answer.read()
+        return answer.status
+
+
+async def test_pages_come_over_tls(serve: Serve) -> None:
+    server = await serve(**SERVER)
+    assert server.url.startswith("https://127.0.0.1:")
+    assert await status(server, "/graph", context()) == 200
+    assert await status(server, "/graph", context(), source=BEYOND) == 403
+    assert server.connections_refused == 0
+
+
+async def test_plain_http_gets_no_answer_there_and_others_go_on(serve: Serve) -> None:
+    server = await serve(**SERVER)
+    assert b"HTTP" not in await say(server.address, get("/graph"))
+    assert await status(server, "/healthz", context()) == 200
+
+
+async def test_old_tls_is_refused(serve: Serve) -> None:
+    server = await serve(**SERVER)
+    old = context()
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await status(server, "/healthz", old)
+
+
+async def test_a_client_certificate_opens_the_pages(serve: Serve) -> None:
+    server = await serve(**WITH_CA)
+    for path, bare, certified in [
+        ("/healthz", 200, 200),
+        ("/metrics", 403, 200),
+        ("/graph", 403, 200),
+        ("/debug/stacks", 403, 403),
+    ]:
+        assert await status(server, path, context(), source=BEYOND) == bare
+        assert await status(server, path, context("client"), source=BEYOND) == certified
+    assert await status(server, "/graph", context()) == 200
+
+
+async def test_a_certificate_of_somebody_else_ends_the_handshake(serve: Serve) -> None:
+    server = await serve(**WITH_CA)
+    with pytest.raises(aiohttp.ClientError):
+        await status(server, "/healthz", context("stranger"), source=BEYOND)
+    assert await status(server, "/healthz", context(), source=BEYOND) == 200
+
+
+async def test_a_token_or_a_certificate(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    server = await serve(**WITH_CA, token_file=tmp_path / "token")
+    assert await status(server, "/graph", context(), source=BEYOND) == 401
+    assert await status(server, "/graph", context(), source=BEYOND, token="s3cret") == 200
+    assert await status(server, "/graph", context("client"), source=BEYOND) == 200
+
+
+async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_path: Path) -> None:
+    files = {key: tmp_path / path.name for key, path in SERVER.items()}
+    for key, path in SERVER.items():
+        shutil.copy(path, files[key])
+    server = await serve(**files)
+    assert await status(server, "/healthz", context()) == 200
+    with capture_logs() as logs:
+        shutil.copy(CERTIFICATES / "stranger.crt", files["tls_cert_file"])
+        assert await status(server, "/healthz", context()) == 200
+        assert await status(server, "/healthz", context()) == 200
+    assert [line["event"] for line in logs] == ["certificates_unusable"]
+    assert "is not the key of the certificate" in logs[0]["error"]
+    shutil.copy(CERTIFICATES / "stranger.key", tmp_path / "new")
+    os.replace(tmp_path / "new", files["tls_key_file"])
+    assert await status(server, "/healthz", context(ca="stranger")) == 200
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await status(server, "/healthz", context())
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            {"tls_key_file": None},
+            "http.tls_cert_file is set and http.tls_key_file is not: name the file with the certificate's key",
+        ),
+        ({"tls_cert_file": None}, "http.tls_key_file is set and http.tls_cert_file is not: name the certificate"),
+        (
+            {"tls_cert_file": None, "tls_key_file": None, "client_ca_file": "ca.crt"},
+            "http.client_ca_file is set and http.tls_cert_file is not: name the certificate",
+        ),
+        ({"tls_cert_file": "missing.crt"}, "http.tls_cert_file {folder}/missing.crt can't be read: No such file or directory"),
+        ({"tls_key_file": "missing.key"}, "http.tls_key_file {folder}/missing.key can't be read: No such file or directory"),
+        ({"client_ca_file": "missing.crt"}, "http.client_ca_file {folder}/missing.crt can't be read: No such file or directory"),
+        ({"tls_cert_file": "server.key"}, "http.tls_cert_file {folder}/server.key has no certificate in PEM"),
+        ({"tls_key_file": "server.crt"}, "http.tls_key_file {folder}/server.crt has no private key in PEM"),
+        ({"tls_key_file": "client.key"}, "http.tls_key_file {folder}/client.key is not the key of the certificate"),
+        (
+            {"tls_cert_file": "broken.crt"},
+            "http.tls_cert_file {folder}/broken.crt and http.tls_key_file {folder}/server.key can't be used",
+        ),
+        (
+            {"tls_key_file": "locked.key"},
+            "http.tls_key_file {folder}/locked.key is encrypted; write the key without a passphrase",
+        ),
+        ({"client_ca_file": "server.key"}, "http.client_ca_file {folder}/server.key can't be used"),
+        ({"client_ca_file": "empty"}, "http.client_ca_file {folder}/empty can't be used"),
+        ({"client_ca_file": "."}, "http.client_ca_file {folder} "),
+    ],
+)
+async def test_wrong_files_end_the_start_with_a_name(
+    scene: Scene, tmp_path: Path, changed: dict[str, str | None], sentence: str
+) -> None:
+    for file in CERTIFICATES.iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "broken.crt").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    names = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "client_ca_file": None, **changed}
+    files: dict[str, Any] = {key: tmp_path / name if name is not None else None for key, name in names.items()}
+    with pytest.raises(SettingsError) as caught:
+        WebServer(scene, host="127.0.0.1", port=0, **files)
+    assert str(caught.value).startswith(sentence.format(folder=tmp_path))

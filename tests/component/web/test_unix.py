@@ -1,0 +1,214 @@
+"""The unix socket: who may open it, what it replaces, and the orders that only it takes."""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpumgr.agent.maintenance import Order
+from gpumgr.errors import NvmlError, Refusal, StateError
+from gpumgr.web.pages import PATHS
+from gpumgr.web.server import ListenError, WebServer
+from tests.component.web.conftest import Serve
+from tests.component.web.scene import BEYOND, CERTIFICATES, Scene
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "agent.sock"
+
+
+@pytest.fixture
+async def root(serve: Serve, path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    await serve(unix_socket=path)
+    async with aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(path))) as session:
+        yield session
+
+
+def another(scene: Scene, path: Path) -> WebServer:
+    return WebServer(scene, host="127.0.0.1", port=0, unix_socket=path)
+
+
+def present(path: Path) -> bool:
+    return path.exists()
+
+
+def put(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def shown(path: Path) -> str:
+    return path.read_text()
+
+
+async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp.ClientSession, path: Path) -> None:
+    for page in PATHS[:-2]:  # all but a profile, which takes its time, and orders
+        async with root.get(page.format(namespace="team", pod="share")) as answer:
+            assert answer.status == 200
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+async def test_it_is_plain_and_open_whatever_others_must_show(serve: Serve, path: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    await serve(
+        unix_socket=path,
+        token_file=tmp_path / "token",
+        tls_cert_file=CERTIFICATES / "server.crt",
+        tls_key_file=CERTIFICATES / "server.key",
+    )
+    async with (
+        aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(path))) as root,
+        root.get("/graph") as answer,
+    ):
+        assert answer.status == 200
+
+
+async def test_it_goes_with_the_server(scene: Scene, path: Path) -> None:
+    server = another(scene, path)
+    await server.start()
+    assert present(path)
+    await server.stop()
+    assert not present(path)
+
+
+async def test_one_that_took_its_place_stays(scene: Scene, path: Path) -> None:
+    server = another(scene, path)
+    await server.start()
+    os.unlink(path)
+    put(path, "somebody else's")
+    await server.stop()
+    assert shown(path) == "somebody else's"
+
+
+async def test_a_stale_socket_is_replaced(scene: Scene, path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    server = another(scene, path)
+    await server.start()
+    await server.stop()
+    assert not present(path)
+
+
+async def test_a_living_socket_is_left_alone(scene: Scene, root: aiohttp.ClientSession, path: Path) -> None:
+    second = another(scene, path)
+    with pytest.raises(ListenError, match=r"another process answers there; end it, or set another http.socket"):
+        await second.start()
+    with pytest.raises(RuntimeError):
+        _ = second.address
+    async with root.get("/healthz") as answer:
+        assert answer.status == 200
+
+
+async def test_a_socket_with_a_full_backlog_is_living(scene: Scene, path: Path) -> None:
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as living, socket.socket(socket.AF_UNIX) as waiting:
+        living.bind(str(path))
+        living.listen(0)
+        waiting.connect(str(path))
+        with pytest.raises(ListenError, match="another process answers there"):
+            await another(scene, path).start()
+
+
+async def test_another_kind_of_file_is_left_alone(scene: Scene, path: Path) -> None:
+    path.parent.mkdir()
+    put(path, "mine")
+    with pytest.raises(ListenError, match="a file that is no socket is there; remove it"):
+        await another(scene, path).start()
+    assert shown(path) == "mine"
+
+
+async def test_a_path_that_is_too_long_or_no_folder_is_told(scene: Scene, tmp_path: Path) -> None:
+    with pytest.raises(ListenError, match=r"a unix socket allows 107; set a shorter http.socket"):
+        await another(scene, tmp_path / ("x" * 120)).start()
+    (tmp_path / "file").touch()
+    with pytest.raises(ListenError, match=r"set http.socket to a path in a folder that the agent may write to"):
+        await another(scene, tmp_path / "file" / "agent.sock").start()
+
+
+async def test_orders(root: aiohttp.ClientSession, scene: Scene) -> None:
+    async with root.post("/api/gpus/3/drain", json={"reason": "new fan", "evict": True}) as answer:
+        assert answer.status == 200
+        assert await answer.json() == {"gpu": "3", "done": "drain"}
+    for action in ("cordon", "uncordon", "reset"):
+        async with root.post(f"/api/gpus/GPU-00000000%2D0/{action}") as answer:
+            assert answer.status == 200
+    assert scene.orders == [
+        Order(action="drain", gpu="3", reason="new fan", evict=True),
+        Order(action="cordon", gpu="GPU-00000000-0"),
+        Order(action="uncordon", gpu="GPU-00000000-0"),
+        Order(action="reset", gpu="GPU-00000000-0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{", b'{"evict": "yes"}', b'{"reason": null}', b'{"why": "typo"}', b"\xff\xfe", b'{"reason": "\xff"}']
+)
+async def test_an_order_that_can_not_be_read(root: aiohttp.ClientSession, scene: Scene, body: bytes) -> None:
+    async with root.post("/api/gpus/3/drain", data=body) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"].startswith('the body is not of the form {"reason": "...", "evict": false}: ')
+    assert scene.orders == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (Refusal("conflict", "GPU 3 is busy"), 409, {"error": "GPU 3 is busy", "code": "conflict"}),
+        (StateError("there is no GPU 9"), 404, {"error": "there is no GPU 9"}),
+        (NvmlError("the driver gave no answer"), 503, {"error": "the driver gave no answer"}),
+        (KeyError("inside"), 500, {"error": "the agent failed to answer; its log says why"}),
+    ],
+)
+async def test_an_order_that_is_not_followed(
+    root: aiohttp.ClientSession, scene: Scene, error: Exception, status: int, told: dict[str, str]
+) -> None:
+    async def fail(_order: Order) -> dict[str, str]:
+        raise error
+
+    scene.on_order = fail
+    async with root.post("/api/gpus/3/reset") as answer:
+        assert answer.status == status
+        assert await answer.json() == told
+
+
+async def test_an_order_is_carried_out_though_nobody_waits(root: aiohttp.ClientSession, scene: Scene) -> None:
+    begun, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work(_order: Order) -> dict[str, str]:
+        begun.set()
+        await go.wait()
+        done.set()
+        return {}
+
+    scene.on_order = work
+    asking = asyncio.ensure_future(root.post("/api/gpus/3/drain"))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.sleep(0.05)
+    go.set()
+    await asyncio.wait_for(done.wait(), 5)
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", BEYOND])
+async def test_orders_come_by_no_other_way(serve: Serve, scene: Scene, source: str) -> None:
+    server = await serve()
+    async with (
+        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(local_addr=(source, 0))) as client,
+        client.post("/api/gpus/3/drain", json={}) as answer,
+    ):
+        assert answer.status == 403
+        assert "unix socket" in (await answer.json())["error"]
+    assert scene.orders == []
+
+
+async def test_an_order_can_not_be_read(root: aiohttp.ClientSession) -> None:
+    async with root.get("/api/gpus/3/drain") as answer:
+        assert answer.status == 405
+        assert answer.headers["Allow"] == "POST"
+        assert await answer.json() == {"error": "/api/gpus/3/drain takes orders: use POST"}

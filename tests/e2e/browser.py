@@ -1,0 +1,103 @@
+"""Headless Chromium in front of the agent's own web server, which is given documents instead of an agent."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
+
+from gpumgr.web.server import WebServer
+from tests.component.web.scene import Scene
+
+#: Debian's package `chromium`.
+CHROMIUM: Final = "/usr/bin/chromium"
+
+#: Before any script of the page: what the browser would not let it do.
+_VIOLATIONS: Final = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective + " " + event.blockedURI));
+"""
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        # Its sandbox needs what a container or root does not have.
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+class Stage:
+    """The web server, and the document that it shows at present."""
+
+    def __init__(self) -> None:
+        self._scene = Scene()
+        self._server: WebServer | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def readers(self) -> int:
+        """Streams that are open."""
+        return self._scene.states.readers
+
+    def show(self, document: Mapping[str, Any]) -> None:
+        """To whoever asks, and to all pages that are open."""
+        self._scene.now = json.dumps(document).encode()
+        self._scene.states.set(self._scene.now)
+
+    async def open(self) -> None:
+        """On a free port the first time, and on the same one again."""
+        self._server = WebServer(self._scene, host="127.0.0.1", port=self._port, stop_seconds=0.2)
+        await self._server.start()
+        self._port = self._server.address[1]
+
+    async def close(self) -> None:
+        """All connections end; nobody listens any more."""
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """An open page, with what its console said and what it asked for over the network."""
+
+    page: Page
+    said: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    async def violations(self) -> list[str]:
+        """Of the Content-Security-Policy."""
+        found: list[str] = await self.page.evaluate("window.violations")
+        return found
+
+
+@asynccontextmanager
+async def visit(browser: Browser, url: str, *, before: str = "", **context: Any) -> AsyncIterator[Visit]:
+    """A page in a profile of its own; `before` is a script that runs ahead of the page's. `context`: playwright's words for width,
+    colours and so on."""
+    profile: BrowserContext = await browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+    try:
+        await profile.add_init_script(_VIOLATIONS + before)
+        seen = Visit(await profile.new_page())
+        seen.page.set_default_timeout(15_000)
+        seen.page.on("console", lambda message: _heard(seen, message))
+        seen.page.on("pageerror", lambda error: seen.said.append(f"error: {error}"))
+        seen.page.on("request", lambda request: seen.requests.append(request.url))
+        await seen.page.goto(url)
+        yield seen
+    finally:
+        await profile.close()
+
+
+def _heard(seen: Visit, message: ConsoleMessage) -> None:
+    seen.said.append(f"{message.type}: {message.text}")

@@ -1,0 +1,297 @@
+"""The document behind the page: what is told of GPUs and containers, and what is left open where nobody told."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import gpumgr
+from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.quarantine import Quarantine
+from gpumgr.topology.devices import GpuFailure, GpuProcess, NodeSample
+from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.units import BLOCK_BYTES
+from gpumgr.usage.join import join
+from gpumgr.web.state import HISTORY_SHOWN, state_document
+from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
+from tests.unit.usage.samples import container
+
+POD = ("team", "web")
+
+
+def share(letter: str = "a", **about: Any) -> Allocation:
+    return replace(allocation(letter, POD, cores={0: 0b111}, blocks={0: 0b11}), **about)
+
+
+def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | None = None, **about: Any) -> Picture:
+    """`processes` by pid on the first GPU: below 100 they are of container a, from there on nobody's."""
+    view = view_of(*allocations)
+    sample = sample_of(0, 1)
+    listed = {
+        uuid_of(0): replace(sample.gpus[uuid_of(0)], processes=tuple((processes or {}).values())),
+        uuid_of(1): sample.gpus[uuid_of(1)],
+    }
+    sample = NodeSample(gpus=listed)
+    owners = {pid: container("a", POD) if pid < 100 else None for pid in processes or ()}
+    use = join(view.ledger, sample, owners)
+    return replace(Picture(view=view, node="node-1", at=1000.0, sample=sample, sampled_at=40.0, nvml_up=True, use=use), **about)
+
+
+def document(picture: Picture, *entries: Entry) -> dict[str, Any]:
+    """As a reader of the JSON has it."""
+    found: dict[str, Any] = json.loads(json.dumps(state_document(picture, entries, clock=lambda: 42.5)))
+    return found
+
+
+def process(pid: int, memory_bytes: int | None, ratio: float | None = None) -> GpuProcess:
+    return GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=ratio)
+
+
+def test_the_node_and_its_health() -> None:
+    outbox = OutboxState(waiting=3, oldest_seconds=1.5, dropped=2, written={("pod", "ok"): 1}, away=True)
+    told = document(
+        picture_of(
+            registered={"tencent.com/vcuda-core": True},
+            not_ready=("memory is not registered",),
+            enforcement=(("mps", "cores and memory"),),
+            outbox=outbox,
+        )
+    )
+    assert (told["node"], told["at"], told["version"]) == ("node-1", 1000.0, gpumgr.__version__)
+    assert (told["driver_version"], told["cuda_version"]) == ("550.54.15", "12.4")
+    assert (told["ready"], told["not_ready"]) == (False, ["memory is not registered"])
+    assert told["enforcement"] == [{"mechanism": "mps", "keeps": "cores and memory"}]
+    assert told["health"] == {
+        "nvml_up": True,
+        "sampled_seconds_ago": 2.5,
+        "registered": {"tencent.com/vcuda-core": True},
+        "outbox": {"waiting": 3, "dropped": 2, "oldest_seconds": 1.5, "away": True},
+    }
+
+
+def test_a_node_without_a_driver_is_an_empty_document() -> None:
+    inventory = Inventory()
+    view = AgentView(
+        ledger=Ledger(Cards()), inventory=inventory, node=inventory.view(Cards(), policy="binpack", visible_blocks={})
+    )
+    told = document(Picture(view=view))
+    assert told["tree"] == {"name": "ROOT", "gpus": [], "children": []}
+    assert [told[key] for key in ("nvlinks", "levels", "gpus", "failures", "containers", "history")] == [[], [], [], [], [], []]
+    assert (told["ready"], told["driver_version"]) == (True, None)
+    assert told["health"] == {"nvml_up": False, "sampled_seconds_ago": None, "registered": {}, "outbox": None}
+
+
+def test_the_topology_as_a_tree_with_links_and_levels() -> None:
+    topology = topology_from_matrix([["X", "NV2+PIX", "SYS"], ["NV2+PIX", "X", "SYS"], ["SYS", "SYS", "X"]])
+    inventory = Inventory(snapshot=replace(snapshot_of(3), topology=topology))
+    cards = inventory.meet(Cards())
+    node = inventory.view(cards, policy="binpack", visible_blocks={})
+    told = document(Picture(view=AgentView(ledger=Ledger(cards), inventory=inventory, node=node)))
+    gpus = [{"name": f"GPU{row}", "gpus": [row], "children": []} for row in range(3)]
+    switch = {"name": "PIX", "gpus": [0, 1], "children": gpus[:2]}
+    socket = {"name": "SYS", "gpus": [0, 1, 2], "children": [switch, gpus[2]]}
+    assert told["tree"] == {"name": "ROOT", "gpus": [0, 1, 2], "children": [socket]}
+    assert told["nvlinks"] == [{"a": 0, "b": 1, "links": 2}]
+    assert told["levels"] == [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
+
+
+def test_a_gpu_with_all_its_numbers() -> None:
+    gpu = document(picture_of(share(), processes={7: process(7, 700), 100: process(100, 50), 101: process(101, None)}))["gpus"][0]
+    assert gpu == {
+        "uuid": uuid_of(0),
+        "name": name_of(0),
+        "row": 0,
+        "index": 0,
+        "minor": 0,
+        "model": "NVIDIA A10",
+        "bus_id": "0000:00:00.0",
+        "numa_node": 0,
+        "memory_bytes": BLOCKS * BLOCK_BYTES + 1,
+        "memory_blocks": BLOCKS,
+        "cores_free": 97,
+        "memory_blocks_free": BLOCKS - 2,
+        "healthy": True,
+        "reason": None,
+        "message": None,
+        "cordon": None,
+        "memory_used_bytes": 1000,
+        "utilization_ratio": 0.25,
+        "temperature_celsius": 40.0,
+        "power_watts": 71.5,
+        "strangers": {"processes": 2, "memory_bytes": 50},
+    }
+
+
+def test_a_gpu_whose_processes_can_not_be_listed_says_nothing_of_strangers() -> None:
+    assert document(picture_of())["gpus"][1]["strangers"] == {"processes": None, "memory_bytes": None}
+
+
+def test_a_gpu_that_is_held_whole_has_no_free_memory() -> None:
+    gpu = document(picture_of(whole("b", POD, 1)))["gpus"][1]
+    assert (gpu["cores_free"], gpu["memory_blocks_free"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("view", "reasons", "word", "message"),
+    [
+        (view_of(failed={uuid_of(0): "XID 79: it has fallen off the bus"}), {uuid_of(0): "xid"}, "xid", "XID 79"),
+        (view_of(closed={uuid_of(0): "cordoned: a riser"}), {uuid_of(0): "operator"}, "operator", "cordoned: a riser"),
+        (view_of(quarantine=Quarantine(held={name_of(0): frozenset({(7, 1)})})), {}, "quarantine", "still run there (pid 7)"),
+    ],
+)
+def test_why_a_gpu_takes_nothing_new(view: AgentView, reasons: Mapping[str, str], word: str, message: str) -> None:
+    first, second = document(Picture(view=view, reasons=reasons))["gpus"]
+    assert (first["healthy"], first["reason"]) == (False, word)
+    assert message in first["message"]
+    assert (second["healthy"], second["reason"], second["message"]) == (True, None, None)
+
+
+def test_a_cordon_stands_beside_its_gpu() -> None:
+    cordon = Cordon(reason="a riser", since=900.0, draining=True)
+    gpus = document(picture_of(cordons={uuid_of(1): cordon}))["gpus"]
+    assert [gpu["cordon"] for gpu in gpus] == [None, {"reason": "a riser", "since": 900.0, "draining": True}]
+
+
+def test_a_gpu_that_the_driver_lost_keeps_its_memory_and_its_holders() -> None:
+    told = document(Picture(view=view_of(allocation("a", POD, cores={1: 0b11}), whole("b", ("team", "x"), 0), shown=1)))
+    gone = told["gpus"][1]
+    assert [gone[key] for key in ("row", "index", "minor", "model", "bus_id", "numa_node")] == [None] * 6
+    assert (gone["memory_bytes"], gone["reason"]) == (BLOCKS * BLOCK_BYTES, "missing")
+    assert [row["gpu"] for row in told["containers"]] == [name_of(1), name_of(0)]
+
+
+def test_a_gpu_that_was_never_described_is_told_apart() -> None:
+    failures = (
+        GpuFailure(index=2, uuid=None, reason="NVML error 15: GPU is lost"),
+        GpuFailure(index=0, uuid=uuid_of(0), reason="a card, so told with the GPUs"),
+    )
+    view = view_of()
+    inventory = replace(view.inventory, snapshot=replace(view.inventory.snapshot, failures=failures))
+    told = document(Picture(view=replace(view, inventory=inventory)))
+    assert told["failures"] == [{"index": 2, "uuid": None, "message": "NVML error 15: GPU is lost"}]
+
+
+def test_a_share_with_all_its_numbers() -> None:
+    picture = picture_of(
+        share(mechanisms=("nvml-memory", "mps")),
+        processes={7: process(7, 700, 0.5), 8: process(8, 50, 0.25)},
+        over=frozenset("a"),
+    )
+    (row,) = document(picture)["containers"]
+    assert row == {
+        "allocation": "a",
+        "namespace": "team",
+        "pod": "web",
+        "uid": "uid-a",
+        "container": "main",
+        "init": False,
+        "gpu": name_of(0),
+        "cores": 3,
+        "memory_bytes": 2 * BLOCK_BYTES,
+        "whole": False,
+        "memory_used_bytes": 750,
+        "utilization_ratio": 0.75,
+        "processes": 2,
+        "over": True,
+        "mechanisms": ["nvml-memory", "mps"],
+        "granted_at": float(ord("a")),
+        "why": "a test",
+    }
+
+
+def test_a_container_with_two_gpus_has_a_row_on_each_with_the_gpu_s_own_memory() -> None:
+    both = allocation("a", POD, cores={0: (1 << 100) - 1, 1: (1 << 100) - 1})
+    rows = document(picture_of(both))["containers"]
+    assert [(row["gpu"], row["cores"], row["memory_bytes"], row["whole"]) for row in rows] == [
+        (name_of(0), 100, BLOCKS * BLOCK_BYTES + 1, True),
+        (name_of(1), 100, BLOCKS * BLOCK_BYTES + 1, True),
+    ]
+
+
+def test_memory_on_a_gpu_without_cores_has_a_row_too() -> None:
+    rows = document(picture_of(allocation("a", POD, cores={0: 0b1}, blocks={1: 0b111})))["containers"]
+    assert [(row["gpu"], row["cores"], row["memory_bytes"]) for row in rows] == [
+        (name_of(0), 1, 0),
+        (name_of(1), 0, 3 * BLOCK_BYTES),
+    ]
+
+
+def test_containers_stand_oldest_first_and_are_named_as_far_as_they_are_known() -> None:
+    rows = document(picture_of(share("c", pod=None, container=None, cores={name_of(0): 0b1000}), share("a", init=True)))[
+        "containers"
+    ]
+    assert [(r["allocation"], r["namespace"], r["pod"], r["container"], r["init"]) for r in rows] == [
+        ("a", "team", "web", "main", True),
+        ("c", None, None, None, False),
+    ]
+
+
+def test_what_is_not_told_of_a_container_is_null_and_idleness_is_not() -> None:
+    asked = share()
+    idle, unlisted, untold = (
+        document(picture_of(asked))["containers"][0],
+        document(picture_of(replace(asked, cores={name_of(1): 0b1}, blocks={}, gpus=(name_of(1),))))["containers"][0],
+        document(picture_of(asked, processes={7: process(7, None)}))["containers"][0],
+    )
+    read = ("memory_used_bytes", "utilization_ratio", "processes")
+    assert [idle[key] for key in read] == [0, 0.0, 0]
+    assert [unlisted[key] for key in read] == [None, None, None]
+    assert [untold[key] for key in read] == [None, None, 1]
+
+
+def test_numbers_from_before_the_driver_went_away_are_not_told() -> None:
+    told = document(picture_of(share(), processes={7: process(7, 700)}, nvml_up=False))
+    gpu, (row,) = told["gpus"][0], told["containers"]
+    assert [gpu[key] for key in ("memory_used_bytes", "utilization_ratio", "temperature_celsius", "power_watts")] == [None] * 4
+    assert gpu["strangers"] == {"processes": None, "memory_bytes": None}
+    assert [row[key] for key in ("memory_used_bytes", "utilization_ratio", "processes")] == [None] * 3
+    assert told["health"]["sampled_seconds_ago"] == 2.5
+
+
+def test_the_newest_entries_come_first_and_without_their_candidates() -> None:
+    entries = [Entry(number=n, at=float(n), what="freed") for n in range(1, 99)]
+    refused = Entry(
+        number=99,
+        at=99.0,
+        what="refused",
+        id="c",
+        pod=POD,
+        pod_uid="uid-c",
+        container="main",
+        call="prefer",
+        kind="core",
+        size=60,
+        gpus=(name_of(0),),
+        why="no room",
+        code="no_fit",
+        mechanisms=("mps",),
+        candidates=(Candidate(gpu=name_of(0)),),
+    )
+    history = document(picture_of(), *entries, refused)["history"]
+    assert [entry["number"] for entry in history] == list(range(99, 99 - HISTORY_SHOWN, -1))
+    assert history[0] == {
+        "number": 99,
+        "at": 99.0,
+        "what": "refused",
+        "id": "c",
+        "pod": ["team", "web"],
+        "pod_uid": "uid-c",
+        "container": "main",
+        "call": "prefer",
+        "kind": "core",
+        "size": 60,
+        "gpus": [name_of(0)],
+        "evaluator": None,
+        "why": "no room",
+        "code": "no_fit",
+        "mechanisms": ["mps"],
+    }
+    assert history[1]["pod"] is None

@@ -1,0 +1,160 @@
+"""What is told of a pod when the witnesses differ: a static pod, a pod that is gone, two lives of one name, a name learnt late."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpumgr.agent.picture import Picture
+from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.web.story import story
+from tests.unit.metrics.pictures import allocation, name_of, view_of
+
+WEB = ("team", "web")
+#: What the kubelet calls a static pod: the hash of its file.
+HASH = "0123456789abcdef0123456789abcdef"
+
+
+def told(view: PodView | None, *allocations: Allocation, history: Sequence[Entry] = ()) -> dict[str, Any]:
+    result = story(Picture(view=view_of(*allocations)), view, *WEB, history)
+    assert result is not None
+    return result
+
+
+def entry(number: int, uid: str | None, *, what: Any = "granted", **more: Any) -> Entry:
+    """The entry `number` of the history, of a moment of the same number."""
+    return Entry(number=number, at=float(number), what=what, **{"pod": WEB, "pod_uid": uid, **more})
+
+
+def ids(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return [row["allocation"] for row in rows]
+
+
+def numbers(result: dict[str, Any]) -> list[int]:
+    return [told["number"] for told in result["history"]]
+
+
+def test_a_pod_that_runs() -> None:
+    view = PodView(
+        namespace="team",
+        name="web",
+        uid="uid-a",
+        phase="Running",
+        containers=(
+            ContainerSpec(name="prepare", kind="init", cores=10),
+            ContainerSpec(name="log"),
+            ContainerSpec(name="main", cores=3, memory_blocks=1),
+        ),
+    )
+    mine = allocation("a", WEB, cores={0: 0b111}, blocks={0: 0b1})
+    free = Candidate(gpu=name_of(0), index=0, cores_free=100, memory_blocks_free=8)
+    closed = Candidate(gpu=name_of(1), index=1, note="cordoned")
+    history = [
+        entry(1, "uid-a", id="a", call="allocate", kind="core", size=3, gpus=(name_of(0),), candidates=(free, closed)),
+        entry(2, "uid-z", pod=("team", "other"), id="z"),
+        entry(3, "uid-a", what="event", code="OverLimit", why="it uses too much"),
+    ]
+    result = told(view, mine, allocation("z", ("team", "other"), cores={1: 0b1}), history=history)
+    assert {key: result[key] for key in ("namespace", "pod", "uid", "earlier_uids", "phase", "request")} == {
+        "namespace": "team",
+        "pod": "web",
+        "uid": "uid-a",
+        "earlier_uids": [],
+        "phase": "Running",
+        "request": [
+            {"container": "prepare", "kind": "init", "cores": 10, "memory_blocks": 0},
+            {"container": "main", "kind": "app", "cores": 3, "memory_blocks": 1},
+        ],
+    }
+    assert ids(result["allocations"]) == ["a"]
+    assert numbers(result) == [1, 3]
+    assert result["history"][0]["candidates"] == [
+        {"gpu": name_of(0), "index": 0, "cores_free": 100, "memory_blocks_free": 8, "note": None},
+        {"gpu": name_of(1), "index": 1, "cores_free": 0, "memory_blocks_free": 0, "note": "cordoned"},
+    ]
+
+
+def test_of_a_pod_that_nobody_ever_met_there_is_no_story() -> None:
+    picture = Picture(view=view_of(allocation("a", ("team", "other"), cores={0: 1})))
+    history = [entry(1, None, pod=None), entry(2, None, pod=("other", "web")), entry(3, None, what="gpu", pod=None)]
+    assert story(picture, None, *WEB, history) is None
+
+
+def test_a_pod_that_asks_for_nothing_is_known_by_its_phase() -> None:
+    result = told(PodView(namespace="team", name="web", uid="u", phase="Pending"))
+    assert (result["uid"], result["phase"], result["request"], result["history"]) == ("u", "Pending", [], [])
+
+
+def test_of_a_pod_that_is_gone_the_history_is_left() -> None:
+    result = told(None, history=[entry(1, "uid-a", id="a"), entry(2, "uid-a", what="freed", id="a")])
+    assert (result["uid"], result["phase"], result["request"], result["allocations"]) == ("uid-a", None, [], [])
+    assert numbers(result) == [1, 2]
+
+
+def test_a_refusal_of_a_pod_whose_uid_was_never_known() -> None:
+    result = told(None, history=[entry(1, None, what="refused", id="r", code="no_fit")])
+    assert (result["uid"], result["earlier_uids"], numbers(result)) == (None, [], [1])
+
+
+def test_a_static_pod_is_its_mirror() -> None:
+    mirror = PodView(namespace="team", name="web", uid="mirror", runtime_uid=HASH, phase="Running")
+    adopted = replace(allocation("a", None, container=None, cores={0: 0b1}), uid=HASH)
+    granted = replace(allocation("b", WEB, cores={0: 0b10}), uid="mirror")
+    result = told(mirror, adopted, granted, history=[entry(1, HASH, pod=None, id="a"), entry(2, "mirror", id="b")])
+    assert (result["uid"], result["earlier_uids"]) == ("mirror", [])
+    assert ids(result["allocations"]) == ["a", "b"]
+    assert numbers(result) == [1, 2]
+
+
+def test_two_lives_of_one_name_are_told_apart_by_their_uids() -> None:
+    old, new = allocation("a", WEB, cores={0: 0b1}), allocation("b", WEB, cores={1: 0b1})
+    history = [
+        entry(1, "uid-a", id="a"),
+        entry(2, "uid-b", what="refused", id="r"),
+        entry(3, "uid-b", id="b"),
+        entry(4, "uid-a", what="freed", id="a"),
+    ]
+    now = PodView(namespace="team", name="web", uid="uid-b")
+    for view in (now, None):  # with the API server, and without
+        result = told(view, old, new, history=history[:3])
+        assert (result["uid"], result["earlier_uids"]) == ("uid-b", ["uid-a"])
+        assert [(row["allocation"], row["uid"]) for row in result["allocations"]] == [("a", "uid-a"), ("b", "uid-b")]
+        result = told(view, new, history=history)
+        assert (result["uid"], result["earlier_uids"]) == ("uid-b", ["uid-a"])
+        assert ids(result["allocations"]) == ["b"]
+        assert [(e["number"], e["pod_uid"]) for e in result["history"]] == [
+            (1, "uid-a"),
+            (2, "uid-b"),
+            (3, "uid-b"),
+            (4, "uid-a"),
+        ]
+
+
+def test_a_life_of_which_the_history_keeps_only_the_end_was_before_the_others() -> None:
+    history = [
+        entry(7, "uid-c", id="c"),
+        entry(8, "uid-a", what="freed", id="a"),
+        entry(9, "uid-b", what="freed", id="b"),
+    ]
+    result = told(None, history=history)
+    assert (result["uid"], result["earlier_uids"]) == ("uid-c", ["uid-b", "uid-a"])
+
+
+def test_a_name_that_was_learnt_late_counts_from_the_start() -> None:
+    history = [
+        entry(1, None, pod=None, id="a", call="allocate", kind="core"),
+        entry(2, "uid-a", id="a", call="allocate", kind="memory"),
+        entry(3, None, pod=None, id="b"),
+    ]
+    assert numbers(told(None, history=history)) == [1, 2]
+    assert numbers(told(None, allocation("b", WEB, cores={0: 1}), history=history)) == [1, 2, 3]
+
+
+def test_an_allocation_under_a_wrong_name_is_told_of_the_right_pod() -> None:
+    history = [entry(1, "uid-x", id="a"), entry(2, "uid-y", pod=("team", "right"), what="freed", id="a")]
+    picture = Picture(view=view_of())
+    assert story(picture, None, *WEB, history) is None
+    right = story(picture, None, "team", "right", history)
+    assert right is not None
+    assert (right["uid"], right["earlier_uids"], numbers(right)) == ("uid-y", [], [1, 2])
