@@ -11,6 +11,7 @@ import structlog
 from gpumgr.agent.books import Books
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import tenant_of, view_of
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
@@ -43,6 +44,8 @@ CHOICE_SECONDS = 60.0
 RUNTIME_SECONDS = 0.5
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
+#: Reason of the event of a container that runs without limits.
+NOT_ENFORCED = "GpuLimitNotEnforced"
 
 
 class Enforcing:
@@ -58,13 +61,14 @@ class Enforcing:
         *,
         nvml: Nvml,
         processes: HostProcesses,
+        proc_root: Path,
         pods: Pods,
         announcer: Announcer | None,
         simulated: bool,
     ) -> None:
         self._settings, self._processes, self._pods, self._announcer = settings, processes, pods, announcer
         self._client = CriClient(settings.cri.socket)
-        self._cgroups = Cgroups(settings.cri.cgroup_root)
+        self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
         self.containers = Containers(self._client, self._cgroups, processes.runs)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
@@ -246,12 +250,24 @@ class Enforcing:
         return None if started is None else await self.containers.of_process(pid, started)
 
     def _not_enforced(self, tenant: Tenant, message: str) -> None:
-        """The container runs without limits, which its owner can see in the pod's events."""
+        """The container runs without limits, which its owner can see in the pod's events; of a repeated start nothing is said."""
         view = self._pods.get(tenant.pod) if tenant.pod else None
         uid = tenant.pod_uid or (view.uid if view else None)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
-        if self._announcer is not None and tenant.pod is not None and uid is not None:
-            self._announcer.pod_event(tenant.pod, uid, reason="GpuLimitNotEnforced", message=message, warning=True)
+        history = self.books.history
+        history.add_news(
+            Entry(
+                at=history.now(),
+                what="event",
+                id=tenant.allocation,
+                pod=tenant.pod,
+                pod_uid=uid,
+                container=tenant.container,
+                gpus=(tenant.gpu,),
+                why=message,
+                code=NOT_ENFORCED,
+            )
+        )
 
     def _tenants(self) -> Iterator[tuple[Tenant, tuple[str, ...]]]:
         books = self.books

@@ -1,20 +1,25 @@
 """Work that may take long, for somebody who has a round to keep."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
+#: The container runtime is asked once a second at most, so that a second's wait is nothing to tell.
+LONG_SECONDS: Final = 5.0
+
 
 class Errand:
     """Whoever sends it waits for so long and gets on; the work goes on too, and is never out twice at once."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
         self._out: asyncio.Task[None] | None = None
+        self._sent_at = 0.0
         self._told = False
 
     async def send(self, work: Callable[[], Coroutine[Any, Any, None]], *, patience_seconds: float) -> bool:
@@ -23,14 +28,17 @@ class Errand:
         Raises what the work raised, at the next call if it was still out at the end of this one.
         """
         if self._out is not None and not self._came_back(self._out):
+            self._tell()
             return False
-        self._out = asyncio.create_task(work(), name=self._name)
+        self._out, self._sent_at, self._told = asyncio.create_task(work(), name=self._name), self._clock(), False
         await asyncio.wait({self._out}, timeout=patience_seconds)
-        done = self._came_back(self._out)
-        if not done and not self._told:
-            log.warning("errand_takes_long", errand=self._name, waited_seconds=round(patience_seconds, 3))
-        self._told = not done
-        return done
+        return self._came_back(self._out)
+
+    def _tell(self) -> None:
+        out_seconds = self._clock() - self._sent_at
+        if out_seconds >= LONG_SECONDS and not self._told:
+            self._told = True
+            log.warning("errand_takes_long", errand=self._name, seconds=round(out_seconds, 1))
 
     async def close(self) -> None:
         """Calls the work off."""

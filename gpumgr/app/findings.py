@@ -1,4 +1,4 @@
-"""What the mechanisms found, each thing told once: a count, a line in the log, an event of the pod."""
+"""What the mechanisms found, each thing told once: a count, a line in the log, an entry in the history and so an event of the pod."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -24,17 +24,17 @@ _REASONS: Final[Mapping[FindingCode, str]] = {
 
 
 class Findings:
-    """`count` takes the mechanism and the code, `announce` the allocation, the event's reason and its message. `clock` is monotonic,
+    """`count` takes the mechanism and the code, `tell` the allocation, the event's reason and its message. `clock` is monotonic,
     in seconds."""
 
     def __init__(
         self,
         *,
         count: Callable[[str, str], None],
-        announce: Callable[[AllocationId, str, str], None],
+        tell: Callable[[AllocationId, str, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._count, self._announce, self._clock = count, announce, clock
+        self._count, self._tell_history, self._clock = count, tell, clock
         self._seen_at: dict[tuple[AllocationId, FindingCode], float] = {}
 
     def tell(self, findings: Iterable[tuple[str, Finding]], allocations: Mapping[AllocationId, Allocation]) -> None:
@@ -61,4 +61,4 @@ class Findings:
             holder=holder.describe(),
             message=finding.message,
         )
-        self._announce(finding.allocation, _REASONS[finding.code], finding.message)
+        self._tell_history(finding.allocation, _REASONS[finding.code], finding.message)

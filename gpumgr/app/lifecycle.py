@@ -16,15 +16,20 @@ import structlog
 from gpumgr import __version__
 from gpumgr.aio import every, finish_shielded, forever
 from gpumgr.app.podside import PodSide
+from gpumgr.app.readers import Readers
 from gpumgr.app.recovery import read_entries, reconcile, take_over
 from gpumgr.app.station import Hardware, Station
+from gpumgr.app.upkeep import make_maintenance
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.display.server import DisplayServer
+from gpumgr.display.service import GpuDisplay
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.metrics.lag import watch_loop
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
+from gpumgr.web.graph import graph_text
 from gpumgr.web.server import WebServer
 
 log = structlog.get_logger(__name__)
@@ -70,21 +75,29 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
         await station.enforcing.open(station.books, lost=loaded.lost)
         if TAKEN_OVER not in loaded.notes:
             _take_over_first(station, checkpoint)
-        web = WebServer(station, host=settings.http.address, port=settings.http.port)
+        maintenance = make_maintenance(station, checkpoint, podside)
+        maintenance.restore(loaded.notes)
+        readers = Readers(station, pods=podside.pods, maintenance=maintenance, outbox=podside.outbox)
+        web = _web_server(settings, readers)
         stack.push_async_callback(web.stop)
+        display = _display_server(settings, readers)
+        if display is not None:
+            stack.push_async_callback(display.stop)
         async with asyncio.TaskGroup() as group:
             daemons = [
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
                 group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
-                group.create_task(_refresh(station), name="metrics"),
+                group.create_task(_refresh(settings, readers), name="readers"),
                 group.create_task(forever("history", history.run), name="history"),
-                *podside.start(group, station),
+                *podside.start(group, station, readers),
             ]
             try:
                 await _meet(station, podside, loaded)
                 gc.collect()
                 gc.freeze()  # what was imported stays: a full collection over it would stop the loop for tens of milliseconds
                 await web.start()
+                if display is not None:
+                    await display.start()
                 station.books.tell()
                 station.offers.start()
                 station.housekeeping.soon()
@@ -153,8 +166,32 @@ def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.Asyn
         ) from error
 
 
-async def _refresh(station: Station) -> None:
-    await every(station.settings.nvml.sample_period_seconds, station.exposition.refresh, name="metrics")
+async def _refresh(settings: Settings, readers: Readers) -> None:
+    await every(settings.nvml.sample_period_seconds, readers.refresh, name="readers")
+
+
+def _web_server(settings: Settings, readers: Readers) -> WebServer:
+    http = settings.http
+    web = WebServer(
+        readers,
+        host=http.address,
+        port=http.port,
+        unix_socket=http.socket,
+        max_connections=http.max_connections,
+        token_file=http.token_file,
+        tls_cert_file=http.tls_cert_file,
+        tls_key_file=http.tls_key_file,
+        client_ca_file=http.client_ca_file,
+    )
+    readers.connections = lambda: (web.connections, web.connections_refused)
+    return web
+
+
+def _display_server(settings: Settings, readers: Readers) -> DisplayServer | None:
+    if settings.display.socket is None:
+        return None
+    display = GpuDisplay(graph=lambda: graph_text(readers.view()), usage=readers.usage, version=__version__)
+    return DisplayServer(settings.display.socket, display)
 
 
 async def _report(station: Station, notifier: Notifier) -> None:

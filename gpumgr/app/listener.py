@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from gpumgr.agent.books import Books
+from gpumgr.allocator.history import Entry
 from gpumgr.nvml.health import GpuHealth
 from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
@@ -15,6 +16,8 @@ log = structlog.get_logger(__name__)
 
 #: Reasons for which a GPU takes nothing new but goes on working for those who are on it.
 CLOSING_REASONS = frozenset({"mig", "operator"})
+#: Reasons for which the history calls a GPU lost, and not just unhealthy.
+LOST_REASONS = frozenset({"lost", "missing"})
 
 
 class News:
@@ -40,6 +43,7 @@ class News:
         self.known = asyncio.Event()
         self._health: Mapping[str, GpuHealth] = {}
         self._nodeless: Mapping[str, str] = {}
+        self._told: dict[str, str] = {}
         self.down_because: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -76,6 +80,30 @@ class News:
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         closed = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
         await self._books.set_fitness(failed={**self._nodeless, **failed}, closed=closed)
+        self._tell_history(bad)
+
+    def _tell_history(self, bad: Mapping[str, GpuHealth]) -> None:
+        """Which GPUs are lost, unhealthy and back, once each. What an operator does with one he tells himself, and how it was before
+        counts on meanwhile. A GPU that was never offered has no name to tell yet."""
+        history = self._books.history
+        for uuid, card in self._books.ledger.cards.by_uuid.items():
+            health, before = bad.get(uuid), self._told.get(uuid)
+            if health is not None and health.reason == "operator":
+                continue
+            if health is not None:
+                code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
+            elif uuid in self._nodeless:
+                code, why = "unhealthy", self._nodeless[uuid]
+            elif before is not None:
+                code, why = "back", "it is well again and takes pods"
+            else:
+                continue
+            if code != before:
+                history.add(Entry(at=history.now(), what="gpu", code=code, gpus=(card.name,), why=why))
+            if code == "back":
+                del self._told[uuid]
+            else:
+                self._told[uuid] = code
 
     def _look_at_nodes(self) -> None:
         """A GPU without its device node can't be given to a container, whatever NVML says of it."""

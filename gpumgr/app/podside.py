@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import aiohttp
 import structlog
 
+from gpumgr.agent.picture import OutboxState
 from gpumgr.allocator.pods import PodView
+from gpumgr.app.announcing import Announcing
+from gpumgr.app.describing import Describing
+from gpumgr.app.readers import Readers
 from gpumgr.app.station import Station
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.announcer import Announcer
@@ -47,7 +51,11 @@ class PodSide:
         finally:
             await server.close()
 
-    def start(self, group: asyncio.TaskGroup, station: Station) -> list[asyncio.Task[None]]:
+    def outbox(self) -> OutboxState | None:
+        """What waits for the API server; None if there is none."""
+        return self.announcer.state() if self.announcer is not None else None
+
+    def start(self, group: asyncio.TaskGroup, station: Station, readers: Readers) -> list[asyncio.Task[None]]:
         """The daemons of this side."""
         if not isinstance(self.pods, PodCache):
             return []
@@ -62,7 +70,9 @@ class PodSide:
         self.pods.subscribe(changed)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
         if self.announcer is not None:
+            announcing = _announcing(self.announcer, self.pods, station, readers)
             tasks.append(group.create_task(self.announcer.run(), name="announcer"))
+            tasks.append(group.create_task(announcing.run(), name="announcing"))
         if self.delete_failed:
             tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
         return tasks
@@ -73,6 +83,22 @@ class PodSide:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.pods.wait_synced()
+
+
+def _announcing(announcer: Announcer, pods: PodCache, station: Station, readers: Readers) -> Announcing:
+    kubernetes, node = station.settings.kubernetes, station.settings.node.name
+    describing = Describing(
+        announcer, picture=readers.picture, describe_node=kubernetes.describe_node, node_labels=kubernetes.node_labels
+    )
+    return Announcing(
+        announcer,
+        books=station.books,
+        pods=pods,
+        describe=describing,
+        node=node,
+        annotate_pods=kubernetes.annotate_pods,
+        write_events=kubernetes.write_events,
+    )
 
 
 async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:

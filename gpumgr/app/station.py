@@ -14,7 +14,6 @@ from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.offers import Offers
-from gpumgr.agent.picture import Picture
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.writer import Agent, AgentView
 from gpumgr.aio import Latest
@@ -28,7 +27,6 @@ from gpumgr.app.truth import OverLimit, Truth
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
 from gpumgr.kubeapi.announcer import Announcer
-from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import HealthRules
@@ -36,15 +34,16 @@ from gpumgr.nvml.monitor import Monitor
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import KINDS, RESOURCE_OF, Kind
+from gpumgr.units import KINDS, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Where NVML and sysfs are; a simulated node has its own, and no device nodes to look at."""
+    """Where NVML, sysfs and proc are; a simulated node has its own, and no device nodes to look at."""
 
     library_path: str | None = None
     sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
     simulated: bool = False
 
 
@@ -62,10 +61,16 @@ class Station:
         announcer: Announcer | None,
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics(node=settings.node.name, version=__version__)
+        self.metrics = Metrics(
+            node=settings.node.name,
+            version=__version__,
+            pods=pods.all,
+            gpu_manager_names=settings.metrics.gpu_manager_names,
+            hami_names=settings.metrics.hami_names,
+        )
         self.devices: Mapping[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
         self.offers = Offers(self._publish, clock=time.monotonic)
-        processes = HostProcesses()
+        processes = HostProcesses(hardware.proc_root)
         self.books = Books(
             ledger,
             checkpoint=checkpoint,
@@ -76,7 +81,7 @@ class Station:
             clock=time.monotonic,
             on_freed=self._freed,
         )
-        self._nvml = Nvml(
+        self.nvml = Nvml(
             library_path=hardware.library_path,
             timeout_seconds=settings.nvml.call_timeout_seconds,
             sysfs_root=hardware.sysfs_root,
@@ -84,8 +89,9 @@ class Station:
         )
         self.enforcing = Enforcing(
             settings,
-            nvml=self._nvml,
+            nvml=self.nvml,
             processes=processes,
+            proc_root=hardware.proc_root,
             pods=pods,
             announcer=announcer,
             simulated=hardware.simulated,
@@ -129,7 +135,7 @@ class Station:
             on_sample=self._sampled,
         )
         self.monitor = Monitor(
-            self._nvml,
+            self.nvml,
             self.news,
             rules=HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids)),
             sample_period_seconds=settings.nvml.sample_period_seconds,
@@ -137,9 +143,9 @@ class Station:
             on_xid=self.metrics.xid,
             on_batch=self.metrics.batched,
         )
-        self.exposition = Exposition(self.metrics, self.picture)
-        self._sample: NodeSample | None = None
-        self._sampled_at: float | None = None
+        self.sample: NodeSample | None = None
+        #: In monotonic seconds.
+        self.sampled_at: float | None = None
         self.nvml_up = False
         self._registrations: dict[Kind, int] = dict.fromkeys(KINDS, 0)
 
@@ -147,26 +153,6 @@ class Station:
 
     def view(self) -> AgentView:
         return self.agent.view()
-
-    def picture(self) -> Picture:
-        reasons = {uuid: health.reason for uuid, health in self.monitor.health.items() if health.reason is not None}
-        return Picture(
-            nvml_errors=self._nvml.call_errors,
-            streams={RESOURCE_OF[kind]: watched.readers for kind, watched in self.devices.items()},
-            view=self.view(),
-            sample=self._sample,
-            sampled_at=self._sampled_at,
-            nvml_up=self.nvml_up,
-            reasons=dict(reasons),
-            use=self.truth.use,
-            over=self.truth.over,
-            enforcement=self.enforcing.told(),
-            vcuda_registrations=dict(self.enforcing.vcuda.registrations),
-            mps_daemon_restarts={daemon.gpu: daemon.restarts for daemon in self.enforcing.mps.status()},
-        )
-
-    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        return await self.exposition.scrape(accept, accept_encoding)
 
     def not_alive(self) -> list[str]:
         """The loop answers, so the process is alive; a daemon that ends takes the process with it."""
@@ -179,7 +165,7 @@ class Station:
             if not state.registered
         ]
         if not self.nvml_up:
-            reasons.append("the driver's library does not answer" if self._sampled_at else "no driver was found yet")
+            reasons.append("the driver's library does not answer" if self.sampled_at else "no driver was found yet")
         return reasons
 
     def status(self) -> str:
@@ -230,7 +216,7 @@ class Station:
     def _sampled(self, sample: NodeSample | None) -> None:
         self.nvml_up = sample is not None
         if sample is not None:
-            self._sample, self._sampled_at = sample, time.monotonic()
+            self.sample, self.sampled_at = sample, time.monotonic()
 
     def _linked(self, kind: Kind, state: LinkState) -> None:
         self.metrics.linked(kind, state)

@@ -14,9 +14,11 @@ from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.tenants import tenant_of, view_of
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.tenant import Tenant
@@ -25,7 +27,7 @@ from gpumgr.app.findings import OVER_LIMIT, Findings
 from gpumgr.app.owners import Owners, Runtime, Whereabouts
 from gpumgr.enforcement.backend import Finding, Running
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import MEMORY_RESOURCE
+from gpumgr.units import MEMORY_RESOURCE, GpuName
 from gpumgr.usage.claims import Claims
 from gpumgr.usage.excess import Excess, weigh
 from gpumgr.usage.join import join
@@ -40,18 +42,23 @@ CALM_PERIOD_SECONDS: Final = 10.0
 PATIENCE_SECONDS: Final = 0.5
 #: An offender that was to be evicted and is still there.
 EVICT_AGAIN_SECONDS: Final = 60.0
+#: Reason of the event of a pod that is evicted.
+EVICTED: Final = "GpuPodEvicted"
 
 Mechanisms = tuple[str, ...]
 
 
 class Bookkeeping(Protocol):
-    """The books, to read (gpumgr.agent.books.Books)."""
+    """The books, to read, and the history, to add to (gpumgr.agent.books.Books)."""
 
     @property
     def ledger(self) -> Ledger: ...
 
     @property
     def inventory(self) -> Inventory: ...
+
+    @property
+    def history(self) -> History: ...
 
 
 class Backends(Protocol):
@@ -65,9 +72,7 @@ class Backends(Protocol):
 
 
 class Announcer(Protocol):
-    """Tells the API server; neither call waits (gpumgr.kubeapi.announcer.Announcer)."""
-
-    def pod_event(self, pod: PodKey, uid: str, *, reason: str, message: str, warning: bool) -> None: ...
+    """Asks the API server, without waiting for it (gpumgr.kubeapi.announcer.Announcer). What pods are told, it has from the history."""
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
 
@@ -117,7 +122,7 @@ class Truth:
         self._excess = Excess()
         self._strangers: Known = {}
         self._evicted: dict[AllocationId, float] = {}
-        self._findings = Findings(count=meter.found, announce=self._announce, clock=clock)
+        self._findings = Findings(count=meter.found, tell=self._tell, clock=clock)
 
     # -- what readers see --------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class Truth:
         for use in weighed.began:
             self._meter.went_over()
             self._log_use(log.warning, "container_over_limit", use)
-            self._announce(use.allocation, OVER_LIMIT, self._over_limit_message(use))
+            self._tell(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
         if rule.evict:
             self._evict_offenders(uses)
         for use in weighed.ended:
@@ -230,7 +235,9 @@ class Truth:
             log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
             return
         self._meter.evicted()
-        self._announcer.evict(*name, reason=f"container {use.container or '?'} stayed over its GPU memory")
+        reason = f"container {use.container or '?'} stayed over its GPU memory"
+        self._books.history.add_news(self._entry(use.allocation, EVICTED, f"the pod is evicted: {reason}", use.gpu))
+        self._announcer.evict(*name, reason=reason)
 
     # -- strangers ---------------------------------------------------------------------------------------------------------
 
@@ -256,12 +263,26 @@ class Truth:
         self._findings.tell(await self._backends.observe(running), self._books.ledger.allocations)
         await self._backends.adjust(running)
 
-    # -- the API server ----------------------------------------------------------------------------------------------------
+    # -- what people are told ----------------------------------------------------------------------------------------------
 
-    def _announce(self, allocation: AllocationId, reason: str, message: str) -> None:
-        name = self._pod_of(allocation)
-        if self._announcer is not None and name is not None:
-            self._announcer.pod_event(*name, reason=reason, message=message, warning=True)
+    def _tell(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
+        self._books.history.add(self._entry(allocation, reason, message, *gpus))
+
+    def _entry(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> Entry:
+        """`gpus` are all of the allocation's if none is named."""
+        holder, history = self._books.ledger.allocations.get(allocation), self._books.history
+        pod, uid = self._pod_of(allocation) or (None, None)
+        return Entry(
+            at=history.now(),
+            what="event",
+            id=allocation,
+            pod=pod,
+            pod_uid=uid,
+            container=holder.container if holder else None,
+            gpus=gpus or (holder.gpus if holder else ()),
+            why=message,
+            code=reason,
+        )
 
     def _pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
         """Name and UID of its pod, as the ledger has them, else as the runtime has."""

@@ -15,6 +15,10 @@ from gpumgr.errors import GpumgrError, InputError
 
 _COMMANDS: Final = {
     "run": "run",
+    "usage": "usage",
+    "why": "why",
+    "history": "history",
+    "gpu": "gpu",
     "doctor": "doctor",
     "place": "place",
     "topology": "topology",
@@ -47,6 +51,8 @@ def group() -> None:
     Examples:
       gpumgr demo
       gpumgr run --config /etc/gpumgr/gpumgr.yaml
+      gpumgr usage --watch
+      gpumgr why demo/resnet
       gpumgr doctor
       gpumgr topology --sim dgx1-v100-8
       gpumgr place --sim hgx-h100-8 --cores 200

@@ -26,8 +26,8 @@ Examples:
 def command(once: bool, output: str) -> None:
     """Play a script on a simulated node with eight H100 and the real agent, and check how each step comes out.
 
-    Needs neither GPU nor cluster nor root: GPUs, kubelet and API server are simulated. Pods are packed, refused and joined; the agent
-    is killed, the kubelet restarted, a GPU fails and comes back.
+    Needs neither GPU nor cluster nor root: GPUs, kubelet, container runtime and API server are simulated. Pods are packed, refused and
+    joined, and use their GPUs; the agent is killed, the kubelet restarted, a GPU fails and comes back. The agent's page is real.
     """
     configure_log("error", "auto")
     console = Console()

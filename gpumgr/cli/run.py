@@ -122,4 +122,4 @@ def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iter
 
     with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as scratch:
         node = prepare(sim, sim_dir or Path(scratch))
-        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True)
+        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)

@@ -1,10 +1,12 @@
-"""What stands around Truth, in plain memory: books, pods, a runtime, mechanisms, an API server's announcer, a meter."""
+"""What stands around Truth, in plain memory: books, pods, a runtime, mechanisms, who evicts, a meter."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.truth import Mechanisms, OverLimit, Truth
@@ -12,7 +14,7 @@ from gpumgr.enforcement.backend import Finding, Running
 from gpumgr.errors import CriError
 from gpumgr.topology.devices import NodeSample
 from gpumgr.usage.containers import Container
-from tests.component.stage.stage import Clock, MemoryPods
+from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.metrics.pictures import view_of
 
 
@@ -20,6 +22,7 @@ from tests.unit.metrics.pictures import view_of
 class MemoryBooks:
     ledger: Ledger
     inventory: Inventory
+    history: History = field(default_factory=lambda: History(MemoryCheckpoint(), wall_clock=lambda: 7.0))
 
 
 @dataclass
@@ -85,11 +88,7 @@ class MemoryBackends:
 
 @dataclass
 class MemoryAnnouncer:
-    events: list[tuple[PodKey, str, str, str, bool]] = field(default_factory=list)
     evictions: list[tuple[PodKey, str, str]] = field(default_factory=list)
-
-    def pod_event(self, pod: PodKey, uid: str, *, reason: str, message: str, warning: bool) -> None:
-        self.events.append((pod, uid, reason, message, warning))
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
         self.evictions.append((pod, uid, reason))
@@ -138,6 +137,11 @@ class Node:
             replace(c, running=False) if (c.pod_uid, c.name) == same else c for c in self.runtime.containers
         ] + [container]
         self.runtime.inside[container.id] = pids
+
+    @property
+    def told(self) -> list[Entry]:
+        """What pods are told: the history's entries."""
+        return list(self.books.history.entries())
 
     def holds(self, allocation: Allocation) -> None:
         self.books.ledger = self.books.ledger.occupy(allocation)

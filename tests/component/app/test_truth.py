@@ -10,7 +10,7 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.findings import SAME_FINDING_SECONDS
 from gpumgr.app.owners import ASK_AGAIN_SECONDS
-from gpumgr.app.truth import CALM_PERIOD_SECONDS
+from gpumgr.app.truth import CALM_PERIOD_SECONDS, EVICT_AGAIN_SECONDS
 from gpumgr.enforcement.backend import Finding, FindingCode
 from gpumgr.units import BLOCK_BYTES
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
@@ -196,10 +196,11 @@ async def test_a_container_over_its_memory_is_told_once_with_numbers() -> None:
             await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
     assert node.truth.over == {"a"}
     assert node.meter.over == 1
-    ((pod, uid, reason, message, warning),) = node.announcer.events
-    assert (pod, uid, reason, warning) == (WEB, "uid-a", "GpuMemoryOverLimit", True)
-    assert f"uses 812 MiB of memory on {uuid_of(0)} and was granted 512 MiB" in message
-    assert "evicted" not in message
+    (told,) = node.told
+    assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
+    assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU0,), 7.0)
+    assert f"uses 812 MiB of memory on {uuid_of(0)} and was granted 512 MiB" in told.why
+    assert "evicted" not in told.why
     assert not node.announcer.evictions
     assert [(entry["event"], entry["holder"]) for entry in logs] == [("container_over_limit", "team/web (main)")]
 
@@ -211,7 +212,7 @@ async def test_coming_back_is_told_too() -> None:
             await node.sampled(sample({11: used}, {}))
     assert not node.truth.over
     assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"]
-    assert len(node.announcer.events) == 1
+    assert len(node.told) == 1
 
 
 async def test_an_offenders_pod_is_evicted_if_that_was_chosen() -> None:
@@ -220,7 +221,18 @@ async def test_an_offenders_pod_is_evicted_if_that_was_chosen() -> None:
         await node.sampled(sample({11: LIMIT + 1}, {}))
     assert node.announcer.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
     assert node.meter.evictions == 1
-    assert "; the pod is evicted" in node.announcer.events[0][3]
+    over, evicted = node.told
+    assert "; the pod is evicted" in over.why
+    assert (evicted.what, evicted.code, evicted.id, evicted.pod, evicted.pod_uid) == ("event", "GpuPodEvicted", "a", WEB, "uid-a")
+    assert evicted.why == "the pod is evicted: container main stayed over its GPU memory"
+
+
+async def test_an_eviction_that_is_asked_for_again_is_no_news() -> None:
+    node = sharing(evict=True)
+    for _ in range(5):
+        await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=EVICT_AGAIN_SECONDS)
+    assert len(node.announcer.evictions) > 1
+    assert [told.code for told in node.told] == ["GpuMemoryOverLimit", "GpuPodEvicted"]
 
 
 async def test_without_an_api_server_nobody_can_be_evicted() -> None:
@@ -230,6 +242,7 @@ async def test_without_an_api_server_nobody_can_be_evicted() -> None:
             await node.sampled(sample({11: LIMIT + 1}, {}))
     assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
     assert node.meter.evictions == 0
+    assert [told.code for told in node.told] == ["GpuMemoryOverLimit"]
 
 
 async def test_the_runtime_tells_which_life_of_a_pod_it_is_where_the_ledger_does_not() -> None:
@@ -277,7 +290,7 @@ async def test_a_finding_is_told_once_and_repaired_after_it_was_seen() -> None:
         for _ in range(3):
             await node.sampled(sample({}, {}))
     assert node.meter.findings == [("hami-core", "tampered"), ("hami-core", "broken")]
-    assert [(uid, reason, message) for _, uid, reason, message, _ in node.announcer.events] == [
+    assert [(told.pod_uid, told.code, told.why) for told in node.told] == [
         ("uid-a", "GpuLimitTampered", "it was tampered"),
         ("uid-a", "GpuLimitBroken", "it was broken"),
     ]
@@ -291,19 +304,19 @@ async def test_a_finding_that_comes_and_goes_is_one_and_news_after_a_while() -> 
         for found in ([finding()], [], [finding()], []):
             node.backends.findings = found
             await node.sampled(sample({}, {}))
-        assert len(node.announcer.events) == 1
+        assert len(node.told) == 1
         await node.sampled(sample({}, {}), after_seconds=SAME_FINDING_SECONDS)
         node.backends.findings = [finding()]
         await node.sampled(sample({}, {}))
     assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding_gone", "enforcement_finding"]
-    assert len(node.announcer.events) == 2
+    assert len(node.told) == 2
 
 
 async def test_findings_about_somebody_who_is_gone_are_not_told() -> None:
     node = sharing()
     node.backends.findings = [finding(of="z")]
     await node.sampled(sample({}, {}))
-    assert not node.announcer.events
+    assert not node.told
     assert not node.meter.findings
 
 

@@ -1,0 +1,121 @@
+"""Asks the running agent of this node: HTTP and JSON over its unix socket."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+import aiohttp
+
+from gpumgr.cli.printable import printable
+from gpumgr.errors import GpumgrError, InputError
+
+#: An answer of the agent's own; longer ones say so at the call.
+ANSWER_SECONDS: Final = 30.0
+_CONNECT_SECONDS: Final = 5.0
+_NOT_FOUND: Final = 404
+
+
+class AgentClient:
+    """`async with AgentClient(socket) as agent`; for one event loop.
+
+    All calls raise InputError where the agent says that the request makes no sense to it (404), else GpumgrError: the agent does not
+    run, may not be asked by this user, gave no answer in time, or refused, with the sentence that it gave.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(path=str(self._socket)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+        """The JSON at this path (with its query)."""
+        return await self._ask("GET", path, None, timeout_seconds)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+        """What the agent answers to this JSON."""
+        return await self._ask("POST", path, body, timeout_seconds)
+
+    async def stream(self, path: str) -> AsyncIterator[Any]:
+        """The JSON of each server-sent event, until the agent ends the stream or stops."""
+        try:
+            async with self._open.get(path, timeout=_timeout(None)) as response:
+                if response.status != 200:
+                    raise self._error(path, response.status, await response.read())
+                async for data in _events(response.content):
+                    yield json.loads(data)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> Any:
+        try:
+            async with self._open.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
+                text = await response.read()
+        except TimeoutError as error:
+            raise GpumgrError(f"the agent at {self._socket} gave no answer within {timeout_seconds:g} s; see its log") from error
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+        if response.status != 200:
+            raise self._error(path, response.status, text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise GpumgrError(f"what listens at {self._socket} is no gpumgr agent: its answer is no JSON") from error
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the client is not open: use `async with`")
+        return self._session
+
+    def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
+        try:
+            sentence = str(json.loads(text)["error"])
+        except (ValueError, KeyError, TypeError):
+            return GpumgrError(
+                f"the agent at {self._socket} answered {status} to {path.partition('?')[0]}; it may be of another version than this command"
+            )
+        sentence = "\n".join(map(printable, sentence.splitlines()))
+        return InputError(sentence) if status == _NOT_FOUND else GpumgrError(sentence)
+
+    def _unreachable(self, error: BaseException) -> GpumgrError:
+        if isinstance(error, TimeoutError):
+            return GpumgrError(f"the agent at {self._socket} does not answer; see its log")
+        if not isinstance(error, aiohttp.ClientConnectorError):
+            return GpumgrError(f"the agent at {self._socket} ended the connection ({error}); it may have stopped: see its log")
+        match error.os_error:
+            case FileNotFoundError() | ConnectionRefusedError() as cause:
+                missing = "there is no socket" if isinstance(cause, FileNotFoundError) else "nothing listens"
+                return GpumgrError(
+                    f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
+                    f"`gpumgr run`), or name its socket with --socket if it has another"
+                )
+            case PermissionError():
+                return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
+            case cause:
+                return GpumgrError(f"the agent can't be asked at {self._socket}: {cause.strerror or cause}")
+
+
+def _timeout(total_seconds: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total_seconds, sock_connect=_CONNECT_SECONDS)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """The data of each event. Lines may be longer than aiohttp's own reader of lines allows. Source: WHATWG HTML, server-sent events."""
+    rest, data = b"", list[str]()
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            text = line.decode().rstrip("\r")
+            if text.startswith("data:"):
+                data.append(text.removeprefix("data:").removeprefix(" "))
+            elif not text and data:
+                yield "\n".join(data)
+                data.clear()

@@ -1,0 +1,85 @@
+"""Where the tables of `gpumgr usage` are shown: once, as plain text, or live on a terminal's other screen."""
+
+import sys
+from types import TracebackType
+from typing import Final, Self
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.text import Text
+
+from gpumgr.cli.documents import State
+from gpumgr.cli.usage_table import WIDE, usage_tables
+
+#: Width of what is no terminal: nothing is folded or cut there.
+_UNBOUNDED: Final = 100_000
+#: Below this the columns of names would vanish; a narrower terminal breaks or cuts the lines.
+_NARROWEST: Final = 80
+_FOOT_ROWS: Final = 2
+
+
+def on_terminal() -> bool:
+    """Somebody watches, on something that can draw."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
+def print_usage(state: State) -> None:
+    """Fits a terminal's width; elsewhere plain text without colour, a line for each row."""
+    if sys.stdout.isatty():
+        console = Console(width=max(Console().width, _NARROWEST), highlight=False)
+        console.print(usage_tables(state, wide=console.width >= WIDE))
+        return
+    click.echo(usage_text(state, width=None))
+
+
+def usage_text(state: State, *, width: int | None) -> str:
+    """Without colour; `width` None: as wide as it is."""
+    console = Console(width=max(width or _UNBOUNDED, _NARROWEST), highlight=False, force_terminal=False, color_system=None)
+    with console.capture() as printed:
+        console.print(usage_tables(state, wide=console.width >= WIDE))
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+
+class Screen:
+    """The latest state on the other screen of the terminal, and whether it is still the agent's. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, screen=True, auto_refresh=False)
+        self._state: State | None = None
+        self._away: str | None = None
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def show(self, state: State) -> None:
+        self._state, self._away = state, None
+        self._draw()
+
+    def away(self, reason: str) -> None:
+        """The agent went away; what was shown stays."""
+        self._away = reason
+        self._draw()
+
+    def _draw(self) -> None:
+        self._live.update(self.picture(), refresh=True)
+
+    def picture(self) -> RenderableType:
+        """What fits, and a last line that says what does not."""
+        parts: list[RenderableType] = []
+        if self._away is not None:
+            parts.append(Text(f"The agent is away, trying again: {self._away}", style="red"))
+        if self._state is not None:
+            parts.append(usage_tables(self._state, wide=self._console.width >= WIDE))
+        options = self._console.options.update(width=max(self._console.width, _NARROWEST))
+        lines = self._console.render_lines(Group(*parts), options, pad=False)
+        room = max(1, self._console.height - _FOOT_ROWS)
+        hidden = max(0, len(lines) - room)
+        more = f"; {hidden} more lines do not fit: see --gpu and --namespace" if hidden else ""
+        return Group(SegmentLines(lines[:room], new_lines=True), Text(f"q quits{more}", style="dim"))

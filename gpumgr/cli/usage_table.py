@@ -1,0 +1,166 @@
+"""The node's GPUs and containers as tables for a terminal of any width. Every text comes out of a `State`, which is printable."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpumgr.cli.amounts import clock_time, gibibytes, percent
+from gpumgr.cli.documents import ContainerRow, GpuRow, State
+from gpumgr.cli.gpu_labels import Gpus, gpus_of
+from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
+
+#: Terminal columns from which on a container's name and its mechanisms have columns of their own.
+WIDE: Final = 120
+#: Words that stand before every GPU's model.
+_MAKERS: Final = ("NVIDIA ", "Tesla ")
+#: In the place of the words of gpumgr.agent.picture.REASONS, where those need some more.
+_WORDS: Final = {
+    "xid": "XID error",
+    "ecc": "ECC errors",
+    "reset": "needs reset",
+    "nvml_down": "no driver",
+    "mig": "in MIG mode",
+    "operator": "held",
+    "quarantine": "quarantined",
+    "other": "unfit",
+}
+
+
+def usage_tables(state: State, *, wide: bool) -> RenderableType:
+    """Head, GPUs, what is to be said of them, containers."""
+    gpus = gpus_of(state.gpus)
+    containers = sorted(state.containers, key=lambda row: _place(row, gpus))
+    parts: list[RenderableType] = [Text(_head(state), style="bold"), *(Text(why, style="red") for why in state.not_ready), Text()]
+    parts.append(_gpu_table(state.gpus, gpus))
+    notes = [Text(note, style="yellow") for note in _notes(state, gpus)]
+    parts += [Text(), *notes] if notes else []
+    parts += [Text(), _container_table(containers, gpus, wide=wide) if containers else Text("no containers to show")]
+    return Group(*parts)
+
+
+def _head(state: State) -> str:
+    driver = f", driver {state.driver_version}" if state.driver_version else ""
+    return f"{state.node or 'this node'} at {clock_time(state.at)}{driver}"
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    """Columns by heading; those of numbers stand to the right and are never cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading, number in columns:
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
+    names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
+    table = _table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
+    for gpu in gpus.indices:
+        row = next(row for row in rows if row.name == gpu)
+        granted_blocks = row.memory_blocks - row.memory_blocks_free
+        table.add_row(
+            Text(gpus.short(gpu)),
+            Text(_model(row.model)),
+            Text(gpu_words(row), style="green" if row.healthy and row.cordon is None else "red"),
+            f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
+            percent(row.utilization_ratio),
+            f"{gibibytes(granted_blocks * BLOCK_BYTES)}/{gibibytes(row.memory_blocks * BLOCK_BYTES)}G",
+            _used(row.memory_used_bytes),
+            "-" if row.temperature_celsius is None else f"{row.temperature_celsius:.0f}C",
+            "-" if row.power_watts is None else f"{row.power_watts:.0f}W",
+        )
+    return table
+
+
+def gpu_words(row: GpuRow) -> str:
+    """Health and cordon in a word or two."""
+    cordon = "" if row.cordon is None else "draining" if row.cordon.draining else "cordoned"
+    if row.healthy:
+        return cordon or "healthy"
+    if cordon and row.reason in (None, "operator"):
+        return cordon
+    reason = _WORDS.get(row.reason or "other", row.reason or "")
+    return f"{cordon}, {reason}" if cordon else reason
+
+
+def _notes(state: State, gpus: Gpus) -> list[str]:
+    """A sentence for each thing about a GPU that has no room in the table."""
+    notes = []
+    for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
+        label = gpus.label(row.name)
+        if row.cordon is not None:
+            verb = "is being drained" if row.cordon.draining else "is cordoned"
+            because = f": {row.cordon.reason}" if row.cordon.reason else ""
+            notes.append(f"{label} {verb} since {clock_time(row.cordon.since)}{because}")
+        if not row.healthy and row.message and not (row.cordon and row.reason == "operator"):
+            notes.append(f"{label} takes nothing new: {row.message}")
+        if row.strangers is not None and row.strangers.processes:
+            notes.append(
+                f"{label} has processes of no container: {row.strangers.processes}, with {_used(row.strangers.memory_bytes)}"
+            )
+    return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
+
+
+def _model(model: str | None) -> str:
+    text = model or "-"
+    for maker in _MAKERS:
+        text = text.removeprefix(maker)
+    return text
+
+
+# -- containers --------------------------------------------------------------------------------------------------------------
+
+
+def _container_table(rows: Sequence[ContainerRow], gpus: Gpus, *, wide: bool) -> Table:
+    """Narrow: the container stands behind its pod, and what keeps its limits beside how it keeps to them."""
+    names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
+    ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
+    numbers = ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
+    table = _table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
+    for row in rows:
+        container = f"{row.container or '?'}{', init' if row.init else ''}"
+        who = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
+        kept, limits = ", ".join(row.mechanisms), limit_words(row)
+        kept_words = [kept or "-", limits] if wide else [f"{limits}, {kept}" if kept else limits]
+        table.add_row(
+            *map(Text, who),
+            gpus.short(row.gpu),
+            str(row.cores),
+            percent(row.utilization_ratio),
+            _used(row.memory_bytes),
+            _used(row.memory_used_bytes),
+            "-" if row.processes is None else str(row.processes),
+            *(Text(words, style="red" if row.over else "") for words in kept_words),
+        )
+    return table
+
+
+def limit_words(row: ContainerRow) -> str:
+    """How the container keeps to its memory."""
+    if row.over:
+        return f"over{_excess(row)}"
+    if row.whole:
+        return "whole GPU"
+    return "within" if row.mechanisms else "not kept"
+
+
+def _excess(row: ContainerRow) -> str:
+    if row.memory_used_bytes is None or row.memory_bytes is None or row.memory_used_bytes <= row.memory_bytes:
+        return ""
+    return f" by {_used(row.memory_used_bytes - row.memory_bytes)}"
+
+
+def _used(memory_bytes: int | None) -> str:
+    return "-" if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
+
+
+def _place(row: ContainerRow, gpus: Gpus) -> tuple[int, float, int, str]:
+    """By GPU, then the busiest, then those with the most memory."""
+    order = list(gpus.indices)
+    position = order.index(row.gpu) if row.gpu in order else len(order)
+    return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name

@@ -1,0 +1,107 @@
+"""`gpumgr why`: a pod's whole story, from its request to where it sits, or the sentence that refused it."""
+
+import asyncio
+import difflib
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import click
+
+from gpumgr.allocator.pods import PodKey
+from gpumgr.cli.documents import read_entries, read_state, read_story
+from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.memory import Document, Memory, memory_of
+from gpumgr.cli.pod_word import PodWord
+from gpumgr.cli.printable import json_line, printable
+from gpumgr.cli.story_text import story_text
+from gpumgr.cli.where import Where, find_agent, where_options
+from gpumgr.errors import GpumgrError
+
+#: Names that are offered for one that is not known.
+_OFFERED: Final = 3
+_ALIKE: Final = 0.6
+_EPILOG = """
+\b
+Examples:
+  gpumgr why team/resnet-0
+  gpumgr why resnet-0                  (in any namespace, if one pod of this node has that name)
+  gpumgr why team/resnet-0 --output json | jq '.history[] | select(.what == "refused")'
+
+\b
+Exit codes:
+  0  done
+  1  nothing is known of the pod, or neither agent nor checkpoint can be read
+  2  wrong usage or settings, or a name that several pods have
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a memory has: the story, if there is one, the node's state, and, where they were looked for, the pods that it knows."""
+
+    story: Document | None
+    state: Document
+    known: frozenset[PodKey] = frozenset()
+    live: bool
+
+
+@click.command("why", epilog=_EPILOG)
+@click.argument("pod")
+@where_options
+@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+def command(pod: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
+    """Tell why POD (NAME or NAMESPACE/NAME) sits where it sits, or why it was refused.
+
+    Without a namespace it is "default", or the one where the only pod of this name on this node is. Without the agent the checkpoint
+    tells; what the pod uses now is then not known.
+    """
+    where = find_agent(file, socket)
+    word = PodWord.of(pod)
+    answer = asyncio.run(_look(where, word))
+    if answer.story is None:
+        raise _nothing_known(word, answer.known)
+    if output == "json":
+        click.echo(json_line({**answer.story, "live": answer.live}))
+        return
+    story = read_story(answer.story)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    gpus = gpus_of(read_state(answer.state).gpus, story.history)
+    click.echo(story_text(story, gpus, live=answer.live, width=width))
+
+
+async def _look(where: Where, word: PodWord) -> _Answer:
+    async with memory_of(where) as memory:
+        told = await memory.story(word.namespace, word.name) if word.namespace is not None else None
+        known = await _known(memory) if told is None else frozenset[PodKey]()
+        if word.namespace is None:
+            told = await memory.story(*word.among(known))
+        return _Answer(story=told, state=memory.state, known=known, live=memory.live)
+
+
+async def _known(memory: Memory) -> frozenset[PodKey]:
+    """The pods that hold something or that something happened to."""
+    entries = read_entries(await memory.entries())
+    rows = read_state(memory.state).containers
+    return frozenset(
+        {entry.pod for entry in entries if entry.pod} | {(row.namespace, row.pod) for row in rows if row.namespace and row.pod}
+    )
+
+
+def _nothing_known(word: PodWord, known: frozenset[PodKey]) -> GpumgrError:
+    return GpumgrError(
+        f"nothing is known of pod {printable(str(word))} on this node: it is not here, asks for no GPU, or is long gone{_near(word, known)}"
+    )
+
+
+def _near(word: PodWord, known: frozenset[PodKey]) -> str:
+    """Names that are alike, or begin so (those of controllers' pods end in letters that nobody remembers)."""
+
+    def likeness(key: PodKey) -> float:
+        return difflib.SequenceMatcher(None, key[1], word.name).ratio()
+
+    near = [key for key in sorted(known) if likeness(key) >= _ALIKE or key[1].startswith(word.name)]
+    offered = ["/".join(key) for key in sorted(near, key=likeness, reverse=True)[:_OFFERED]]
+    return f"; did you mean {' or '.join(offered)}?" if offered else ""

@@ -1,0 +1,90 @@
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import gpumgr.cli
+
+from .fake_agent import FakeAgent
+from .process import Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Gpumgr = Callable[..., Awaitable[Ended]]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: sockets' names have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="gpumgr-cli-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def socket(folder: Path) -> Path:
+    return folder / "agent.sock"
+
+
+@pytest.fixture
+async def agent(socket: Path) -> AsyncIterator[FakeAgent]:
+    agent = FakeAgent(socket)
+    await agent.start()
+    yield agent
+    await agent.stop()
+
+
+@pytest.fixture
+def _no_settings_of_this_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("GPUMGR_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("gpumgr.cli.in_force.DEFAULT_CONFIG", folder / "gpumgr.yaml")
+    monkeypatch.setenv("GPUMGR_CHECKPOINT_DIR", str(folder))
+
+
+@pytest.fixture
+def gpumgr_command(
+    _no_settings_of_this_host: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Gpumgr:
+    """Runs `gpumgr ARGUMENTS` to its end in a thread of this process, with the program's own exit codes."""
+    for name in ("usage", "why", "history"):
+        monkeypatch.setitem(gpumgr.cli._COMMANDS, name, name)
+
+    def main() -> int:
+        try:
+            gpumgr.cli.main()
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else -1
+        return 0
+
+    async def run(*arguments: str | Path) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["gpumgr", *map(str, arguments)])
+        code = await asyncio.to_thread(main)
+        out, err = capsys.readouterr()
+        return Ended(code=code, out=out, err=err)
+
+    return run
+
+
+@pytest.fixture
+async def start(_no_settings_of_this_host: None) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
+    """Starts `gpumgr ARGUMENTS` as a process of its own, on a terminal if told so; what still runs at the end is killed."""
+    async with contextlib.AsyncExitStack() as ends:
+
+        async def begin(*arguments: str | Path, terminal: bool = False) -> Process:
+            return await ends.enter_async_context(Process(*map(str, arguments), terminal=terminal))
+
+        yield begin

@@ -1,0 +1,87 @@
+"""What listens on the agent's socket: the pages that the commands ask, with documents that the test holds."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.unit.cli.node_story import entries, state, story
+
+
+class FakeAgent:
+    """May be stopped and started again on the same socket. `asked` are the paths of all requests, `push` sends `state` to all streams."""
+
+    def __init__(self, socket: Path) -> None:
+        self.socket = socket
+        self.state: Any = state()
+        self.entries: list[Any] = entries()
+        self.stories: dict[tuple[str, str], Any] = {("team", "resnet-0"): story()}
+        self.asked: list[str] = []
+        self.streams: set[asyncio.Queue[bytes | None]] = set()
+        self._reading = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/api/state", self._state)
+        app.router.add_get("/api/stream", self._stream)
+        app.router.add_get("/api/history", self._history)
+        app.router.add_get("/api/pods/{namespace}/{pod}", self._pod)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self.socket)).start()
+
+    async def stop(self) -> None:
+        for stream in self.streams:
+            stream.put_nowait(None)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.socket.unlink(missing_ok=True)
+
+    async def read(self) -> None:
+        """Until somebody reads a stream."""
+        await self._reading.wait()
+
+    def push(self) -> None:
+        for stream in self.streams:
+            stream.put_nowait(self._event())
+
+    async def happen(self, *new: Any) -> None:
+        """Entries are added, and told to all streams."""
+        self.entries += new
+        self.state["history"] = [{"number": told["number"]} for told in reversed(self.entries)]
+        self.push()
+
+    def _event(self) -> bytes:
+        return b"event: state\ndata: " + json.dumps(self.state).encode() + b"\n\n"
+
+    async def _state(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        return web.json_response(self.state)
+
+    async def _history(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        return web.json_response(self.entries[::-1][: int(request.query["limit"])])
+
+    async def _pod(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        pod = request.match_info["namespace"], request.match_info["pod"]
+        if pod not in self.stories:
+            return web.json_response({"error": "nothing is known of it"}, status=404)
+        return web.json_response(self.stories[pod])
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        events.put_nowait(self._event())
+        self.streams.add(events)
+        self._reading.set()
+        try:
+            while (event := await events.get()) is not None:
+                await answer.write(event)
+        finally:
+            self.streams.discard(events)
+        return answer

@@ -1,0 +1,66 @@
+"""A checkpoint as an agent leaves it: one pod that sits on a GPU, one that was refused and has a hostile name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.checkpoint.store import SqliteCheckpoint
+
+AT = 1_700_000_000.0
+GPU = "11111111"
+LEDGER = Ledger(Cards().meet("GPU-11111111-aaaa", 320).meet("GPU-22222222-bbbb", 90)).occupy(
+    Allocation(
+        id="a1",
+        pod=("team", "resnet-0"),
+        uid="uid-resnet-0",
+        container="main",
+        cores={GPU: (1 << 30) - 1},
+        blocks={GPU: 0b11},
+        gpus=(GPU,),
+        granted_at=AT,
+        why="the least free room",
+        mechanisms=("mps",),
+    )
+)
+ENTRIES = (
+    Entry(
+        number=1,
+        at=AT,
+        what="granted",
+        id="a1",
+        pod=("team", "resnet-0"),
+        pod_uid="uid-resnet-0",
+        container="main",
+        call="prefer",
+        kind="core",
+        size=30,
+        gpus=(GPU,),
+        evaluator="share",
+        why="the least free room",
+        mechanisms=("mps",),
+        candidates=(
+            Candidate(gpu=GPU, index=0, cores_free=100, memory_blocks_free=320),
+            Candidate(gpu="22222222", index=1, cores_free=100, memory_blocks_free=90),
+        ),
+    ),
+    Entry(
+        number=2,
+        at=AT + 1,
+        what="refused",
+        id="c3",
+        pod=("team", "\x1b[2Jevil\n"),
+        kind="core",
+        size=150,
+        code="invalid_request",
+        why="150 cores asked",
+    ),
+)
+
+
+async def remember(folder: Path) -> None:
+    """Writes it, as an agent that has ended."""
+    checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=ENTRIES))
+    assert await checkpoint.close()

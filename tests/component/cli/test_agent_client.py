@@ -1,0 +1,129 @@
+"""What commands get of the agent over its socket, and what they say when they get nothing."""
+
+import asyncio
+import json
+import os
+import socket as sockets
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gpumgr.cli.agent_client import AgentClient
+from gpumgr.errors import GpumgrError, InputError
+
+from .peer import Handler, listening
+
+
+def answering(text: str, *, status: int = 200) -> Handler:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(text=text, status=status)
+
+    return answer
+
+
+async def asked(tmp_path: Path, handler: Handler) -> object:
+    async with listening(tmp_path / "a.sock", {("GET", "/{path:.*}"): handler}) as path, AgentClient(path) as agent:
+        return await agent.get("/api/state")
+
+
+async def test_json_goes_both_ways(tmp_path: Path) -> None:
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "query": dict(request.query), "body": await request.json()})
+
+    async with listening(tmp_path / "a.sock", {("POST", "/{path:.*}"): echo}) as path, AgentClient(path) as agent:
+        answer = await agent.post("/api/gpus/3/cordon?a=b", {"reason": "größer"})
+    assert answer == {"path": "/api/gpus/3/cordon", "query": {"a": "b"}, "body": {"reason": "größer"}}
+
+
+@pytest.mark.parametrize(("status", "kind"), [(404, InputError), (409, GpumgrError), (403, GpumgrError), (500, GpumgrError)])
+async def test_the_agents_own_sentence_is_the_error_fit_for_a_terminal(
+    tmp_path: Path, status: int, kind: type[GpumgrError]
+) -> None:
+    with pytest.raises(GpumgrError) as error:
+        await asked(tmp_path, answering(json.dumps({"error": "GPU3 is in use\nby \x1b[31mteam/a"}), status=status))
+    assert type(error.value) is kind
+    assert str(error.value) == "GPU3 is in use\nby \\x1b[31mteam/a"
+
+
+@pytest.mark.parametrize(("text", "status"), [("404: Not Found", 404), ("", 500), ("[]", 500)])
+async def test_an_answer_that_is_not_the_agents_is_told(tmp_path: Path, text: str, status: int) -> None:
+    with pytest.raises(GpumgrError, match=f"answered {status} to /api/state; it may be of another version"):
+        await asked(tmp_path, answering(text, status=status))
+    with pytest.raises(GpumgrError, match="no gpumgr agent: its answer is no JSON"):
+        await asked(tmp_path, answering("<html>"))
+
+
+async def test_an_agent_that_does_not_run_is_told_with_its_socket(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    async with AgentClient(path) as agent:
+        with pytest.raises(GpumgrError, match=rf"does not run on this node: there is no socket at {path}; start it .*--socket"):
+            await agent.get("/api/state")
+        with sockets.socket(sockets.AF_UNIX) as left:
+            left.bind(str(path))
+        with pytest.raises(GpumgrError, match=f"nothing listens at {path}"):
+            await agent.get("/api/state")
+        with pytest.raises(GpumgrError, match=f"nothing listens at {path}"):
+            await anext(agent.stream("/api/stream"))
+
+
+async def test_a_socket_that_is_not_for_this_user_or_can_not_be_is_told(tmp_path: Path) -> None:
+    async with listening(tmp_path / "a.sock", {}) as path, AgentClient(path) as agent:
+        path.chmod(0)
+        user = os.geteuid()
+        if user == 0:  # whom no mode keeps out
+            os.seteuid(65534)
+        try:
+            with pytest.raises(GpumgrError, match=f"may not use the agent's socket {path}: run the command as root"):
+                await agent.get("/api/state")
+        finally:
+            os.seteuid(user)
+    async with AgentClient(tmp_path / ("long" * 30)) as agent:
+        with pytest.raises(GpumgrError, match=r"can't be asked at .*path too long"):
+            await agent.get("/api/state")
+
+
+async def test_an_agent_that_hangs_or_dies_is_told(tmp_path: Path) -> None:
+    async def hang(_request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def die(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    handlers = {("GET", "/hang"): hang, ("GET", "/die"): die}
+    async with listening(tmp_path / "a.sock", handlers) as path, AgentClient(path) as agent:
+        with pytest.raises(GpumgrError, match=r"gave no answer within 0\.05 s"):
+            await agent.get("/hang", timeout_seconds=0.05)
+        with pytest.raises(GpumgrError, match="ended the connection"):
+            await agent.get("/die")
+
+
+async def test_events_of_any_size_come_one_after_another_until_the_agent_ends_them(tmp_path: Path) -> None:
+    states = [{"at": 1, "text": "x" * 300_000}, {"at": 2, "text": "ü\n"}]
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for state in states:
+            await response.write(
+                b": still here\n\nevent: state\ndata: " + json.dumps(state, ensure_ascii=False).encode() + b"\n\n"
+            )
+        await response.write(b"data:{\ndata:}\r\n\r\ndata: {")
+        if request.query.get("dies"):
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    refusal = answering('{"error": "too many"}', status=409)
+    async with (
+        listening(tmp_path / "a.sock", {("GET", "/s"): stream, ("GET", "/no"): refusal}) as path,
+        AgentClient(path) as agent,
+    ):
+        assert [state async for state in agent.stream("/s")] == [*states, {}]
+        with pytest.raises(GpumgrError, match="ended the connection"):
+            _ = [state async for state in agent.stream("/s?dies=1")]
+        with pytest.raises(GpumgrError, match="too many"):
+            await anext(agent.stream("/no"))

@@ -1,0 +1,201 @@
+"""`gpumgr gpu` against an agent's HTTP interface: what it asks, what it prints, how it ends."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from click.testing import CliRunner, Result
+
+from gpumgr.cli import gpu
+from gpumgr.errors import GpumgrError, InputError
+
+from .peer import listening
+
+UUID = "GPU-0fe1c342-1111-2222-3333-444444444444"
+ROW: dict[str, Any] = {
+    "allocation": "a1",
+    "namespace": "team",
+    "pod": "train",
+    "uid": "u1",
+    "container": "main",
+    "gpu": "0fe1c342",
+}
+ROW |= {"cores": 30, "memory_bytes": 4 << 30, "granted_at": 1_700_000_000.0}
+
+
+class Agent:
+    """Answers orders out of `on` (the containers on GPU3) and remembers them; one container leaves with each state that is asked."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, str, str, bool]] = []
+        self.on: list[dict[str, Any]] = []
+        self.strangers: list[dict[str, Any]] = []
+        self.cordon: dict[str, Any] | None = None
+        self.refusal: tuple[int, str] | None = None
+        self.leaving = False
+        self.uncordoned_meanwhile = False
+        self.stale = 0
+        self.socket = Path()
+
+    async def order(self, request: web.Request) -> web.Response:
+        action, name, body = request.match_info["action"], request.match_info["gpu"], await request.json()
+        self.orders.append((action, name, body["reason"], body["evict"]))
+        if self.refusal:
+            status, sentence = self.refusal
+            return web.json_response({"error": sentence}, status=status)
+        changed = (self.cordon is None) != (action == "uncordon")
+        if action in ("cordon", "drain"):
+            self.cordon = self.cordon or {"reason": body["reason"], "since": 1.0, "draining": action == "drain"}
+        elif action == "uncordon":
+            self.cordon = None
+        answer = {
+            "action": action,
+            "at": time.time(),
+            "gpu": {"uuid": UUID, "name": "0fe1c342", "index": 3},
+            "cordon": self.cordon,
+            "changed": changed,
+            "empty": not self.on and not self.strangers,
+            "containers": self.on,
+            "strangers": self.strangers,
+        }
+        answer |= {"evicting": ["team/train"], "not_evicted": []} if body["evict"] else {}
+        answer |= {"said": "GPU 00000000:18:00.0 was successfully reset.\nAll done."} if action == "reset" else {}
+        return web.json_response(answer)
+
+    async def state(self, _request: web.Request) -> web.Response:
+        if self.stale:
+            self.stale -= 1
+            return web.json_response({"at": 1.0, "gpus": [], "containers": []})
+        if self.leaving:
+            self.on = self.on[1:]
+            self.strangers = []
+        cordon = None if self.uncordoned_meanwhile else self.cordon
+        strangers = {"processes": len(self.strangers), "memory_bytes": None}
+        row = {"uuid": UUID, "name": "0fe1c342", "index": 3, "cordon": cordon, "strangers": strangers}
+        elsewhere = {**ROW, "gpu": "11111111"}
+        return web.json_response({"at": time.time(), "gpus": [row], "containers": [*self.on, elsewhere]})
+
+    async def run(self, *arguments: str) -> Result:
+        """The command in a thread, as it has an event loop of its own."""
+        runner = CliRunner()
+        return await asyncio.to_thread(runner.invoke, gpu.command, [*arguments, "--socket", str(self.socket)])
+
+
+@pytest.fixture
+async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
+    monkeypatch.setattr(gpu, "POLL_SECONDS", 0.01)
+    made = Agent()
+    handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.order, ("GET", "/api/state"): made.state}
+    async with listening(tmp_path / "a.sock", handlers) as made.socket:
+        yield made
+
+
+async def test_a_cordon_is_confirmed_with_who_goes_on(agent: Agent) -> None:
+    agent.on = [ROW]
+    result = await agent.run("cordon", "GPU3", "--reason", "broken fan")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "GPU3 (0fe1c342) is cordoned: broken fan",
+        "1 container on it, to go on:",
+        "  team/train (main)  30 cores, 4.0 GiB, since 2023-11-14 22:13:20Z",
+    ]
+    again = await agent.run("cordon", "3")
+    assert again.stdout.splitlines()[0] == "GPU3 (0fe1c342) is cordoned: broken fan (it was so already)"
+    assert agent.orders == [("cordon", "GPU3", "broken fan", False), ("cordon", "3", "", False)]
+
+
+async def test_an_odd_name_reaches_the_agent_as_it_is(agent: Agent) -> None:
+    agent.refusal = (404, "no GPU of this node is called 'a/b?c'; there are: none")
+    result = await agent.run("uncordon", "a/b?c")
+    assert isinstance(result.exception, InputError)
+    assert agent.orders == [("uncordon", "a/b?c", "", False)]
+
+
+async def test_uncordon_and_reset_tell_what_is_next(agent: Agent) -> None:
+    agent.cordon = {"reason": "", "since": 1.0, "draining": False}
+    reset = await agent.run("reset", "3")
+    assert reset.stdout.splitlines() == [
+        "GPU 00000000:18:00.0 was successfully reset.",
+        "All done.",
+        "GPU3 (0fe1c342) was reset; it is cordoned still: `gpumgr gpu uncordon` gives it back",
+    ]
+    assert "is back in service as soon as" in (await agent.run("uncordon", "3")).stdout
+    assert "was not cordoned" in (await agent.run("uncordon", "3")).stdout
+
+
+async def test_a_refusal_is_passed_on(agent: Agent) -> None:
+    agent.refusal = (409, "GPU3 (0fe1c342) can't be reset: team/train (main) is still on it; drain it first")
+    result = await agent.run("reset", "3")
+    assert isinstance(result.exception, GpumgrError)
+    assert str(result.exception) == agent.refusal[1]
+
+
+async def test_a_drain_of_an_empty_gpu_is_done_at_once(agent: Agent) -> None:
+    result = await agent.run("drain", "3", "--wait")
+    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
+
+
+async def test_a_drain_tells_who_is_in_the_way(agent: Agent) -> None:
+    agent.on = [ROW, {**ROW, "allocation": "a2", "namespace": None, "pod": None, "uid": None, "container": None}]
+    agent.strangers = [{"pid": 77, "memory_bytes": 1 << 30, "container": None}]
+    result = await agent.run("drain", "3", "--evict")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "GPU3 (0fe1c342) is cordoned; still on it: 2 containers and 1 process",
+        "  team/train (main)  30 cores, 4.0 GiB, since 2023-11-14 22:13:20Z",
+        "  allocation a2 (?)  30 cores, 4.0 GiB, since 2023-11-14 22:13:20Z",
+        "  pid 77  1.0 GiB",
+        "to be evicted as soon as their disruption budgets allow it: team/train",
+        "processes that no allocation lets be there are yours to end",
+    ]
+    assert agent.orders == [("drain", "3", "", True)]
+
+
+async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent: Agent) -> None:
+    agent.on = [ROW, {**ROW, "pod": "infer"}, {**ROW, "pod": "build"}]
+    agent.leaving, agent.stale = True, 2
+    result = await agent.run("drain", "3", "--evict", "--wait", "--output", "json")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "waiting for 2 containers: team/build, team/infer",
+        "waiting for 1 container: team/build",
+    ]
+    document = json.loads(result.stdout)
+    assert (document["empty"], document["changed"], document["evicting"]) == (True, True, ["team/train"])
+    assert [(action, evict) for action, _, _, evict in agent.orders] == [("drain", True), ("drain", False)]
+
+
+async def test_a_drain_does_not_wait_for_ever(agent: Agent) -> None:
+    agent.on = [ROW]
+    result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
+    assert result.exit_code == 1
+    assert "still on it: 1 container" in result.stdout
+
+
+async def test_a_drain_ends_if_somebody_gives_the_gpu_back(agent: Agent) -> None:
+    agent.on, agent.uncordoned_meanwhile = [ROW], True
+    result = await agent.run("drain", "3", "--wait")
+    assert "was uncordoned meanwhile" in str(result.exception)
+    assert len(agent.orders) == 1
+
+
+async def test_the_settings_name_the_socket(agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "gpumgr.yaml").write_text(f"http: {{socket: {agent.socket}}}\n")
+    arguments = ["cordon", "3", "--config", str(tmp_path / "gpumgr.yaml"), "--output", "json"]
+    result = await asyncio.to_thread(CliRunner().invoke, gpu.command, arguments)
+    assert json.loads(result.stdout)["gpu"]["uuid"] == UUID
+
+
+@pytest.mark.parametrize("arguments", [["drain", "3", "--timeout", "5"], ["drain"], ["cordon", "3", "--output", "yaml"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert CliRunner().invoke(gpu.command, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["cordon", "drain", "uncordon", "reset"])
+def test_help_has_examples(name: str) -> None:
+    assert f"gpumgr gpu {name} 3" in CliRunner().invoke(gpu.command, [name, "--help"]).stdout

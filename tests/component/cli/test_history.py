@@ -1,0 +1,127 @@
+"""`gpumgr history` over a real socket, and out of a real checkpoint where no agent runs."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.node_story import entry
+from tests.unit.cli.test_history_told import LINES
+
+from .conftest import Gpumgr
+from .fake_agent import FakeAgent
+from .process import Process
+from .remembered import remember
+
+Start = Callable[..., Awaitable[Process]]
+
+
+def numbers(lines: str) -> list[int]:
+    return [json.loads(line)["number"] for line in lines.splitlines()]
+
+
+async def test_the_newest_comes_last_without_colour(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("history", "--socket", agent.socket)
+    assert (ended.code, ended.out, ended.err) == (0, LINES + "\n", "")
+
+
+async def test_json_has_one_whole_entry_a_line(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("history", "--socket", agent.socket, "--output", "json")
+    assert [json.loads(line) for line in ended.out.splitlines()] == agent.entries
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("-n", "2"), [6, 7]),
+        (("--refused",), [5]),
+        (("--pod", "team/resnet-0", "-n", "2"), [4, 6]),
+        (("--pod", "resnet-0"), []),
+        (("--gpu", "1"), [1]),
+        (("--since", "1s"), []),
+        (("--since", "99999d", "--refused"), [5]),
+    ],
+)
+async def test_shows_what_is_asked_for(
+    options: tuple[str, ...], shown: list[int], agent: FakeAgent, gpumgr_command: Gpumgr
+) -> None:
+    for old in agent.entries:
+        old["at"] -= 1_000_000_000
+    ended = await gpumgr_command("history", "--socket", agent.socket, "--output", "json", *options)
+    assert ended.code == 0
+    assert numbers(ended.out) == shown
+
+
+async def test_shows_twenty_or_all_since(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    now = time.time()
+    agent.entries = [{**entry(number, "event"), "at": now} for number in range(1, 51)]
+    shown = await gpumgr_command("history", "--socket", agent.socket, "--output", "json")
+    assert numbers(shown.out) == list(range(31, 51))
+    since = await gpumgr_command("history", "--socket", agent.socket, "--output", "json", "--since", "1h")
+    assert numbers(since.out) == list(range(1, 51))
+
+
+@pytest.mark.parametrize("options", [("--since", "5"), ("--gpu", "9"), ("--pod", "a/b/c"), ("-n", "0"), ("--output", "xml")])
+async def test_wrong_options_are_exit_code_2(options: tuple[str, ...], agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("history", "--socket", agent.socket, *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err
+
+
+async def test_without_the_agent_the_checkpoint_tells_and_hostile_names_are_spelled_out(
+    folder: Path, socket: Path, gpumgr_command: Gpumgr
+) -> None:
+    await remember(folder)
+    ended = await gpumgr_command("history", "--socket", socket)
+    assert ended.code == 0
+    assert "the agent does not run on this node" in ended.err
+    assert ended.out == (
+        "2023-11-14 22:13:20Z  granted  team/resnet-0 (main)              30 cores    GPU0    share: the least free room\n"
+        "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores asked\n"
+    )
+    as_json = await gpumgr_command("history", "--socket", socket, "--gpu", "GPU-1111", "--output", "json")
+    assert numbers(as_json.out) == [1]
+
+
+async def test_following_needs_the_agent(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder)
+    ended = await gpumgr_command("history", "--socket", socket, "--follow")
+    assert (ended.code, ended.out) == (1, "")
+    assert "systemctl start gpumgr" in ended.err
+
+
+async def test_follow_prints_what_is_new_once_and_outlives_the_agent(agent: FakeAgent, start: Start) -> None:
+    process = await start("history", "--socket", agent.socket, "--follow", "-n", "1", "--output", "json")
+    await process.until('"number": 7')
+    await agent.happen(entry(8, "event"), entry(9, "refused"))
+    await process.until('"number": 9')
+    agent.push()
+    await agent.stop()
+    await process.until("trying again", stream="err")
+    await agent.start()
+    await agent.happen(entry(10, "event", pod=["team", "x\x1b[2J"]))
+    await process.until('"number": 10')
+    process.interrupt()
+    assert await process.ended() == 0
+    assert numbers(process.out) == [7, 8, 9, 10]
+    assert "\x1b" not in process.out
+
+
+async def test_follow_goes_on_after_an_agent_that_lost_its_last_numbers(agent: FakeAgent, start: Start) -> None:
+    process = await start("history", "--socket", agent.socket, "--follow", "--output", "json")
+    await agent.read()
+    agent.entries.pop()
+    await agent.happen()
+    await agent.happen(entry(7, "event", why="another seventh"))
+    await process.until("another seventh")
+    process.interrupt()
+    assert await process.ended() == 0
+    assert numbers(process.out) == [1, 2, 3, 4, 5, 6, 7, 7]
+
+
+async def test_on_a_terminal_what_happened_has_a_colour(agent: FakeAgent, start: Start) -> None:
+    process = await start("history", "--socket", agent.socket, "--refused", terminal=True)
+    assert await process.ended() == 0
+    await process.until("\x1b[31mrefused\x1b[0m  team/odd (main)")

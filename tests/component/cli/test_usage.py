@@ -1,0 +1,71 @@
+"""`gpumgr usage` over a real socket: once, again and again, and live on a real terminal."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpumgr.cli.documents import read_state
+from gpumgr.cli.usage_screen import usage_text
+from tests.unit.cli.node_story import NAMES, container, state
+
+from .conftest import Gpumgr
+from .fake_agent import FakeAgent
+
+
+async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("usage", "--socket", agent.socket)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == usage_text(read_state(state()), width=None) + "\n"
+
+
+async def test_json_has_gpus_and_containers_as_the_agent_gave_them(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.state["containers"][0]["pod"] = "evil\x1b[2J\n"
+    ended = await gpumgr_command("usage", "--socket", agent.socket, "--output", "json")
+    (line,) = ended.out.splitlines()
+    assert "\x1b" not in line
+    assert json.loads(line) == {key: agent.state[key] for key in ("node", "at", "gpus", "containers")}
+
+
+async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.state["containers"].append(container("z", "lone", NAMES[0], namespace="other"))
+    one = json.loads((await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "GPU0", "--output", "json")).out)
+    assert [row["name"] for row in one["gpus"]] == [NAMES[0]]
+    assert [row["pod"] for row in one["containers"]] == [None, "resnet-0", "lone"]
+    both = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "0", "--namespace", "other", "--output", "json")
+    assert [row["pod"] for row in json.loads(both.out)["containers"]] == ["lone"]
+
+
+async def test_a_gpu_that_is_not_there_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "9")
+    assert (ended.code, ended.out) == (2, "")
+    assert "known: GPU0 (0fe1c342)" in ended.err
+
+
+@pytest.mark.parametrize("options", [(), ("--watch",), ("--watch", "--output", "json")])
+async def test_without_an_agent_it_says_how_to_start_one(options: tuple[str, ...], socket: Path, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("usage", "--socket", socket, *options)
+    assert (ended.code, ended.out) == (1, "")
+    assert "systemctl start gpumgr" in ended.err
+
+
+async def test_the_socket_is_the_settings(agent: FakeAgent, folder: Path, gpumgr_command: Gpumgr) -> None:
+    settings = folder / "settings.yaml"
+    settings.write_text(f"http:\n  socket: {agent.socket}\n")
+    assert (await gpumgr_command("usage", "--config", settings)).code == 0
+    settings.write_text("http:\n  sokcet: /x\n")
+    assert (await gpumgr_command("usage", "--config", settings)).code == 2
+
+
+async def test_an_agent_of_another_version_is_told(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.state = {"nodes": []}
+    ended = await gpumgr_command("usage", "--socket", agent.socket)
+    assert (ended.code, ended.out) == (1, "")
+    assert "may be of another version" in ended.err
+
+
+async def test_help_has_examples(gpumgr_command: Gpumgr) -> None:
+    for name in ("usage", "why", "history"):
+        ended = await gpumgr_command(name, "--help")
+        assert ended.code == 0
+        assert f"  Examples:\n    gpumgr {name}" in ended.out

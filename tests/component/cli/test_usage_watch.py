@@ -1,0 +1,101 @@
+"""`gpumgr usage --watch` as a process of its own: on pipes, and on a real terminal."""
+
+import json
+import termios
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gpumgr.cli.documents import read_state
+from gpumgr.cli.usage_screen import usage_text
+from tests.unit.cli.node_story import NAMES, container, state
+
+from .fake_agent import FakeAgent
+from .process import Process
+
+Start = Callable[..., Awaitable[Process]]
+OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+
+
+async def test_watch_prints_a_json_line_for_each_state_and_outlives_the_agent(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, "--watch", "--output", "json")
+    await process.until("\n")
+    agent.state["at"] += 1
+    agent.push()
+    await process.until("\n", after=process.out.index("\n") + 1)
+    await agent.stop()
+    await process.until("trying again", stream="err")
+    agent.state["at"] += 1
+    await agent.start()
+    while process.out.count("\n") < 3:
+        await process.until("\n", after=process.out.rindex("\n") + 1)
+    process.interrupt()
+    assert await process.ended() == 0
+    moments = [json.loads(line)["at"] for line in process.out.splitlines()]
+    assert moments == [state()["at"] + n for n in range(3)]
+    assert process.err.count("trying again") == 1
+
+
+async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, "--watch")
+    await process.until("whole GPU\n\n")
+    agent.push()
+    await process.until("whole GPU\n\n", after=process.out.index("whole GPU\n\n") + 1)
+    process.interrupt()
+    assert await process.ended() == 0
+    assert process.out == 2 * (usage_text(read_state(state()), width=None) + "\n\n")
+
+
+async def test_watch_on_a_terminal_is_live_on_the_other_screen_until_q(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    before = termios.tcgetattr(process.tty)
+    await process.until(OTHER_SCREEN)
+    shown = await process.until("team/resnet-0 (main)")
+    await process.until("q quits", after=shown)
+    agent.state["containers"][2]["pod"] = "\x1b]0;x\x07[red]"
+    agent.push()
+    await process.until("team/\\x1b]0;x\\x07[red", after=shown)
+    process.press("x")
+    process.press("q")
+    assert await process.ended() == 0
+    await process.until(FIRST_SCREEN)
+    assert "\x1b]0;" not in process.out
+    assert termios.tcgetattr(process.tty) == before
+
+
+async def test_watch_on_a_terminal_says_that_the_agent_is_away_and_ends_cleanly_on_ctrl_c(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    await process.until("team/resnet-0 (main)")
+    await agent.stop()
+    away = await process.until("The agent is away, trying again")
+    agent.state["node"] = "come-back"
+    await agent.start()
+    await process.until("come-back", after=away)
+    process.press("\x03")
+    assert await process.ended() == 0
+    await process.until(FIRST_SCREEN)
+    assert "Traceback" not in process.out
+
+
+async def test_what_does_not_fit_is_counted_and_sigterm_gives_the_terminal_back(agent: FakeAgent, start: Start) -> None:
+    agent.state["containers"] = [container(str(n), f"p{n}", NAMES[0]) for n in range(40)]
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    await process.until("q quits; 32 more lines do not fit: see --gpu and --namespace")
+    process.terminate()
+    assert await process.ended() == 0
+    await process.until(FIRST_SCREEN)
+
+
+async def test_without_an_agent_a_terminal_stays_as_it_was(socket: Path, start: Start) -> None:
+    process = await start("usage", "--socket", socket, "--watch", terminal=True)
+    before = termios.tcgetattr(process.tty)
+    assert await process.ended() != 0
+    await process.until("the agent does not run on this node")
+    assert termios.tcgetattr(process.tty) == before
+
+
+async def test_on_a_terminal_the_tables_have_colour(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, terminal=True)
+    assert await process.ended() == 0
+    await process.until("whole GPU")
+    assert "\x1b[32mhealthy" in process.out
+    assert OTHER_SCREEN not in process.out

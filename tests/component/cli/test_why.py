@@ -1,0 +1,153 @@
+"""`gpumgr why` over a real socket, and out of a real checkpoint where no agent runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.ledger import Change
+from gpumgr.checkpoint.files import NAME
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from tests.unit.cli.node_story import container, entry, story
+from tests.unit.cli.test_why_story import told
+
+from .conftest import Gpumgr
+from .fake_agent import FakeAgent
+from .remembered import ENTRIES, remember
+
+
+async def test_tells_the_story_in_plain_sentences(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", "team/resnet-0", "--socket", agent.socket)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == told(story()) + "\n"
+
+
+@pytest.mark.parametrize("pod", ["team/resnet-0", "resnet-0"])
+async def test_json_is_the_agents_document(pod: str, agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", pod, "--socket", agent.socket, "--output", "json")
+    assert json.loads(ended.out) == {**story(), "live": True}
+
+
+async def test_a_name_alone_may_be_in_the_default_namespace_though_nothing_happened_to_it(
+    agent: FakeAgent, gpumgr_command: Gpumgr
+) -> None:
+    agent.stories["default", "quiet"] = {**story(), "namespace": "default", "pod": "quiet", "history": [], "allocations": []}
+    ended = await gpumgr_command("why", "quiet", "--socket", agent.socket)
+    assert ended.code == 0
+    assert ended.out.startswith("Pod default/quiet,")
+
+
+async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.state["containers"].append(container("x", "resnet-0", "0fe1c342", namespace="other"))
+    ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
+    assert (ended.code, ended.out) == (2, "")
+    assert "several pods on this node are called so: other/resnet-0, team/resnet-0" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("pod", "offer"),
+    [
+        ("team/resnet-1", "; did you mean team/resnet-0?"),
+        ("resnet", "; did you mean team/resnet-0?"),
+        ("other/bert", "; did you mean team/bert?"),
+        ("team/xyzzy-quux", "long gone"),
+    ],
+)
+async def test_nothing_known_is_exit_code_1_with_names_that_are_near(
+    pod: str, offer: str, agent: FakeAgent, gpumgr_command: Gpumgr
+) -> None:
+    ended = await gpumgr_command("why", pod, "--socket", agent.socket)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"gpumgr: nothing is known of pod {pod} on this node: ")
+    assert ended.err.endswith(offer + "\n")
+
+
+async def test_what_names_no_pod_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", "a/b/\x1b[2J", "--socket", agent.socket)
+    assert ended.code == 2
+    assert "'a/b/\\x1b[2J' names no pod" in ended.err
+    assert agent.asked == []
+
+
+async def test_hostile_names_are_asked_for_as_they_are_and_shown_spelled_out(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    evil = "x\x1b[31m?limit=1#%2f\n"
+    agent.stories["team", evil] = {**story(), "pod": evil}
+    ended = await gpumgr_command("why", f"team/{evil}", "--socket", agent.socket)
+    assert ended.out.startswith("Pod team/x\\x1b[31m?limit=1#%2f\\n,")
+    other = await gpumgr_command("why", "team/\x1b[31m", "--socket", agent.socket)
+    assert other.code == 1
+    assert "\x1b" not in ended.out + other.err
+
+
+async def test_without_the_agent_the_checkpoint_tells(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder)
+    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    assert ended.code == 0
+    assert "the agent does not run on this node" in ended.err
+    assert ended.out == (
+        "Pod team/resnet-0, uid uid-resnet-0.\n"
+        "\n"
+        "What it asks for is not known: the agent does not answer. The decisions say what the kubelet asked for.\n"
+        "\n"
+        "What happened:\n"
+        "  2023-11-14 22:13:20Z  granted 30 cores to main in GetPreferredAllocation\n"
+        "    GPU           cores free  blocks free  chosen, or why not\n"
+        "    0 (11111111)         100          320  chosen\n"
+        "    1 (22222222)         100           90\n"
+        "    chosen: GPU0, by share: the least free room\n"
+        "    allocation a1, kept within its share by mps\n"
+        "\n"
+        "Where it sits:\n"
+        "  main has 30 cores and 0.5 GiB of GPU0 since 2023-11-14 22:13:20Z (allocation a1)\n"
+        "    kept within its share by mps\n"
+        "What it uses now is not known: the agent does not answer.\n"
+    )
+
+
+async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder)
+    document = json.loads((await gpumgr_command("why", "team/resnet-0", "--socket", socket, "--output", "json")).out)
+    assert document["live"] is False
+    assert document["allocations"][0]["memory_used_bytes"] is None
+    assert [told["number"] for told in document["history"]] == [ENTRIES[0].number]
+
+
+async def test_near_names_come_out_of_the_checkpoint_too(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder)
+    ended = await gpumgr_command("why", "resnet-9", "--socket", socket)
+    assert ended.code == 1
+    assert "did you mean team/resnet-0?" in ended.err
+
+
+async def test_with_neither_agent_nor_checkpoint_both_reasons_are_told(
+    folder: Path, socket: Path, gpumgr_command: Gpumgr
+) -> None:
+    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    assert (ended.code, ended.out) == (1, "")
+    assert "the agent does not run on this node" in ended.err
+    assert f"there is no checkpoint at {folder}" in ended.err
+
+
+async def test_a_checkpoint_that_can_not_be_read_is_told(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(folder)
+    (folder / NAME).write_bytes(b"no checkpoint" * 100)
+    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    assert (ended.code, ended.out) == (1, "")
+    assert "and without it:" in ended.err
+
+
+async def test_hostile_names_in_the_checkpoint_are_spelled_out(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+    checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
+    await checkpoint.save(Change(entries=(ENTRIES[1],)))
+    assert await checkpoint.close()
+    ended = await gpumgr_command("why", f"team/{ENTRIES[1].pod[1]}" if ENTRIES[1].pod else "", "--socket", socket)
+    assert ended.code == 0
+    assert "Pod team/\\x1b[2Jevil\\n.\n" in ended.out
+    assert "\x1b" not in ended.out
+
+
+async def test_an_entry_that_this_version_does_not_know_is_told(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.stories["team", "resnet-0"]["history"] = [entry(1, "levitated")]
+    ended = await gpumgr_command("why", "team/resnet-0", "--socket", agent.socket)
+    assert ended.code == 1
+    assert "may be of another version" in ended.err

@@ -1,0 +1,224 @@
+"""A real Prometheus scrapes the agent: every query of the dashboard and every operand of the rules has data, and each alert fires in
+a scenario made for it. The node is simulated, so that each trouble can be made."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from gpumgr.demo.node import Node, open_node
+from gpumgr.sim.kubelet import SimContainer, SimPod
+
+from .prometheus import DASHBOARD, Prometheus, hurried_rules, rules_of, running_prometheus
+
+GIB: Final = 1 << 30
+#: What Grafana puts in the place of its variables.
+VARIABLES: Final = {"$__rate_interval": "10s", "$instance": ".*", "$namespace": ".*"}
+#: A metric's name with its matchers; what else has letters in PromQL are functions, keywords and labels.
+OPERAND: Final = re.compile(r"\b((?:gpumgr[_:][a-z0-9_:]+|process_[a-z_]+|up)(?:\{[^}]*\})?)")
+WAIT_SECONDS: Final = 60.0
+
+
+def app(cores: int, memory_blocks: int = 0) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+
+
+class Scene:
+    """The node with its agent and their Prometheus."""
+
+    def __init__(self, node: Node, prometheus: Prometheus) -> None:
+        self.node, self.prometheus = node, prometheus
+
+    async def share(self, name: str, *, cores: int = 30, blocks: int = 40, memory_bytes: int = GIB) -> SimPod:
+        pod = self.node.pod(name, app(cores, blocks))
+        assert (await self.node.run(pod)).phase == "Running"
+        self.node.use(pod, memory_bytes=memory_bytes, sm_percent=10)
+        return pod
+
+    async def refuse(self, number: int) -> None:
+        for each in range(number):
+            pod = self.node.pod(f"too-big-{each}", app(60, 400))
+            assert (await self.node.run(pod)).phase == "Failed"
+            self.node.delete(pod)
+
+    async def until_fires(self, alert: str, **labels: str) -> dict[str, Any]:
+        """The instance of the alert that has these labels."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while True:
+                for each in (await self.prometheus.firing()).get(alert, ()):
+                    if labels.items() <= each["labels"].items():
+                        return each
+                await asyncio.sleep(0.3)
+
+    async def until_quiet(self, alert: str) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while alert in await self.prometheus.firing():  # noqa: ASYNC110 (it is another process)
+                await asyncio.sleep(0.3)
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    # A short path: unix sockets are made in it.
+    with tempfile.TemporaryDirectory(prefix="gmp", dir="/tmp") as name:
+        folder = Path(name)
+        async with open_node(folder / "node", settings={"enforcement": {"over_limit_samples": 2}}) as node:
+            await node.start_agent()
+            async with running_prometheus(folder / "prometheus", node.url.removeprefix("http://")) as prometheus:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while not await prometheus.ready():  # noqa: ASYNC110 (it is another process)
+                        await asyncio.sleep(0.1)
+                yield Scene(node, prometheus)
+
+
+def dashboard_queries() -> Iterator[str]:
+    document = json.loads(DASHBOARD.read_text())
+    for panel in document["panels"]:
+        for target in panel.get("targets", ()):
+            query = target["expr"]
+            for variable, value in VARIABLES.items():
+                query = query.replace(variable, value)
+            assert "$" not in query, query
+            yield query
+
+
+def operands() -> set[str]:
+    """Of every rule; `last_over_time` finds what only stood for a moment."""
+    rules = rules_of(yaml.safe_load(hurried_rules()))
+    return {f"last_over_time({operand}[10m])" for rule in rules for operand in OPERAND.findall(rule["expr"])}
+
+
+async def until_all_have_data(prometheus: Prometheus, queries: set[str]) -> None:
+    missing = set(queries)
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while missing:
+                missing = {query for query in missing if not await prometheus.query(query)}
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        raise AssertionError("no data for:\n" + "\n".join(sorted(missing))) from None
+
+
+async def test_every_query_and_every_operand_has_data() -> None:
+    async with scene() as stage:
+        node = stage.node
+        await stage.share("a")
+        await stage.share("b", cores=20, blocks=10)
+        whole = node.pod("whole", app(100))
+        assert (await node.run(whole)).phase == "Running"
+        node.use(whole, memory_bytes=20 * GIB, sm_percent=80)
+        await stage.refuse(2)
+        node.control.xid(7, 79)
+        node.control.lose_gpu(7)
+        queries = {*dashboard_queries(), *operands()}
+        assert len(queries) > 50
+        # In quarantine: the pod has gone, its process has not.
+        lingering = await stage.share("lingering", cores=60, blocks=8)
+        (gpu,) = node.gpus_of(lingering)
+        pid = node.stray(node.indices[gpu], memory_bytes=GIB)
+        await stage.until_fires("GpumgrGpuLost")
+        node.delete(lingering)
+        await stage.until_fires("GpumgrGpuQuarantined")
+        await until_all_have_data(stage.prometheus, queries)
+        node.end_stray(pid)
+        await stage.until_quiet("GpumgrGpuQuarantined")
+
+
+async def test_each_alert_fires_in_its_scenario() -> None:
+    fired = set[str]()
+    async with scene() as stage:
+        for alert, play in _scenarios(stage).items():
+            await play()
+            fired.add(alert)
+    assert fired == {rule["alert"] for rule in rules_of(yaml.safe_load(hurried_rules())) if "alert" in rule}
+
+
+def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
+    """Alert -> what makes it fire and, where that is quick, what ends it. The last one ends the agent."""
+    node = stage.node
+
+    async def enforcement_missing() -> None:
+        pod = await stage.share("without-limits")
+        await stage.until_fires("GpumgrEnforcementMissing")
+        node.delete(pod)
+
+    async def over_limit() -> None:
+        pod = await stage.share("greedy", blocks=8, memory_bytes=10 * GIB)
+        alert = await stage.until_fires("GpumgrContainerOverLimit", pod="greedy", container="main")
+        assert alert["annotations"]["summary"] == "demo/greedy (main) uses more GPU memory than it was granted"
+        node.delete(pod)
+        await stage.until_quiet("GpumgrContainerOverLimit")  # the series of a gone pod is dropped
+
+    async def refusals() -> None:
+        await stage.refuse(5)
+        await stage.until_fires("GpumgrRefusalsRising")
+
+    async def lost() -> None:
+        node.control.lose_gpu(3)
+        await stage.until_fires("GpumgrGpuLost", reason="lost")
+        node.control.restore_gpu(3)
+        await stage.until_quiet("GpumgrGpuLost")
+
+    async def quarantined() -> None:
+        pod = await stage.share("lingering")
+        (gpu,) = node.gpus_of(pod)
+        pid = node.stray(node.indices[gpu], memory_bytes=GIB)
+        await node.journal.until("gpu_stranger", pid=pid)
+        node.delete(pod)
+        await stage.until_fires("GpumgrGpuQuarantined")
+        node.end_stray(pid)
+
+    async def nvml_stale() -> None:
+        node.control.hang()
+        await stage.until_fires("GpumgrNvmlStale")
+        node.control.release()
+        await stage.until_quiet("GpumgrNvmlStale")
+
+    async def queue_stuck() -> None:
+        assert node.api is not None
+        await node.api.stop()
+        node.control.lose_gpu(5)  # an event of the node, and its condition
+        await stage.until_fires("GpumgrApiQueueStuck")
+        await node.api.start()
+        await stage.until_quiet("GpumgrApiQueueStuck")
+        node.control.restore_gpu(5)
+
+    async def slow_loop() -> None:
+        pid = node.agent.pid
+        assert pid is not None
+        for _ in range(6):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.7)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.7)
+        await stage.until_fires("GpumgrEventLoopSlow")
+
+    async def not_registered() -> None:
+        node.kubelet.register_error = "this kubelet takes no plugins"
+        await node.kubelet.restart()
+        await stage.until_fires("GpumgrNotRegistered", resource="tencent.com/vcuda-core")
+        await stage.until_fires("GpumgrNotRegistered", resource="tencent.com/vcuda-memory")
+
+    async def down() -> None:
+        await node.agent.kill()
+        await stage.until_fires("GpumgrDown")
+
+    return {
+        "GpumgrEnforcementMissing": enforcement_missing,
+        "GpumgrContainerOverLimit": over_limit,
+        "GpumgrRefusalsRising": refusals,
+        "GpumgrGpuLost": lost,
+        "GpumgrGpuQuarantined": quarantined,
+        "GpumgrNvmlStale": nvml_stale,
+        "GpumgrApiQueueStuck": queue_stuck,
+        "GpumgrEventLoopSlow": slow_loop,
+        "GpumgrNotRegistered": not_registered,
+        "GpumgrDown": down,
+    }

@@ -1,0 +1,82 @@
+"""Texts of other people never reach the terminal raw: not in the tables, not in sentences, not in JSON."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpumgr.cli.documents import read_entries, read_state, read_story
+from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.history_line import history_line
+from gpumgr.cli.printable import cleaned, json_line, printable
+from gpumgr.cli.story_text import story_text
+from gpumgr.cli.usage_screen import usage_text
+from gpumgr.errors import GpumgrError
+from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story
+
+#: Escape sequence that sets the window's title, one that clears the screen, a line end, a mark that turns the direction of writing,
+#: a C1 control, DEL, a lone surrogate, and rich's own markup.
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfree\u202egnp\x9b31m\x7f\ud800[red]b[/red]"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("team/resnet-0", "team/resnet-0"),
+        ("Lüfter défekt", "Lüfter défekt"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("a\nb\r", "a\\nb\\r"),
+        ("\u202egnp", "\\u202egnp"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_what_a_terminal_would_act_on_is_spelled_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_nothing_but_printable_text_comes_out(text: str) -> None:
+    assert printable(text).isprintable()
+
+
+@settings(max_examples=50)
+@given(st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_a_whole_document_is_cleaned_and_its_json_is_plain_ascii_and_the_same(document: object) -> None:
+    assert str(cleaned(document)).isprintable()
+    line = json_line(document)
+    assert all(" " <= letter <= "~" for letter in line)
+    assert json.loads(line) == document
+
+
+def harmless(text: str) -> None:
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert "[red]b[/red]" in text
+
+
+def test_the_tables_show_hostile_names_as_text() -> None:
+    facts = {"message": HOSTILE, "healthy": False, "model": HOSTILE, "reason": HOSTILE}
+    cordon = {"reason": HOSTILE, "since": 1e300, "draining": False}
+    rows = [container("a", HOSTILE, NAMES[0], namespace=HOSTILE, container=HOSTILE, mechanisms=[HOSTILE])]
+    document = {**state(), "node": HOSTILE, "not_ready": [HOSTILE], "gpus": [gpu(0, NAMES[0], cordon=cordon, **facts)]}
+    for width in (80, None):
+        text = usage_text(read_state({**document, "containers": rows}), width=width)
+        harmless(text.replace("\n", "") if width else text)
+
+
+def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
+    told = entry(1, "event", pod=[HOSTILE, HOSTILE], container=HOSTILE, why=HOSTILE, code=HOSTILE, gpus=[HOSTILE])
+    document = {**story(), "pod": HOSTILE, "uid": HOSTILE, "phase": HOSTILE, "history": [told]}
+    document["request"] = [{"container": HOSTILE, "kind": HOSTILE, "cores": 1, "memory_blocks": 1}]
+    document["allocations"] = [container("a", HOSTILE, NAMES[0], container=HOSTILE, mechanisms=[HOSTILE])]
+    read = read_story(document)
+    harmless(story_text(read, gpus_of(entries=read.history), live=True, width=None))
+    (line,) = (history_line(entry, gpus_of()) for entry in read_entries([told]))
+    harmless(line.replace("\x1b[33m", "").replace("\x1b[0m", ""))
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("document", [None, [], {}, {"gpus": 3, "containers": []}, {"gpus": [{"name": "x"}], "containers": []}])
+def test_an_answer_of_another_version_is_called_one(document: object) -> None:
+    with pytest.raises(GpumgrError, match="may be of another version"):
+        read_state(document)

@@ -1,0 +1,92 @@
+"""The tables of `gpumgr usage`, out of one fixed state: at 80 columns, and where there is room."""
+
+import pytest
+
+from gpumgr.cli.documents import GpuRow, read_state
+from gpumgr.cli.usage_screen import usage_text
+from gpumgr.cli.usage_table import gpu_words
+from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
+
+NARROW = """\
+gpu-node-1 at 2026-09-21 14:13:20Z, driver 580.65.06
+
+GPU       MODEL         STATE        CORES  BUSY      MEMORY   USED  TEMP  POWER
+0         H100 80GB     healthy     60/100   41%  10.0/79.5G   7.2G   52C   310W
+          HBM3
+1         H100 80GB     draining   100/100   99%  79.5/79.5G  70.0G   64C   655W
+          HBM3
+2b3c4d5e  -             XID error    0/100     -   0.0/79.5G      -     -      -
+
+GPU0 has processes of no container: 1, with 1.0G
+GPU1 is being drained since 2026-09-21 14:12:20Z: new NVLink bridge
+GPU 2b3c4d5e takes nothing new: XID 79: the GPU has fallen off the bus
+
+POD (CONTAINER)        GPU  CORES  BUSY  MEMORY   USED  PROCS  LIMITS
+team/resnet-0 (main)     0     30   38%    5.0G   6.0G      2  over by 1.0G, mps
+pod uid uid-unknown      0     30     -    5.0G      -      -  not kept
+(?)
+team/bert (main)         1    100   99%   79.5G  70.0G      1  whole GPU"""
+
+WIDE_CONTAINERS = """\
+POD                  CONTAINER  GPU  CORES  BUSY  MEMORY   USED  PROCS  KEPT BY  LIMITS
+team/resnet-0        main         0     30   38%    5.0G   6.0G      2  mps      over by 1.0G
+pod uid uid-unknown  ?            0     30     -    5.0G      -      -  -        not kept
+team/bert            main         1    100   99%   79.5G  70.0G      1  -        whole GPU"""
+
+
+def test_80_columns_show_everything_that_matters() -> None:
+    assert usage_text(read_state(state()), width=80) == NARROW
+
+
+@pytest.mark.parametrize("width", [140, None])
+def test_with_room_each_container_has_one_line(width: int | None) -> None:
+    assert usage_text(read_state(state()), width=width).endswith("\n\n" + WIDE_CONTAINERS)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_the_longest_names_fit_any_width_and_are_not_cut(width: int) -> None:
+    long = {**state(), "containers": [container("a", "z" * 253, NAMES[0], container="q" * 63, mechanisms=["nvml-memory", "mps"])]}
+    text = usage_text(read_state(long), width=width)
+    assert max(map(len, text.splitlines())) <= max(width, 80)
+    assert (text.count("z"), text.count("q")) == (253, 63)
+
+
+def test_containers_stand_by_gpu_then_by_use() -> None:
+    rows = [
+        container("a", "idle", NAMES[0], utilization_ratio=0.0, memory_used_bytes=GIB),
+        container("b", "other", NAMES[1], utilization_ratio=1.0),
+        container("c", "fuller", NAMES[0], utilization_ratio=0.0, memory_used_bytes=2 * GIB),
+        container("d", "busy", NAMES[0], utilization_ratio=0.5),
+        container("e", "unknown", NAMES[0]),
+    ]
+    text = usage_text(read_state({**state(), "containers": rows}), width=None)
+    pods = [line.split()[0] for line in text.splitlines() if line.startswith("team/")]
+    assert pods == ["team/busy", "team/fuller", "team/idle", "team/unknown", "team/other"]
+
+
+def test_an_empty_node_and_one_that_is_not_ready_say_so() -> None:
+    text = usage_text(read_state({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}), width=80)
+    assert text.splitlines()[1] == "no driver was found yet"
+    assert text.splitlines()[-1] == "no containers to show"
+
+
+def test_gpus_that_can_not_be_described_are_named() -> None:
+    failed = {**state(), "failures": [{"index": 7, "uuid": None, "message": "the driver says: unknown error"}]}
+    assert "GPU7 can't be described: the driver says: unknown error" in usage_text(read_state(failed), width=None)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "healthy"),
+        ({"cordon": {"reason": "", "since": AT, "draining": False}}, "cordoned"),
+        ({"healthy": False, "reason": "operator", "cordon": {"reason": "", "since": AT, "draining": True}}, "draining"),
+        ({"healthy": False, "reason": "lost", "cordon": {"reason": "", "since": AT, "draining": False}}, "cordoned, lost"),
+        ({"healthy": False, "reason": "ecc"}, "ECC errors"),
+        ({"healthy": False, "reason": "missing"}, "missing"),
+        ({"healthy": False}, "unfit"),
+    ],
+)
+def test_health_and_cordon_in_words(facts: dict[str, object], words: str) -> None:
+    rows: tuple[GpuRow, ...] = read_state({**state(), "gpus": [gpu(0, NAMES[0], **facts)]}).gpus
+    assert gpu_words(rows[0]) == words

@@ -1,0 +1,182 @@
+"""A pod's story in sentences, out of fixed documents, and what people may call a pod and a GPU."""
+
+from typing import Any
+
+import pytest
+
+from gpumgr.cli.documents import GpuRow, read_state, read_story
+from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.pod_word import PodWord
+from gpumgr.cli.story_text import story_text
+from gpumgr.errors import InputError
+from tests.unit.cli.node_story import GIB, LOST, NAMES, candidate, container, entries, entry, state, story
+
+GRANTED = """\
+Pod team/resnet-0, uid uid-resnet-0, Running.
+
+It asks for:
+  setup (init container): 10 cores and 1 memory block (0.25 GiB)
+  main: 30 cores and 20 memory blocks (5 GiB)
+
+What happened:
+  2026-09-21 13:56:43Z  granted 30 cores to main in GetPreferredAllocation
+    GPU           cores free  blocks free  chosen, or why not
+    0 (0fe1c342)          70          298  chosen
+    1 (1a2b3c4d)           0            0  too few cores
+    - (2b3c4d5e)         100          318  XID 79: the GPU has fallen off the
+      bus
+    chosen: GPU0, by share: the least free room that fits: 70 cores and 298
+      memory blocks before
+    allocation a1, kept within its share by mps
+  2026-09-21 13:56:44Z  granted 20 memory blocks (5 GiB) to main in Allocate
+    chosen: GPU0: the least free room that fits: 70 cores and 298 memory blocks
+      before
+    allocation a1, kept within its share by mps
+  2026-09-21 13:56:46Z  event OverLimit
+    GPU0: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
+
+Where it sits:
+  main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
+    a1)
+    kept within its share by mps
+    now: busy 38% of the time, uses 6.0 GiB, 2 processes, over its memory"""
+
+REFUSED = """\
+Pod team/odd.
+
+What it asks for is not known: the agent does not answer. The decisions say what the kubelet asked for.
+
+What happened:
+  2026-09-21 13:56:45Z  refused 60 cores for main in GetPreferredAllocation
+    GPU           cores free  blocks free  chosen, or why not
+    0 (0fe1c342)          40          278  too few cores
+    1 (1a2b3c4d)           0            0  too few cores
+    - (2b3c4d5e)         100          318  XID 79: the GPU has fallen off the bus
+    refused as no_fit: no GPU has 60 cores and 20 memory blocks free; free: GPU0 40 cores and 278 memory blocks
+    allocation c3
+
+It held no GPU of this node when the checkpoint was written."""
+
+
+def told(document: dict[str, Any], *, live: bool = True, width: int | None = None) -> str:
+    read = read_story(document)
+    return story_text(read, gpus_of(read_state(state()).gpus, read.history), live=live, width=width)
+
+
+def of(pod: str, *history: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {"uid": None, "phase": None, "request": [], "allocations": [], "earlier_uids": []}
+    return {"namespace": "team", "pod": pod, "history": list(history), **empty, **facts}
+
+
+def verdicts(text: str) -> list[str]:
+    return [
+        line.split(maxsplit=4)[4] if len(line.split()) > 4 else "" for line in text.splitlines() if line.startswith("    0 (")
+    ]
+
+
+def test_a_granted_pod_on_80_columns() -> None:
+    assert told(story(), width=80) == GRANTED
+
+
+def test_a_refused_pod_out_of_the_checkpoint() -> None:
+    assert told(of("odd", entries()[4]), live=False) == REFUSED
+
+
+def test_without_the_agent_use_is_not_known() -> None:
+    text = told(story(), live=False)
+    assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not answer.")
+    assert "busy" not in text
+
+
+@pytest.mark.parametrize(
+    ("cores", "blocks", "free", "verdict"),
+    [
+        (60, 20, (40, 278), "too few cores"),
+        (60, 20, (60, 19), "too few blocks"),
+        (60, 20, (60, 20), ""),
+        (200, 0, (99, 318), "not entirely free"),
+        (200, 900, (100, 318), ""),
+    ],
+)
+def test_why_a_gpu_was_not_chosen_goes_by_the_pods_request(cores: int, blocks: int, free: tuple[int, int], verdict: str) -> None:
+    refused = entry(
+        1, "refused", container="main", call="prefer", kind="core", size=cores, code="no_fit", candidates=[candidate(0, *free)]
+    )
+    request = [{"container": "main", "kind": "app", "cores": cores, "memory_blocks": blocks}]
+    assert verdicts(told(of("p", refused, request=request))) == [verdict]
+
+
+def test_a_gpu_that_had_room_too_is_said_to_have_had_it() -> None:
+    both = {"id": "a", "container": "main", "gpus": [NAMES[1]]}
+    first = entry(
+        1, "granted", **both, call="prefer", kind="core", size=30, candidates=[candidate(0, 90, 90), candidate(1, 70, 70)]
+    )
+    second = entry(2, "granted", **both, call="prefer", kind="memory", size=20)
+    assert verdicts(told(of("p", first, second))) == ["has room, was not chosen"]
+
+
+def test_lives_of_one_name_are_told_apart() -> None:
+    text = told(of("p", entry(1, "freed", pod_uid="old", why="held for 3 s"), uid="new", earlier_uids=["old"]))
+    assert "not known: the API server does not show the pod." in text
+    assert text.startswith("Pod team/p, uid new.\nEarlier pods of this name: uid old.\n")
+    assert "freed, uid old\n    held for 3 s" in text
+
+
+def test_whole_gpus_and_shares_that_nothing_keeps() -> None:
+    rows = [
+        container("a", "p", NAMES[1], cores=100, whole=True, mechanisms=[], container="train"),
+        container("b", "p", NAMES[0], mechanisms=[], init=True, memory_used_bytes=GIB, processes=1),
+    ]
+    text = told(of("p", allocations=rows))
+    assert "  train has GPU1 whole since" in text
+    assert "    no limits: it has the GPU for itself\n    what it uses is not told" in text
+    assert "  main (init container) has 30 cores and 5.0 GiB of GPU0 since" in text
+    assert "    nothing keeps it within its share\n    now: uses 1.0 GiB, 1 process" in text
+
+
+def test_a_pod_of_which_nothing_happened_yet() -> None:
+    text = told(of("p", request=[{"container": "side", "kind": "sidecar", "cores": 1, "memory_blocks": 0}], phase="Pending"))
+    assert "Pod team/p, Pending." in text
+    assert "  side (sidecar): 1 core\n" in text
+    assert "Nothing that happened to it is remembered." in text
+    assert text.endswith("It holds no GPU of this node.")
+
+
+@pytest.mark.parametrize("text", ["", "/", "/x", "x/", "a/b/c"])
+def test_what_names_no_pod_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="names no pod: expected NAME or NAMESPACE/NAME"):
+        PodWord.of(text)
+
+
+def test_a_name_alone_is_the_only_pod_of_that_name_or_in_the_default_namespace() -> None:
+    known = {("a", "one"), ("a", "two"), ("b", "two"), ("a", "three"), ("default", "three")}
+    assert PodWord.of("one").among(known) == ("a", "one")
+    assert PodWord.of("three").among(known) == ("default", "three")
+    assert PodWord.of("four").among(known) == ("default", "four")
+    assert PodWord.of("c/one").among(known) == ("c", "one")
+    with pytest.raises(InputError, match="several pods on this node are called so: a/two, b/two"):
+        PodWord.of("two").among(known)
+
+
+@pytest.mark.parametrize("word", ["0", "GPU0", "gpu0", "0fe1c342", "0fe1", "GPU-0fe1c342-0000", "GPU-0FE1"])
+def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(word: str) -> None:
+    assert gpus_of(read_state(state()).gpus).find(word) == NAMES[0]
+
+
+@pytest.mark.parametrize("word", ["7", "", "GPU-", "ffff"])
+def test_a_gpu_that_is_not_known_is_told_with_all_that_are(word: str) -> None:
+    with pytest.raises(InputError, match=r"known: GPU0 \(0fe1c342\), GPU1 \(1a2b3c4d\), GPU 2b3c4d5e"):
+        gpus_of(read_state(state()).gpus).find(word)
+
+
+def test_the_beginning_of_two_uuids_names_neither() -> None:
+    rows = [GpuRow(uuid="GPU-aa01", name="aa01", index=0), GpuRow(uuid="GPU-aa02", name="aa02", index=1)]
+    with pytest.raises(InputError, match="the beginning of several"):
+        gpus_of(rows).find("aa")
+
+
+def test_a_gpu_that_the_driver_does_not_show_keeps_the_index_that_decisions_knew_unless_another_has_it() -> None:
+    history = read_story(of("p", entry(1, "refused", candidates=[{**LOST, "index": 2}]))).history
+    rows = [GpuRow(uuid="GPU-2b3c4d5e", name=NAMES[2], index=None)]
+    assert gpus_of(rows, history).label(NAMES[2]) == "GPU2"
+    assert gpus_of([*rows, GpuRow(uuid="GPU-new", name="new", index=2)], history).label(NAMES[2]) == f"GPU {NAMES[2]}"
