@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .places import CONTAINERD_SOCKET, IMAGE, KUBELET_ROOT, NODE, POD_LOGS, STATE
+import yaml
+
+from .places import CONTAINERD_SOCKET, IMAGE, KUBELET_ROOT, NODE, POD_LOGS, PROJECT, STATE
 
 Json = dict[str, Any]
+RIGHTS = PROJECT / "config" / "examples" / "rbac.yaml"
 CORE = "tencent.com/vcuda-core"
 MEMORY = "tencent.com/vcuda-memory"
 
@@ -78,28 +81,12 @@ def kubeconfig(server: str, authority: str, token: str) -> Json:
 
 
 def agent_rights() -> list[tuple[str, Json]]:
-    """What the agent may do, with the paths that the objects are posted to: it reads pods, writes events, marks its node, evicts."""
+    """What the agent may do, as shipped, with the paths that the objects are posted to; here it is the user "gpumgr"."""
     group = "rbac.authorization.k8s.io"
     base = f"/apis/{group}/v1"
-    role = {
-        "apiVersion": f"{group}/v1",
-        "kind": "ClusterRole",
-        "metadata": {"name": "gpumgr"},
-        "rules": [
-            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
-            {"apiGroups": [""], "resources": ["events"], "verbs": ["create", "patch"]},
-            {"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]},
-            {"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]},
-        ],
-    }
-    binding = {
-        "apiVersion": f"{group}/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": "gpumgr"},
-        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": "gpumgr"},
-        "subjects": [{"kind": "User", "apiGroup": group, "name": "gpumgr"}],
-    }
-    return [(f"{base}/clusterroles", role), (f"{base}/clusterrolebindings", binding)]
+    shipped = {each["kind"]: each for each in yaml.safe_load_all(RIGHTS.read_text())}
+    binding = {**shipped["ClusterRoleBinding"], "subjects": [{"kind": "User", "apiGroup": group, "name": "gpumgr"}]}
+    return [(f"{base}/clusterroles", shipped["ClusterRole"]), (f"{base}/clusterrolebindings", binding)]
 
 
 def container(name: str = "main", cores: int = 0, memory: int = 0, command: str = SLEEP, **fields: Any) -> Json:
