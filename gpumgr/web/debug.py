@@ -51,7 +51,7 @@ def _text(tasks: int, parts: list[tuple[str, traceback.StackSummary]]) -> str:
 
 
 def _title(task: "asyncio.Task[Any]") -> str:
-    return f"task {task.get_name()}"
+    return f"task {task.get_name()}: {getattr(task.get_coro(), '__qualname__', '?')}"
 
 
 def _awaiting(task: "asyncio.Task[Any]") -> _Stack:

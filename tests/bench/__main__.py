@@ -26,6 +26,9 @@ MODULES = {
     "checkpoint": "tests.bench.bench_checkpoint",
     "metrics": "tests.bench.bench_metrics",
     "limits": "tests.bench.bench_limits",
+    "pages": "tests.bench.bench_pages",
+    "paint": "tests.bench.bench_paint",
+    "writer": "tests.bench.bench_writer",
 }
 #: A load above this comes from somebody else, and then p99 tells of them.
 QUIET_LOAD = 0.5

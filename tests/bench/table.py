@@ -33,7 +33,8 @@ _LINK_16 = {
 def markdown(figures: Mapping[str, Any]) -> str:
     """All tables of one run."""
     limits, pods = figures.get("limits"), figures.get("pods_at_once")
-    parts = (*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_limits(limits), *_pods(pods))
+    shown = _shown(figures) if "pages" in figures else ()
+    parts = (*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_limits(limits), *shown, *_pods(pods))
     return "\n".join(parts)
 
 
@@ -66,7 +67,6 @@ def _calls(figures: Mapping[str, Any]) -> Iterator[str]:
 def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     agent, idle = figures["agent"], figures["agent"]["idle"]
     eight, sixteen = figures["evaluators"]["link_8_gpus"], figures["evaluators"]["link_16_gpus"]
-    scrape = figures["metrics"]["metrics_8x25"]
     resident = " / ".join(
         str(mib) for mib in (agent["resident_fresh_mib"], agent["resident_after_calls_mib"], idle["resident_mib"])
     )
@@ -81,7 +81,27 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"| kubelet restart: its socket to both offered again | < 2 s | {_seconds(agent['kubelet_restart_to_offered'])} |"
     yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 75 MiB | {resident} MiB |"
     yield f"| CPU of the idle agent with {idle['pods']} pods | < 0.5 % | {idle['cpu_percent']} % |"
-    yield f"| scrape of /metrics with {scrape['containers']} containers, p50 / p99 | | {_pair(scrape['scrape_classic'])} ms |"
+
+
+def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
+    metrics, pages, paint, writer = figures["metrics"], figures["pages"]["pages"], figures["paint"], figures["writer"]
+    yield from ("", "| what is shown | goal | gpumgr | floor |", "|---|---|---|---|")
+    for key, goal in {"metrics_8x25": 3, "metrics_8x200": 10}.items():
+        row = metrics[key]
+        for name, what in (("classic", "plain"), ("openmetrics_gzip", "OpenMetrics, gzip")):
+            times = f"{_pair(row[f'scrape_{name}'])} | {_pair(row[f'floor_{name}'])}"
+            yield f"| scrape of /metrics with {row['containers']} containers, {what} | p99 < {goal} ms | {times} |"
+    row = metrics["metrics_8x25"]
+    percents = f"{row['cpu_percent']} % | {row['floor_cpu_percent']} %"
+    yield f"| CPU of 10 scrapes a second, {row['containers']} containers | < 3 % of a core | {percents} |"
+    percent, size = pages["core_percent"]["streams"], round(pages["state_bytes"] / 1000)
+    yield f"| {pages['streams']} open pages, a state of {size} kB a second | < 5 % of a core | {percent} % | |"
+    yield f"| the page: bytes, as sent with gzip | < 150 kB | {pages['page_bytes'] / 1000} kB, {pages['page_bytes_gzip'] / 1000} kB | |"
+    if paint:
+        yield f"| first paint in Chromium with {paint['containers']} containers | < 300 ms | {_pair(paint['first_paint'])} | |"
+    seconds, plain, calls = writer["annotations"], writer["floor"]["median_seconds"], writer["calls_for_each_pod"]
+    yield f"| annotations of {writer['pods']} pods that come at once | < 5 s | {_seconds(seconds)} | {plain} s |"
+    yield f"| calls to the API server for each of these pods | 2 | {calls:g} | |"
 
 
 def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:

@@ -22,7 +22,7 @@ async def test_stacks_of_tasks_go_down_to_where_they_wait(client: aiohttp.Client
     async with client.get("/debug/stacks") as answer:
         assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
         text = await answer.text()
-    part = text.partition("task a_sleeper\n")[2].partition("\ntask ")[0]
+    part = text.partition("task a_sleeper: outermost\n")[2].partition("\ntask ")[0]
     order = [part.index(line) for line in ("await innermost(event)", "await event.wait()")]
     assert order == sorted(order)
     event.set()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.web.connection import Connection
 from gpumgr.web.doorman import Patience
@@ -231,8 +232,10 @@ async def test_without_file_descriptors_it_pauses_and_comes_back(serve: Serve, o
         with contextlib.suppress(OSError):
             while True:
                 held.append(socket.socket())
-        await asyncio.get_running_loop().sock_connect(client, server.address)
-        await asyncio.sleep(0.05)
+        with capture_logs() as logs:
+            await asyncio.get_running_loop().sock_connect(client, server.address)
+            await until(lambda: bool(logs))
+        assert [line["event"] for line in logs] == ["accept_paused"]
     finally:
         for each in held:
             each.close()
