@@ -33,6 +33,7 @@ Exit codes:
 Examples:
   gpumgr doctor --config /etc/gpumgr/gpumgr.yaml
   gpumgr doctor --standalone --sim hgx-h100-8
+  gpumgr doctor --before-start                        (in an init container of the agent's pod)
   gpumgr doctor --json | jq '.[] | select(.state == "error")'
 """
 
@@ -44,10 +45,17 @@ Examples:
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
 @click.option("--standalone", is_flag=True, help="Without an API server.")
 @click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
+@click.option("--before-start", is_flag=True, help="The agent is about to start here: another one that runs is an error.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
 def command(
-    file: Path | None, sim: str | None, standalone: bool, assignments: tuple[str, ...], output: str, as_json: bool
+    file: Path | None,
+    sim: str | None,
+    standalone: bool,
+    assignments: tuple[str, ...],
+    before_start: bool,
+    output: str,
+    as_json: bool,
 ) -> None:
     """Look at everything that the agent needs of this node, as the agent's settings have it, and change nothing.
 
@@ -57,7 +65,7 @@ def command(
     configure_log("error", "auto", for_good=False)
     settings = settings_in_force(file, standalone=standalone, assignments=assignments)
     with _host(settings, sim) as host:
-        tell(checks_for(settings, host), as_json=as_json or output == "json")
+        tell(checks_for(settings, host, before_start=before_start), as_json=as_json or output == "json")
 
 
 def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
@@ -84,7 +92,7 @@ def _line(finding: Finding) -> str:
 def _host(settings: Settings, sim: str | None) -> Iterator[Host]:
     if sim is None:
         path = settings.nvml.library_path
-        yield Host(library_path=str(path) if path else None)
+        yield Host(library_path=str(path) if path else None, in_pod="KUBERNETES_SERVICE_HOST" in os.environ)
         return
     from gpumgr.sim.library import prepare  # only here: on a real node there is no use for it
 

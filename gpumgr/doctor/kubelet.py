@@ -32,7 +32,11 @@ async def look_at_folder(folder: Path) -> Finding:
         _, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return error(name, f"nobody answers at {socket} ({reason})", "start the kubelet (`systemctl status kubelet`)")
+        return error(
+            name,
+            f"nobody answers at {socket} ({reason})",
+            "start the kubelet (`systemctl status kubelet`), or, if its --root-dir is another, set kubelet.device_plugin_dir",
+        )
     writer.close()
     return ok(name, f"listens at {socket}")
 

@@ -33,6 +33,7 @@ def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
         "cri": {"socket": f"{folder}/cri.sock", "cgroup_root": f"{folder}/cgroup"},
         "mps": {"control_program": "no-such-program"},
         "enforcement": {"backend": "none"},
+        "process": {"lock_path": f"{folder}/agent.lock"},
         **sections,
     }
     path = folder / "gpumgr.yaml"
@@ -48,7 +49,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(5), found.pop(5)  # they speak in the words of their stations
+    cri, cgroups = found.pop(8), found.pop(8)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     assert found == [
         {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
@@ -66,6 +67,9 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
             "message": "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)",
             "remedy": "start the kubelet, or set kubelet.pod_resources_socket",
         },
+        {"check": "plugins", "state": "skipped", "message": "DIR/plugins is no folder", "remedy": None},
+        {"check": "agent", "state": "ok", "message": "none runs on this node", "remedy": None},
+        {"check": "host-paths", "state": "skipped", "message": "not in a pod", "remedy": None},
         {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
         {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
         {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
@@ -83,7 +87,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 16
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     assert lines[3].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
 
@@ -110,7 +114,7 @@ def test_flags_go_over_the_file(folder: Path) -> None:
     *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
     assert rbac["state"] == "skipped"
     findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
-    assert {"check": "mps", "state": "error"}.items() <= findings[8].items()
+    assert {"check": "mps", "state": "error"}.items() <= findings[11].items()
 
 
 def test_wrong_settings_are_an_input_error(folder: Path) -> None:

@@ -1,0 +1,259 @@
+"""`gpumgr migrate`: what changes on this node when gpumgr comes in another agent's place; --apply writes our settings file, no more."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import click
+
+from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.cli.in_force import DEFAULT_CONFIG
+from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, read_kubelet_checkpoint
+from gpumgr.doctor.neighbours import answering
+from gpumgr.errors import GpumgrError, InputError, KubeletError
+from gpumgr.kubeapi.client import ApiServer, answer_error
+from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
+from gpumgr.migrate.gpu_manager_command import Command
+from gpumgr.migrate.hami_config import read_config
+from gpumgr.migrate.objects import Object, full_name, of_kind, read_objects
+from gpumgr.migrate.plan import Plan, settings_yaml, text_of
+from gpumgr.migrate.settings_file import write_settings
+from gpumgr.settings import Settings
+from gpumgr.units import RESOURCE_OF
+
+_Decorated = Callable[..., Any]
+
+_HEAD: Final = (
+    "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
+)
+#: What HAMi makes on its nodes beside its library's folder.
+_HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
+
+
+@click.group("migrate")
+def command() -> None:
+    """Bring a node from gpu-manager or HAMi to gpumgr: read what is there, print what changes and how to go back.
+
+    With --apply the settings file is written, too. Nothing else is changed: what is to be stopped, labelled or removed stands there as
+    commands.
+
+    \b
+    Examples:
+      gpumgr migrate gpu-manager
+      gpumgr migrate hami --kubeconfig /etc/kubernetes/kubelet.conf
+    """
+
+
+def _options(function: _Decorated) -> _Decorated:
+    default_node = os.environ.get("NODE_NAME") or Settings().node.name
+    for option in (
+        click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print."),
+        click.option("--apply", is_flag=True, help="Write the settings file."),
+        click.option(
+            "--to", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default=True, help="The settings file to write."
+        ),
+        click.option("--node", default=default_node, help="The node's name.  [default: $NODE_NAME or this host's name]"),
+        click.option(
+            "--pods",
+            "pod_files",
+            type=click.Path(path_type=Path),
+            multiple=True,
+            help="What `kubectl get pods -A -o json` prints; may be repeated.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+# -- gpu-manager -------------------------------------------------------------------------------------------------------------
+
+
+@command.command("gpu-manager")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Its DaemonSet, as YAML or JSON.")
+@click.option("--flags", "text", help="Its flags, as one text.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Its checkpoint.  [default: gpumanager_internal_checkpoint below its --checkpoint-path]",
+)
+@_options
+def migrate_gpu_manager(
+    manifest: Path | None,
+    text: str | None,
+    checkpoint: Path | None,
+    pod_files: tuple[Path, ...],
+    node: str,
+    to: Path,
+    apply: bool,
+    output: str,
+) -> None:
+    """Its flags become settings, and its running pods keep their GPUs.
+
+    The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
+
+    \b
+    Examples:
+      gpumgr migrate gpu-manager
+      gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
+      gpumgr migrate gpu-manager --flags "--share-mode=true --query-port=5679" --apply
+    """
+    found = _command_of(manifest, text)
+    objects = _read(pod_files)
+    asked = dict(found.flags)
+    place = Path(asked.get("checkpoint-path") or Settings().checkpoint.gpu_manager_checkpoint.parent)
+    checkpoint = (checkpoint or place / Settings().checkpoint.gpu_manager_checkpoint.name).absolute()
+    folder = Path(asked.get("device-plugin-path") or Settings().kubelet.device_plugin_dir)
+    live, registered = asyncio.run(_kubelets_view(folder))
+    plan = gpu_manager.plan_gpu_manager(
+        found,
+        gpu_manager.Found(
+            node=node,
+            checkpoint=checkpoint,
+            records=read_gpu_manager_checkpoint(checkpoint),
+            live=live,
+            names=_names(objects),
+            answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
+            registered=registered,
+        ),
+        to=to,
+    )
+    _finish(plan, "gpu-manager", to, apply=apply, as_json=output == "json")
+
+
+def _command_of(manifest: Path | None, text: str | None) -> Command:
+    if text is not None:
+        return gpu_manager_command.from_text(text)
+    if manifest is not None:
+        found = gpu_manager_command.from_objects(read_objects(manifest))
+        if found is None:
+            raise InputError(f"{manifest} has no container that runs gpu-manager; give its DaemonSet, or its flags (--flags)")
+        return found
+    found = gpu_manager_command.from_process()
+    if found is None:
+        raise InputError(
+            "no gpu-manager runs here that we may look at (run this as root); give its flags with --manifest or --flags"
+        )
+    return found
+
+
+async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Mapping[str, int]]:
+    """UIDs of the pods that have devices (None: not to be known), and the number of ids of each of our resources."""
+    try:
+        entries = await read_kubelet_checkpoint(folder / FILE_NAME)
+        document = json.loads((folder / FILE_NAME).read_bytes())
+    except (KubeletError, OSError, ValueError):
+        return None, {}
+    devices = (document.get("Data") or document).get("RegisteredDevices") or {}
+    counts = {name: len(devices[name] or ()) for name in RESOURCE_OF.values() if name in devices}
+    return frozenset(entry.pod_uid for entry in entries or ()), counts
+
+
+def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
+    return {str((pod.get("metadata") or {}).get("uid")): full_name(pod) for pod in of_kind(objects, "Pod")}
+
+
+# -- HAMi --------------------------------------------------------------------------------------------------------------------
+
+
+@command.command("hami")
+@click.option(
+    "--manifest",
+    "manifests",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Its ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
+)
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Ask the API server for the node and its pods.")
+@_options
+def migrate_hami(
+    manifests: tuple[Path, ...],
+    kubeconfig: Path | None,
+    pod_files: tuple[Path, ...],
+    node: str,
+    to: Path,
+    apply: bool,
+    output: str,
+) -> None:
+    """Its resources are others: for each pod the new requests, and what has to end before gpumgr starts.
+
+    \b
+    Examples:
+      gpumgr migrate hami --kubeconfig /etc/kubernetes/kubelet.conf
+      kubectl get node,pod -A -o json > all.json && gpumgr migrate hami --node gpu-7 --pods all.json
+      kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml
+      gpumgr migrate hami --pods all.json --manifest hami.yaml --apply
+    """
+    if kubeconfig is None and not pod_files:
+        raise InputError(
+            f"which pods there are is not known: name --kubeconfig FILE, or --pods FILE with what "
+            f"`kubectl get pods -A --field-selector spec.nodeName={node} -o json` prints"
+        )
+    objects = _read((*pod_files, *manifests))
+    if kubeconfig is not None:
+        objects += asyncio.run(_asked(kubeconfig, node))
+    config = read_config(objects, node)
+    found = hami.Found(
+        node=node,
+        objects=objects,
+        answering=[path for path in answering(Settings().kubelet.device_plugin_dir) if path.name.startswith("nvidia")],
+        folders=[folder for folder in (config.library_dir, *_HAMI_FOLDERS) if folder.is_dir()],
+        library=_library(config.library_dir),
+    )
+    _finish(hami.plan_hami(config, found, to=to), "hami", to, apply=apply, as_json=output == "json")
+
+
+async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
+    """The node and its pods. Raises GpumgrError."""
+    server = await ApiServer.connect(kubeconfig)
+    try:
+        pods = await _get(server, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"})
+        return (
+            {"kind": "Node", **await _get(server, f"/api/v1/nodes/{node}", {})},
+            *({**pod, "kind": "Pod"} for pod in pods["items"]),
+        )
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+        raise GpumgrError(f"the API server can't be asked: {' '.join(str(error).split()) or type(error).__name__}") from error
+    finally:
+        await server.close()
+
+
+async def _get(server: ApiServer, path: str, query: Mapping[str, str]) -> dict[str, Any]:
+    async with server.request("GET", path, query) as response:
+        if response.status >= 300:
+            raise await answer_error(response)
+        answer: dict[str, Any] = await response.json()
+    return answer
+
+
+def _library(folder: Path) -> tuple[Path, str] | None:
+    """HAMi's library there with its SHA-256; its name has the version since 2.5."""
+    for path in (*sorted(folder.glob("libvgpu.so.*"), reverse=True), folder / "libvgpu.so"):
+        if path.is_file():
+            with path.open("rb") as file:
+                return path, hashlib.file_digest(file, "sha256").hexdigest()
+    return None
+
+
+# -- both --------------------------------------------------------------------------------------------------------------------
+
+
+def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
+    return tuple(each for file in files for each in read_objects(file))
+
+
+def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
+    """Prints it first, and then does it."""
+    done = None
+    if not as_json:
+        click.echo(text_of(plan, str(to)))
+    if apply:
+        done = write_settings(to, _HEAD.format(source=source) + settings_yaml(plan.settings))
+    if as_json:
+        click.echo(json.dumps({**plan.document(), "file": str(to), "applied": done}, indent=2))
+    elif done is not None:
+        click.echo(f"{to}: {done}")

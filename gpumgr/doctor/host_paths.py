@@ -1,0 +1,65 @@
+"""In a pod: are the folders that must be the host's mounted from it?"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from gpumgr.doctor.examine import aside
+from gpumgr.doctor.finding import Finding, error, ok, skipped
+
+NAME: Final = "host-paths"
+IF_HUNG: Final = "look whether the mounts of this container answer (`cat /proc/self/mountinfo`)"
+#: In the path of a volume that lives as long as its pod.
+_EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A line of /proc/PID/mountinfo: what of a file system (`root`) is mounted at `point`."""
+
+    point: str
+    root: str
+
+
+async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> Finding:
+    """`folders`: setting -> the folder that it means. `in_pod`: we look from a pod's container."""
+    if not in_pod:
+        return skipped(NAME, "not in a pod")
+    text = await aside((proc_root / "self/mountinfo").read_text)
+    return judge_host_paths(folders, parse_mounts(text))
+
+
+def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Finding:
+    by_point = {mount.point: mount for mount in mounts}  # of several at one point the last one counts
+    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, by_point)]
+    if not own:
+        return ok(NAME, f"{len(folders)} folders are mounted from the host")
+    return error(
+        NAME,
+        f"not mounted from the host: {', '.join(own)}; what the agent writes there neither the host nor its next life finds",
+        "add a hostPath volume for each of them, mounted at the same path",
+    )
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """Source: proc(5), /proc/PID/mountinfo. Lines that can't be read are left out."""
+    mounts = []
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) >= 5:
+            mounts.append(Mount(point=_plain(fields[4]), root=_plain(fields[3])))
+    return mounts
+
+
+def _is_own(path: Path, by_point: Mapping[str, Mount]) -> bool:
+    """Whether it lies in the container's own file system, or in a volume of its pod's."""
+    places = [str(path), *map(str, PurePosixPath(path).parents)]
+    mount = next((by_point[place] for place in places if place in by_point), None)
+    return mount is None or mount.point == "/" or _EMPTY_DIR in f"{mount.root}/"
+
+
+def _plain(text: str) -> str:
+    """Blanks, tabs and backslashes are octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

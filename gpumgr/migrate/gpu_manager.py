@@ -1,0 +1,118 @@
+"""The plan of a node that goes from gpu-manager to gpumgr. Pure, but for the files that gpu-manager's flags name.
+
+gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it: whoever has GPUs keeps them until he ends.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
+from gpumgr.migrate.gpu_manager_command import Command, DaemonSet
+from gpumgr.migrate.plan import Plan, differing
+from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
+from gpumgr.units import blocks_of
+
+_DOCKERSHIM: Final = "dockershim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What there is on the node. `live`: UIDs of the pods that the kubelet knows devices of, None if it does not tell. `names`: UID ->
+    pod. `answering`: sockets of gpu-manager's at which somebody answers. `registered`: resource -> number of ids that the kubelet has."""
+
+    node: str
+    checkpoint: Path
+    records: Sequence[GpuManagerRecord] = ()
+    live: Collection[str] | None = None
+    names: Mapping[str, str]
+    answering: Sequence[Path] = ()
+    registered: Mapping[str, int]
+
+
+def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
+    """Raises SettingsError for flags that gpumgr refuses, InputError for files that they name and that can't be read."""
+    argv, notes = command.argv()
+    parsed = parse_gpu_manager_flags(argv)
+    overrides = dict(parsed.overrides)
+    notes += parsed.notes
+    if "placement.share_mode" not in overrides:
+        overrides["placement.share_mode"] = False
+        notes.append("gpu-manager runs without --share-mode and grants no shares; placement.share_mode false keeps it so")
+    if _DOCKERSHIM in str(overrides.get("cri.socket") or ""):
+        notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
+    overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)
+    settings = differing(overrides)
+    if "http.address" in settings:
+        notes.append("http.address: from beyond this host only probes and metrics are served, unless http.token_file is set")
+    notes.append("gpu-admission is needed no more: take its extender out of kube-scheduler's configuration after the last node")
+    return Plan(
+        settings=settings,
+        pods=tuple(_pods(found)),
+        notes=tuple(notes),
+        warnings=tuple(_warnings(command, found)),
+        stop=tuple(_stop(command, found.node)),
+        start=(f"gpumgr config check {to}", f"gpumgr doctor --before-start --config {to}", *_start()),
+        rollback=tuple(_rollback(command, found)),
+        clean_up=(f"rm {found.checkpoint}    # when gpu-manager shall not come back",),
+    )
+
+
+def _pods(found: Found) -> Iterator[str]:
+    gone = 0
+    for record in found.records:
+        if found.live is not None and record.pod_uid not in found.live:
+            gone += 1
+            continue
+        gpus = ", ".join(f"/dev/nvidia{minor}" for minor in record.minors) or "no GPU"
+        size = f"vcuda-core {record.cores}, vcuda-memory {blocks_of(record.memory_bytes)}"
+        name = found.names.get(record.pod_uid, f"pod uid {record.pod_uid}")
+        yield f"{name} ({record.container}): keeps {gpus} ({size}) until it ends"
+    if gone:
+        yield f"left behind, as the kubelet has forgotten their pods: {gone} of {len(found.records)} records in {found.checkpoint}"
+    if not found.records:
+        yield f"{found.checkpoint} has no record: nothing is taken over"
+
+
+def _warnings(command: Command, found: Found) -> Iterator[str]:
+    if command.pid is not None:
+        yield f"gpu-manager runs (pid {command.pid}): stop it before gpumgr starts, or both give out the same GPUs"
+    elif found.answering:
+        yield f"gpu-manager answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
+    for resource, number in sorted(found.registered.items()):
+        if found.answering or command.pid is not None:
+            yield f"the kubelet has {number} ids of {resource} from it"
+    if found.live is None and found.records:
+        yield "the kubelet's checkpoint can't be read, so that records of pods that are gone count as well; run this on the node, as root"
+
+
+def _stop(command: Command, node: str) -> Iterator[str]:
+    daemon_set = command.daemon_set
+    if daemon_set is None:
+        yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
+        daemon_set = DaemonSet()
+    if daemon_set.selector:
+        keys = " ".join(f"{key}-" for key in daemon_set.selector)
+        yield f"kubectl label node {node} {keys}    # {daemon_set.namespace}/{daemon_set.name} leaves this node, and only this one"
+    else:
+        patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
+        yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {node}"
+        yield f"kubectl -n {daemon_set.namespace} patch daemonset {daemon_set.name} -p '{patch}'"
+
+
+def _start() -> Iterator[str]:
+    yield "systemctl enable --now gpumgr    # or let gpumgr's DaemonSet come to this node"
+    yield "gpumgr checkpoint show    # the pods of above are in it"
+
+
+def _rollback(command: Command, found: Found) -> Iterator[str]:
+    yield "gpumgr checkpoint show    # delete the pods that came under gpumgr: gpu-manager would not know of them, and give their GPUs away"
+    yield "systemctl disable --now gpumgr    # or keep gpumgr's DaemonSet off this node"
+    daemon_set = command.daemon_set
+    if daemon_set is None:
+        yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
+        daemon_set = DaemonSet()
+    labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
+    pairs = " ".join(f"{key}={value}" for key, value in labels.items())
+    yield f"kubectl label node {found.node} {pairs}    # it reads {found.checkpoint} again, as it left it"

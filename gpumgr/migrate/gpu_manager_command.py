@@ -1,0 +1,146 @@
+"""With which flags gpu-manager runs: from a text, from the process itself, or from the manifest of its DaemonSet.
+
+Source of its image's habits: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from gpumgr.errors import InputError
+from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, of_kind, pod_spec
+from gpumgr.settings.gpu_manager_flags import split_flags
+
+PROGRAM: Final = "gpu-manager"
+#: What the image's /start.sh runs it with, before $EXTRA_FLAGS.
+_START_SH: Final = (
+    "--extra-config=/etc/gpu-manager/extra-config.json --v=$LOG_LEVEL --hostname-override=$NODE_NAME --share-mode=true "
+    "--volume-config=/etc/gpu-manager/volume.conf --log-dir=/var/log/gpu-manager --query-addr=0.0.0.0 $EXTRA_FLAGS"
+)
+_VARIABLE: Final = re.compile(r"\$(?:\((\w+)\)|\{(\w+)\}|(\w+))")
+_IMAGE: Final = re.compile(r"(^|/)gpu-manager([:@]|$)")
+#: Of `sh -c "..."`: where the program stands, and what ends its command.
+_IN_SCRIPT: Final = re.compile(r"(^|[\s/;&|])gpu-manager(?=\s)")
+_SHELL: Final = re.compile(r"[;&|\n]|\s[0-9]?>")
+_FILES: Final = ("extra-config", "volume-config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonSet:
+    """Where the cluster keeps it. `selector`: labels that a node needs for it."""
+
+    namespace: str = "kube-system"
+    name: str = "gpu-manager-daemonset"
+    selector: Mapping[str, str] = field(default_factory=lambda: {"nvidia-device-enable": "enable"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`flags` are (name, text), later ones over earlier. `root` is where its files are seen from here. `daemon_set` None: it runs as a
+    service of the host, or that is not known. `pid` if it was found running."""
+
+    flags: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+    root: Path = Path("/")
+    daemon_set: DaemonSet | None = None
+    pid: int | None = None
+
+    def argv(self) -> tuple[list[str], list[str]]:
+        """What our own reading of gpu-manager's flags takes, with its files as they are seen from here; and notes."""
+        notes, argv = list(self.notes), []
+        for name, text in self.flags:
+            path = self.root / text.lstrip("/")
+            if name not in _FILES or not text:
+                argv.append(f"--{name}={text}")
+            elif path.exists():
+                argv.append(f"--{name}={path}")
+            else:
+                notes.append(
+                    f"--{name}: {text} is not on this host, so it lies in gpu-manager's image, and is taken to be as shipped"
+                )
+        return argv, notes
+
+
+def from_text(text: str) -> Command:
+    """`text` is a command line, with or without the program. Raises SettingsError, or InputError for quotes that don't match."""
+    words = _words(text)
+    return Command(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
+
+
+def from_process(proc_root: Path = Path("/proc")) -> Command | None:
+    """The one that runs on this host; None if none does, or nobody lets us see. Raises SettingsError for flags that it can't have."""
+    for entry in sorted(os.listdir(proc_root)):
+        if not entry.isdigit():
+            continue
+        try:
+            argv = (proc_root / entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            cgroups = (proc_root / entry / "cgroup").read_text()
+        except OSError:
+            continue
+        if argv and PurePosixPath(argv[0]).name == PROGRAM:
+            return Command(
+                flags=tuple(split_flags(argv[1:])),
+                root=proc_root / entry / "root",
+                daemon_set=DaemonSet() if "kubepods" in cgroups else None,
+                pid=int(entry),
+            )
+    return None
+
+
+def from_objects(objects: Sequence[Object]) -> Command | None:
+    """Its DaemonSet's, or pod's, from a manifest; None if there is none among them. Raises SettingsError, InputError."""
+    for workload in of_kind(objects, *WORKLOADS):
+        spec = pod_spec(workload)
+        for container in containers(spec):
+            words, resolved = _command_words(container), environment(container)
+            if words is not None:
+                metadata = workload.get("metadata") or {}
+                flags, notes = _resolved(words, resolved)
+                return Command(
+                    flags=flags,
+                    notes=notes,
+                    daemon_set=DaemonSet(
+                        namespace=str(metadata.get("namespace") or "kube-system"),
+                        name=str(metadata.get("name") or DaemonSet().name),
+                        selector={str(key): str(value) for key, value in (spec.get("nodeSelector") or {}).items()},
+                    ),
+                )
+    return None
+
+
+def _command_words(container: Object) -> list[str] | None:
+    """Its flags as they are written there; None if it is another program's container."""
+    given = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
+    for number, word in enumerate(given):
+        if PurePosixPath(word).name == PROGRAM:
+            return given[number + 1 :]
+        if in_script := _IN_SCRIPT.search(word):
+            return _words(_SHELL.split(word[in_script.end() :])[0])
+    return _START_SH.split(" ") if not given and _IMAGE.search(str(container.get("image") or "")) else None
+
+
+def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Flags with the variables' values put in, less those whose values only the cluster knows; and notes about these."""
+    argv: list[str] = []
+    notes: list[str] = []
+    for word in words:
+        unknown = [name for match in _VARIABLE.finditer(word) if (name := "".join(filter(None, match.groups()))) not in values]
+        if not unknown:
+            text = _VARIABLE.sub(lambda match: values["".join(filter(None, match.groups()))], word)
+            argv += _words(text) if word.startswith("$") else [text]
+        elif unknown == ["NODE_NAME"]:
+            notes.append(f"{word} is left out: gpumgr takes $NODE_NAME, too")
+        elif not word.startswith("$"):
+            notes.append(f"{word} is left out: the manifest does not tell ${unknown[0]}")
+    return tuple(split_flags(argv)), tuple(notes)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"the command line {text!r} can't be read: {error}") from error

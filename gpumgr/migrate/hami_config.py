@@ -1,0 +1,160 @@
+"""HAMi's configuration, as far as gpumgr has something like it. Pure.
+
+Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of
+its DaemonSet, the flags of its scheduler.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from gpumgr.errors import InputError
+from gpumgr.migrate.hami_request import Names
+from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
+from gpumgr.settings import Settings
+
+_POLICY: Final = "--gpu-scheduler-policy"
+#: Where HAMi puts its library and its containers' folders, unless HOOK_PATH says otherwise.
+_HOOK_PATH: Final = Path("/usr/local")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """`settings` by dotted keys. `selector`: labels that a node needs for HAMi's plugin, empty if that is not known. `library_dir`: where
+    its library lies on the host."""
+
+    settings: Mapping[str, object]
+    notes: tuple[str, ...] = ()
+    names: Names = field(default_factory=Names)
+    memory_scaling: float = 1.0
+    selector: Mapping[str, str] = field(default_factory=dict)
+    library_dir: Path = _HOOK_PATH / "vgpu"
+
+
+def read_config(objects: Sequence[Object], node: str) -> Config:
+    """From ConfigMaps and workloads among the objects; without them HAMi's defaults count. Raises InputError for one that is broken."""
+    nvidia, override = _device_config(objects), _node_config(objects, node)
+    plugin, selector = _plugin(objects)
+    settings: dict[str, object] = {"metrics.hami_names": True}
+    notes: list[str] = []
+    notes += _scaling_notes({**nvidia, **override})
+    policy = _policy(objects)
+    if policy is None:
+        notes.append(
+            "HAMi spreads shares over GPUs unless it was told binpack, gpumgr packs them: placement.policy: spread keeps HAMi's way"
+        )
+    elif policy != "binpack":
+        settings["placement.policy"] = "spread"
+        if policy != "spread":
+            notes.append(f"{_POLICY}={policy} has no counterpart: whole GPUs are always placed by topology, shares are spread")
+    notes += _health(plugin, settings)
+    return Config(
+        settings=settings,
+        notes=tuple(notes),
+        names=_names(nvidia),
+        memory_scaling=_number({**nvidia, **override}, "devicememoryscaling"),
+        selector=selector,
+        library_dir=Path(plugin.get("HOOK_PATH") or _HOOK_PATH) / "vgpu",
+    )
+
+
+def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
+    """`config` by keys in lower case, as both files are read."""
+    count = config.get("devicesplitcount", 10)
+    yield f"deviceSplitCount ({count}) has no counterpart: a GPU takes shares until its cores or its memory are used up"
+    if (factor := _number(config, "devicememoryscaling")) != 1:
+        yield f"deviceMemoryScaling {factor:g} has no counterpart: gpumgr never promises more memory than a GPU has"
+    if (factor := _number(config, "devicecorescaling")) != 1:
+        yield f"deviceCoreScaling {factor:g} has no counterpart: a GPU has 100 cores"
+    if config.get("disablecorelimit") or config.get("gpucorepolicy") == "disable":
+        yield "cores are kept, other than with disableCoreLimit or gpuCorePolicy disable: enforcement.overrides can except a namespace"
+    if config.get("operatingmode") == "mig":
+        yield "operatingmode mig has no counterpart: GPUs in MIG mode are not offered"
+    if config.get("filterdevices"):
+        yield f"filterdevices {json.dumps(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
+    if config.get("preconfigureddevicememory"):
+        yield "preConfiguredDeviceMemory has no counterpart: a GPU whose memory NVML does not tell is not offered"
+
+
+def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:
+    """Its block `nvidia`, by keys in lower case."""
+    for config_map, text in _files(objects, "device-config.yaml"):
+        block = _parsed(config_map, text).get("nvidia")
+        if isinstance(block, dict):
+            return {str(key).lower(): value for key, value in block.items()}
+    return {}
+
+
+def _node_config(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
+    """What config.json has for this very node."""
+    for config_map, text in _files(objects, "config.json"):
+        for entry in _parsed(config_map, text).get("nodeconfig") or ():
+            if isinstance(entry, dict) and entry.get("name") == node:
+                return {str(key).lower(): value for key, value in entry.items() if value is not None}
+    return {}
+
+
+def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[Object, str]]:
+    for config_map in of_kind(objects, "ConfigMap"):
+        text = (config_map.get("data") or {}).get(name)
+        if isinstance(text, str):
+            yield config_map, text
+
+
+def _parsed(config_map: Object, text: str) -> Mapping[str, Any]:
+    try:
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InputError(f"ConfigMap {full_name(config_map)} can't be read: {' '.join(str(error).split())}") from error
+    return document if isinstance(document, dict) else {}
+
+
+def _names(nvidia: Mapping[str, Any]) -> Names:
+    usual = Names()
+    return Names(
+        count=str(nvidia.get("resourcecountname") or usual.count),
+        memory=str(nvidia.get("resourcememoryname") or usual.memory),
+        percentage=str(nvidia.get("resourcememorypercentagename") or usual.percentage),
+        cores=str(nvidia.get("resourcecorename") or usual.cores),
+    )
+
+
+def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Environment and nodeSelector of the device plugin's DaemonSet."""
+    for workload in of_kind(objects, "DaemonSet"):
+        spec = pod_spec(workload)
+        for container in containers(spec):
+            if "hami" in str(container.get("image")) and container.get("name") == "device-plugin":
+                return environment(container), {str(key): str(value) for key, value in (spec.get("nodeSelector") or {}).items()}
+    return {}, {}
+
+
+def _policy(objects: Sequence[Object]) -> str | None:
+    """How its scheduler chooses among GPUs; None if that scheduler is not among the objects. Its default is spread."""
+    for workload in of_kind(objects, *WORKLOADS):
+        for container in containers(pod_spec(workload)):
+            words = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
+            for word in words:
+                if word.startswith(f"{_POLICY}="):
+                    return word.partition("=")[2]
+            if "hami" in str(container.get("image")) and container.get("name") == "vgpu-scheduler-extender":
+                return "spread"
+    return None
+
+
+def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[str]:
+    text = plugin.get("DP_DISABLE_HEALTHCHECKS", "")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if numbers := [int(word) for word in words if word.isdecimal()]:
+        settings["nvml.ignored_xids"] = sorted({*Settings().nvml.ignored_xids, *numbers})
+    if {"all", "xids"} & set(words):
+        yield f"DP_DISABLE_HEALTHCHECKS={text} has no counterpart: nvml.ignored_xids names the XIDs to pass over one by one"
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key, 1)
+    return float(value) if isinstance(value, int | float) else 1.0

@@ -1,0 +1,165 @@
+"""What a container asked of HAMi, and what it would ask of gpumgr. Pure.
+
+Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on GPUs of their own, gpumem is MiB and gpucores percent of each.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Final
+
+from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.migrate.objects import Object, containers, environment
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
+
+_BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
+ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
+REGISTER: Final = "hami.io/node-nvidia-register"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """HAMi's names of its resources; all can be set in its device-config.yaml."""
+
+    count: str = "nvidia.com/gpu"
+    memory: str = "nvidia.com/gpumem"
+    percentage: str = "nvidia.com/gpumem-percentage"
+    cores: str = "nvidia.com/gpucores"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Of each of `gpus` GPUs. `memory_mebibytes` and `memory_percent` None: not said, so all of it. `cores` 0: without a limit."""
+
+    gpus: int
+    memory_mebibytes: int | None = None
+    memory_percent: int | None = None
+    cores: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """HAMi's rule: who names neither memory nor cores has the GPU for himself."""
+        everything = self.memory_mebibytes is None and self.memory_percent in (None, 100)
+        return self.cores >= CORES_PER_GPU or (everything and not self.cores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to ask of gpumgr; None: to be chosen by a person. `remarks` say what is different then."""
+
+    cores: int | None
+    memory_blocks: int | None = None
+    remarks: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        parts = [f"{CORE_RESOURCE}: {self.cores or 'N (1 to 99)'}"]
+        if self.cores is None or self.cores < CORES_PER_GPU:
+            parts.append(f"{MEMORY_RESOURCE}: {self.memory_blocks or 'N (blocks of 256 MiB)'}")
+        return ", ".join(parts) + "".join(f"; {remark}" for remark in self.remarks)
+
+
+def wishes(pod_spec: Object, annotations: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Wish]]:
+    """(container, wish) of those that ask for GPUs. What HAMi granted, in the pod's annotation, is more exact than what was asked."""
+    granted = decode_allocated(str(annotations.get(ALLOCATED) or ""))
+    for number, container in enumerate(containers(pod_spec)):
+        wish = _asked(container, names)
+        if wish is not None:
+            given = granted[number] if number < len(granted) else ()
+            yield str(container.get("name") or "?"), _as_granted(wish, given)
+
+
+def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
+    """For each container its GPUs as (UUID, MiB, cores); empty if the text is none of HAMi's.
+
+    The grammar: device "UUID,Type,MiB,cores:", container = devices + ";".
+    """
+    found: list[list[tuple[str, int, int]]] = []
+    for container in text.split(";")[:-1]:
+        devices = [device.split(",") for device in container.split(":") if device]
+        if not all(
+            len(parts) >= 4 and re.fullmatch("[0-9]{1,9}", parts[2]) and re.fullmatch("[0-9]{1,9}", parts[3]) for parts in devices
+        ):
+            return []
+        found.append([(parts[0], int(parts[2]), int(parts[3])) for parts in devices])
+    return found
+
+
+def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[str, int]:
+    """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation can't be read."""
+    try:
+        listed = json.loads(str(annotations.get(REGISTER) or "[]"))
+        return {str(gpu["id"]): int(int(gpu["devmem"]) / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def advise(wish: Wish, gpu_mebibytes: int | None) -> Advice:
+    """`gpu_mebibytes`: the memory of the node's GPUs (the smallest), None if that is not known."""
+    if wish.gpus > 1 or wish.whole:
+        return Advice(cores=CORES_PER_GPU * wish.gpus, remarks=tuple(_remarks_of_whole(wish, gpu_mebibytes)))
+    remarks = []
+    memory, cores = wish.memory_mebibytes, wish.cores or None
+    if memory is None and gpu_mebibytes is not None:
+        memory = gpu_mebibytes * (100 if wish.memory_percent is None else wish.memory_percent) // 100
+    if memory is None:
+        remarks.append("how much memory the GPU has is not known here (give the Node, too)")
+    if cores is None:
+        remarks.append("its cores had no limit, now they need one")
+        if memory is not None and gpu_mebibytes:
+            cores = max(1, min(CORES_PER_GPU - 1, ceil(100 * memory / gpu_mebibytes)))
+            remarks.append("here it is as large as its part of the memory")
+    return Advice(cores=cores, memory_blocks=_blocks(memory, gpu_mebibytes), remarks=tuple(remarks))
+
+
+def _remarks_of_whole(wish: Wish, gpu_mebibytes: int | None) -> Iterator[str]:
+    if not wish.whole:
+        yield f"parts of {wish.gpus} GPUs in one container can't be: it gets whole ones, or becomes {wish.gpus} containers"
+    elif wish.memory_mebibytes is not None and wish.memory_mebibytes < (gpu_mebibytes or wish.memory_mebibytes):
+        yield "with 100 cores it has all the memory of its GPU, too"
+
+
+def _blocks(mebibytes: int | None, gpu_mebibytes: int | None) -> int | None:
+    """Rounded up, but no more than a GPU has."""
+    if mebibytes is None:
+        return None
+    blocks = max(1, ceil(mebibytes / _BLOCK_MEBIBYTES))
+    return min(blocks, gpu_mebibytes // _BLOCK_MEBIBYTES) if gpu_mebibytes else blocks
+
+
+def _asked(container: Object, names: Names) -> Wish | None:
+    resources = container.get("resources") or {}
+    wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    amount = {
+        name: _quantity(wanted[name]) for name in (names.count, names.memory, names.percentage, names.cores) if name in wanted
+    }
+    if not amount:
+        return None
+    percent = amount.get(names.percentage) or None
+    return Wish(
+        gpus=amount.get(names.count, 1) or 1,
+        memory_mebibytes=amount.get(names.memory) or None,
+        memory_percent=min(percent, 100) if percent else None,
+        cores=min(amount.get(names.cores, 0), CORES_PER_GPU),
+    )
+
+
+def _as_granted(wish: Wish, given: Sequence[tuple[str, int, int]]) -> Wish:
+    if not given:
+        return wish
+    whole = wish.whole
+    memory = None if whole else max(mebibytes for _, mebibytes, _ in given)
+    return Wish(gpus=len(given), memory_mebibytes=memory, cores=CORES_PER_GPU if whole else max(cores for *_, cores in given))
+
+
+def _quantity(text: object) -> int:
+    try:
+        return parse_quantity(str(text))
+    except ValueError:
+        return 0
+
+
+def switched_off(container: Object) -> bool:
+    """Whether the container told HAMi's library to stay out of it."""
+    return environment(container).get("CUDA_DISABLE_CONTROL", "").lower() in ("1", "t", "true")

@@ -1,0 +1,90 @@
+"""What a migration comes to, for people and scripts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import yaml
+
+from gpumgr.settings import Settings, load_settings
+from gpumgr.settings.live import flat
+from gpumgr.settings.schema import plain, sections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`settings` are those that differ from the defaults, by dotted keys, in types that YAML knows. The others are lines of text, those
+    of `stop`, `start`, `rollback` and `clean_up` commands in their order, with a comment behind "#".
+
+    `pods`: what becomes of each container. `notes`: what has no counterpart, or is done otherwise. `warnings`: what stands in the way now.
+    """
+
+    settings: Mapping[str, object]
+    pods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    start: tuple[str, ...] = ()
+    rollback: tuple[str, ...] = ()
+    clean_up: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "settings": nested(self.settings)}
+
+
+_TITLES: Final[Mapping[str, str]] = {
+    "warnings": "Mind first",
+    "pods": "Pods",
+    "notes": "What is done otherwise, or not at all",
+    "stop": "1. Stop",
+    "start": "3. Start",
+    "rollback": "Way back",
+    "clean_up": "When there is no way back to be kept",
+}
+
+
+def text_of(plan: Plan, to: str) -> str:
+    """The plan for people; `to` is the settings file that step 2 writes."""
+    return "\n\n".join(_parts(plan, to)) + "\n"
+
+
+def _parts(plan: Plan, to: str) -> Iterator[str]:
+    for name in ("warnings", "pods", "notes", "stop"):
+        yield from _part(_TITLES[name], getattr(plan, name))
+    written = settings_yaml(plan.settings).splitlines() if plan.settings else ["# nothing: the defaults are right"]
+    yield from _part(f"2. {to} (--apply writes it)", written)
+    for name in ("start", "rollback", "clean_up"):
+        yield from _part(_TITLES[name], getattr(plan, name))
+
+
+def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
+    if lines:
+        yield "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------------
+
+
+def differing(overrides: Mapping[str, object]) -> Mapping[str, object]:
+    """Those of the overrides (dotted keys, typed values or text) that say something else than the defaults, as YAML has them.
+    Raises InvalidSettingsError."""
+    wanted, usual = load_settings(None, environ={}, overrides=overrides), flat(Settings())
+    written = {f"{section}.{key}": value for section, keys in plain(wanted).items() for key, value in keys.items()}
+    changed = [key for key, value in flat(wanted).items() if value != usual[key]]
+    return {key: list(value) if isinstance(value := written[key], tuple) else value for key in changed}
+
+
+def nested(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Section -> key -> value, in the file's order."""
+    return {
+        section: {key: values[f"{section}.{key}"] for key in keys if f"{section}.{key}" in values}
+        for section, keys in sections().items()
+        if any(f"{section}.{key}" in values for key in keys)
+    }
+
+
+def settings_yaml(values: Mapping[str, object]) -> str:
+    """A settings file with these."""
+    document = nested(values)
+    return yaml.safe_dump(document, sort_keys=False) if document else "{}\n"

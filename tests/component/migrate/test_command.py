@@ -1,0 +1,177 @@
+"""`gpumgr migrate` as a person runs it, on files, sockets and an API server."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from gpumgr.cli.migrate import command
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.settings import check_settings, load_settings
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet import SimContainer, SimPod
+from tests.component.deviceplugin.harness import short_folder
+from tests.component.doctor.conftest import listening
+
+RECORDS = {
+    "PodGPUMapping": {
+        "u1": {"main": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 1 << 30}},
+        "u2": {"main": {"Devices": ["/dev/nvidia1"], "Cores": 100, "Memory": 0}},
+    }
+}
+KUBELET = {
+    "Data": {
+        "PodDeviceEntries": [
+            {"PodUID": "u1", "ContainerName": "main", "ResourceName": "tencent.com/vcuda-core", "DeviceIDs": ["x"]}
+        ],
+        "RegisteredDevices": {"tencent.com/vcuda-core": ["a", "b"], "nvidia.com/gpu": ["c"]},
+    },
+    "Checksum": 1,
+}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets."""
+    with short_folder() as made:
+        yield made
+
+
+def migrate(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def node(folder: Path) -> Path:
+    """What gpu-manager and the kubelet leave on a node."""
+    (folder / "gpumanager_internal_checkpoint").write_text(json.dumps(RECORDS))
+    (folder / "kubelet_internal_checkpoint").write_text(json.dumps(KUBELET))
+    pods = {"kind": "PodList", "items": [{"metadata": {"namespace": "team", "name": "a", "uid": "u1"}}]}
+    (folder / "pods.json").write_text(json.dumps(pods))
+    return folder
+
+
+def test_gpu_manager_is_printed_and_nothing_is_written(node: Path) -> None:
+    before = sorted(path.name for path in node.iterdir())
+    with listening(node / "vcore.sock"), listening(node / "nvidia-gpu.sock"):
+        result = migrate(
+            *("gpu-manager", "--node", "gpu-7", "--pods", node / "pods.json", "--to", node / "gpumgr.yaml", "--output", "json"),
+            *("--flags", f"--share-mode --query-port=5679 --checkpoint-path={node} --device-plugin-path={node}"),
+        )
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document["settings"] == {
+        "kubelet": {"device_plugin_dir": str(node)},
+        "checkpoint": {"gpu_manager_checkpoint": f"{node}/gpumanager_internal_checkpoint"},
+        "http": {"port": 5679},
+    }
+    assert document["pods"] == [
+        "team/a (main): keeps /dev/nvidia0 (vcuda-core 50, vcuda-memory 4) until it ends",
+        f"left behind, as the kubelet has forgotten their pods: 1 of 2 records in {node}/gpumanager_internal_checkpoint",
+    ]
+    assert document["warnings"] == [
+        f"gpu-manager answers at {node}/vcore.sock: stop it before gpumgr starts",
+        "the kubelet has 2 ids of tencent.com/vcuda-core from it",
+    ]
+    assert document["applied"] is None
+    assert [path.name for path in sorted(node.iterdir()) if not path.is_socket()] == before
+
+
+def test_applied_it_writes_our_settings_and_no_others(node: Path) -> None:
+    to = node / "new/gpumgr.yaml"
+    options = ("gpu-manager", "--flags", f"--query-port=5679 --checkpoint-path={node}", "--to", to, "--apply")
+    assert migrate(*options).stdout.endswith(f"\n{to}: written\n")
+    assert check_settings(to) == ()
+    settings = load_settings(to, environ={}, overrides={})
+    assert (settings.http.port, settings.placement.share_mode) == (5679, False)
+    assert (to.stat().st_mode & 0o777, [path.name for path in to.parent.iterdir()]) == (0o644, ["gpumgr.yaml"])
+    assert migrate(*options).stdout.endswith(f"\n{to}: unchanged\n")
+    to.write_text("http: {port: 1}\n")
+    with pytest.raises(InputError, match="is there already and says something else"):
+        migrate(*options)
+    assert to.read_text() == "http: {port: 1}\n"
+
+
+def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
+    manifest = folder / "ds.yaml"
+    for text, said in (
+        ("kind: Service\n", "has no container that runs gpu-manager"),
+        ("a: 1\n", "no Kubernetes object"),
+        ("{", "neither JSON nor YAML"),
+        ("", "has no Kubernetes object"),
+    ):
+        manifest.write_text(text)
+        with pytest.raises(InputError, match=said):
+            migrate("gpu-manager", "--manifest", manifest)
+    with pytest.raises(InputError, match="can't be read"):
+        migrate("gpu-manager", "--manifest", folder / "none")
+
+
+def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
+    (node / "gpumanager_internal_checkpoint").write_text("{")
+    with pytest.raises(InputError, match="can't be understood"):
+        migrate("gpu-manager", "--flags", f"--checkpoint-path={node}")
+
+
+# -- HAMi --------------------------------------------------------------------------------------------------------------------
+
+
+def hami_pod() -> dict[str, Any]:
+    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "8000", "nvidia.com/gpucores": "30"}
+    return {
+        "kind": "Pod",
+        "metadata": {"namespace": "team", "name": "a", "uid": "u1"},
+        "spec": {"nodeName": "gpu-7", "containers": [{"name": "main", "resources": {"limits": limits}}]},
+    }
+
+
+def test_hami_from_files(folder: Path) -> None:
+    (folder / "all.json").write_text(
+        json.dumps({"kind": "List", "items": [hami_pod(), {"kind": "Node", "metadata": {"name": "gpu-7"}}]})
+    )
+    scheduler = {"containers": [{"name": "x", "command": ["scheduler", "--gpu-scheduler-policy=spread"]}]}
+    deployment = {"kind": "Deployment", "metadata": {}, "spec": {"template": {"spec": scheduler}}}
+    (folder / "hami.yaml").write_text(yaml.safe_dump_all([deployment, {"kind": "ConfigMap", "metadata": {}}]))
+    to = folder / "gpumgr.yaml"
+    result = migrate(
+        *("hami", "--node", "gpu-7", "--pods", folder / "all.json", "--manifest", folder / "hami.yaml", "--to", to, "--apply")
+    )
+    assert "  team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 32\n" in result.stdout
+    assert result.stdout.endswith(f"\n{to}: written\n")
+    assert yaml.safe_load(to.read_text()) == {"placement": {"policy": "spread"}, "metrics": {"hami_names": True}}
+
+
+def test_hami_wants_to_know_the_pods() -> None:
+    with pytest.raises(InputError, match="name --kubeconfig FILE, or --pods FILE"):
+        migrate("hami")
+
+
+async def test_hami_from_the_api_server(folder: Path) -> None:
+    async with SimApiServer("gpu-7") as api:
+        api.written.annotations["hami.io/node-handshake"] = "Requesting"
+        api.put(SimPod(namespace="team", name="plain", uid="u9", containers=(SimContainer(name="main"),)))
+        kubeconfig = api.kubeconfig(folder / "kubeconfig")
+        arguments = ("hami", "--node", "gpu-7", "--kubeconfig", kubeconfig, "--output", "json")
+        document = json.loads((await asyncio.to_thread(migrate, *arguments)).stdout)
+        assert document["pods"] == ["no pod of this node has a GPU from HAMi"]
+        assert document["clean_up"][0] == "kubectl annotate node gpu-7 hami.io/node-handshake-"
+        api.forbidden.add(("get", "nodes"))
+        with pytest.raises(GpumgrError, match="403"):
+            await asyncio.to_thread(migrate, *arguments)
+    with pytest.raises(GpumgrError, match="the API server can't be asked"):
+        await asyncio.to_thread(migrate, *arguments)
+
+
+def test_help_has_examples() -> None:
+    for name in ("gpu-manager", "hami"):
+        text = migrate(name, "--help").stdout
+        assert f"gpumgr migrate {name}" in text
+        assert "--apply" in text
