@@ -1,0 +1,111 @@
+"""systemd's journal, spoken to in its own protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds what the log tells of a pod.
+
+Source: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with newlines goes as
+FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. What a datagram can't hold goes as a sealed memory file.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+SOCKET: Final = Path("/run/systemd/journal/socket")
+_PREFIX: Final = "GPUMGR_"
+#: Longer names are dropped by the journal, with their values.
+_MOST_NAME_CHARACTERS: Final = 64
+_OTHER: Final = re.compile(r"[^A-Z0-9_]")
+_PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3", "critical": "2"}
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+Field = tuple[str, str]
+
+
+def is_behind(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Whether the journal reads what is written to `descriptor`. Source: systemd.exec(5), $JOURNAL_STREAM; the variable alone does not
+    say so: it is inherited by processes whose output goes elsewhere."""
+    try:
+        there = os.fstat(descriptor)
+    except OSError:
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}"
+
+
+def entry_of(message: str, event: Mapping[str, Any]) -> list[Field]:
+    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, and every key GPUMGR_<KEY>. A list is one
+    field for each item, as the journal has it; what is None is left out."""
+    priority = _PRIORITIES.get(str(event.get("level")), _PRIORITIES["info"])
+    fields = [("MESSAGE", message), ("PRIORITY", priority), ("SYSLOG_IDENTIFIER", "gpumgr")]
+    for key, value in event.items():
+        if key not in ("level", "timestamp"):
+            name = (_PREFIX + _OTHER.sub("_", str(key).upper()))[:_MOST_NAME_CHARACTERS]
+            fields += [(name, text) for text in _texts(value)]
+    return fields
+
+
+def _texts(value: object) -> Iterator[str]:
+    match value:
+        case None:
+            return
+        case str():
+            yield value
+        case bool():
+            yield "true" if value else "false"
+        case list() | tuple() | set() | frozenset():
+            for item in value:
+                yield from _texts(item)
+        case dict():
+            yield json.dumps(value, default=repr, skipkeys=True)
+        case _:
+            yield str(value)
+
+
+def encode(fields: Iterable[Field]) -> bytes:
+    """The datagram of an entry. Names of files that are no UTF-8 are shown as escapes."""
+    return b"".join(_encoded(name.encode(), value.encode(errors="backslashreplace")) for name, value in fields)
+
+
+def _encoded(name: bytes, value: bytes) -> bytes:
+    if b"\n" in value:
+        return name + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"
+    return name + b"=" + value + b"\n"
+
+
+class Journal:
+    """Sends entries. It never waits: a journal that is behind with its work says no."""
+
+    def __init__(self, path: Path = SOCKET) -> None:
+        self._path = str(path)
+        self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+
+    def send(self, fields: Iterable[Field]) -> bool:
+        """False: the journal did not take it. Raises nothing."""
+        entry = encode(fields)
+        try:
+            try:
+                self._sender.sendto(entry, self._path)
+            except OSError as error:
+                if error.errno not in (errno.EMSGSIZE, errno.ENOBUFS):
+                    raise
+                self._send_file(entry)
+        except OSError:
+            return False
+        return True
+
+    def _send_file(self, entry: bytes) -> None:
+        """An empty datagram with the file's descriptor. The journal reads it in place only if nobody can change it any more."""
+        descriptor = os.memfd_create("gpumgr-journal-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(entry)
+            file.flush()
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))]
+            self._sender.sendmsg([b""], rights, 0, self._path)  # not send_fds: it forgets the address
+
+    def close(self) -> None:
+        self._sender.close()

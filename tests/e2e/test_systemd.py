@@ -1,0 +1,274 @@
+"""The agent as a service of a real systemd, put there by its own command, with the unit's whole sandbox and every path at its default.
+
+The host is a container (nspawn.py); the kubelet is the simulated one, on this side of the folder /var/lib/kubelet that both see.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import pytest
+
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.sim.library import compile_library
+
+from .agent import SIM
+from .nspawn import ENVIRONMENT, STATE, Machine, booted
+from .places import PROJECT
+from .processes import wait_until
+
+T = TypeVar("T")
+
+#: Short: the simulated kubelet's sockets lie in it.
+KUBELET = STATE / "kubelet"
+UNIT = "gpumgr.service"
+GPUMGR = ENVIRONMENT / "bin" / "gpumgr"
+CONFIG = Path("/etc/gpumgr/gpumgr.yaml")
+PLUGINS = Path("/var/lib/kubelet/device-plugins")
+#: What `systemd-analyze security` of systemd 252 says. A directive that goes makes it more, and has to be argued for.
+EXPOSURE = 2.9
+SETTINGS = """
+kubernetes: {enabled: false}
+enforcement: {backend: mps}
+mps: {control_program: /opt/data/enforcement/fake_mps_control.py, protocol: "2"}
+nvml: {smi_program: /opt/nvidia-smi}
+"""
+SMI = f"""#!/bin/sh
+exec {ENVIRONMENT}/bin/python /opt/data/nvml/fake_nvidia_smi.py "$@"
+"""
+#: The GPUs are simulated, and a hung agent is to be noticed soon; all else is the unit as it is shipped.
+DROP_IN = f"""[Service]
+ExecStart=
+ExecStart={GPUMGR} run --sim {SIM} --sim-dir /var/lib/gpumgr/sim
+Environment=XDG_CACHE_HOME=/opt/cache FAKE_SMI_NODE=/var/lib/gpumgr/sim
+WatchdogSec=2
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This tree as a wheel, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, check=True, cwd=PROJECT, stdout=subprocess.PIPE)
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture
+def host(wheel: Path) -> Iterator[Machine]:
+    """A host with the wheel in its environment, and the service installed by it."""
+    shutil.rmtree(KUBELET, ignore_errors=True)
+    KUBELET.mkdir(parents=True)
+    binds = {
+        wheel.parent: Path("/opt/wheels"),
+        KUBELET: PLUGINS.parent,
+        compile_library().parent: Path("/opt/cache/gpumgr"),
+        PROJECT / "tests" / "data": Path("/opt/data"),
+    }
+    with booted(binds) as machine:
+        machine.run(ENVIRONMENT / "bin/pip", "install", "--quiet", "--no-index", "--no-deps", Path("/opt/wheels") / wheel.name)
+        machine.run(GPUMGR, "install", "systemd")
+        yield machine
+
+
+@pytest.fixture
+def service(host: Machine) -> Machine:
+    """The host with the agent's settings in place; the agent does not run."""
+    host.write(CONFIG, SETTINGS)
+    host.write(Path(f"/etc/systemd/system/{UNIT}.d/test.conf"), DROP_IN)
+    host.write(Path("/opt/nvidia-smi"), SMI)
+    host.run("chmod", "+x", "/opt/nvidia-smi")
+    host.run("systemctl", "daemon-reload")
+    return host
+
+
+class Kubelet:
+    """The simulated kubelet, in a loop and a thread of its own: what the tests ask of the machine takes its time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sim = SimKubelet(folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._do(self.sim.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self.sim.kill())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run_pod(self, name: str) -> None:
+        """Admits demo/`name` with a share of a GPU, and starts its container."""
+        container = SimContainer(name="main", cores=30, memory_blocks=16)
+        pod = SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))
+        status = self._do(self.sim.admit(pod))
+        assert status.phase == "Pending", status
+        self._do(self.sim.start_container(pod, "main"))
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+
+@pytest.fixture
+def kubelet(service: Machine) -> Iterator[Kubelet]:  # noqa: ARG001 (ends before the service does)
+    with Kubelet(KUBELET) as kubelet:
+        yield kubelet
+
+
+def ledger(host: Machine) -> list[dict[str, Any]]:
+    allocations: list[dict[str, Any]] = json.loads(host.run(GPUMGR, "checkpoint", "show", "--output", "json"))["allocations"]
+    return allocations
+
+
+def journal(host: Machine, *matches: str) -> list[dict[str, Any]]:
+    """Entries of the journal, oldest first."""
+    text = host.run("journalctl", "--quiet", "--output=json", *matches)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_unit_is_sound_and_leaves_little_exposed(host: Machine) -> None:
+    assert host.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
+    said = host.run("systemd-analyze", "security", "--no-pager", UNIT)
+    overall = next(line for line in said.splitlines() if "Overall exposure level" in line)
+    assert float(overall.partition(f"{UNIT}: ")[2].split()[0]) <= EXPOSURE, said
+
+
+def test_installing_again_changes_nothing_and_takes_root(host: Machine) -> None:
+    unit = host.run("cat", f"/etc/systemd/system/{UNIT}")
+    assert unit == (PROJECT / "systemd" / UNIT).read_text()
+    said = host.run(GPUMGR, "install", "systemd")
+    assert said.startswith(f"unchanged  /etc/systemd/system/{UNIT}\nunchanged  {CONFIG}\nrun        systemctl daemon-reload\n")
+    assert said.endswith(f"  {GPUMGR} doctor\n  systemctl enable --now --no-block gpumgr\n")
+    said = host.run("setpriv", "--reuid=65534", "--clear-groups", GPUMGR, "install", "systemd", check=False)
+    assert said == "gpumgr: only root may install a service: run it with sudo, or see with --dry-run what it would do\n"
+
+
+def test_ready_comes_with_the_registration(service: Machine) -> None:
+    service.run("systemctl", "start", "--no-block", UNIT)
+    wait_until("a status", lambda: "registered 0/2" in service.show(UNIT, "StatusText"), 15, every=0.1)
+    assert service.show(UNIT, "ActiveState") == "activating"
+    with Kubelet(KUBELET) as kubelet:
+        wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", 15, every=0.1)
+        assert len(kubelet.sim.registrations) == 2
+        assert service.show(UNIT, "StatusText") == "registered 2/2, 8 of 8 GPUs offered"
+
+
+def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("resnet")
+    for path in ("/run/gpumgr/agent.sock", "/run/gpu-manager.sock", PLUGINS / "gpumgr-core.sock", PLUGINS / "gpumgr-memory.sock"):
+        service.run("test", "-S", path)
+    assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
+    assert "demo" in service.run(GPUMGR, "usage")
+    warned = journal(service, f"_SYSTEMD_UNIT={UNIT}", "--priority=warning")
+    assert [each["GPUMGR_EVENT"] for each in warned] == ["cri_unavailable"]  # there is no container runtime
+
+
+def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("seen")
+    kubelet.run_pod("other")
+    entries = journal(service, "GPUMGR_POD=demo/seen", "GPUMGR_EVENT=allocation_granted")
+    assert {each["GPUMGR_RESOURCE"] for each in entries} == {"core", "memory"}
+    (allocation,) = {each["GPUMGR_ALLOCATION"] for each in entries}
+    assert {(each["PRIORITY"], each["SYSLOG_IDENTIFIER"], each["_SYSTEMD_UNIT"]) for each in entries} == {("6", "gpumgr", UNIT)}
+    assert json.loads(entries[0]["MESSAGE"])["allocation"] == allocation
+    told = journal(service, f"GPUMGR_ALLOCATION={allocation}")
+    assert {each["GPUMGR_POD"] for each in told if "GPUMGR_POD" in each} == {"demo/seen"}
+
+
+def test_a_restart_keeps_the_ledger(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("kept")
+    before = ledger(service)
+    assert [each["pod"] for each in before] == ["kept"]
+    service.run("systemctl", "restart", UNIT)
+    assert ledger(service) == before
+    kubelet.run_pod("next")
+    assert {each["pod"] for each in ledger(service)} == {"kept", "next"}
+
+
+def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("running")
+    before = ledger(service)
+    hung = service.show(UNIT, "MainPID")
+    service.run("systemctl", "kill", "--signal=STOP", UNIT)
+    wait_until("a new agent", lambda: service.show(UNIT, "NRestarts") == "1", 15, every=0.1)
+    wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", 15, every=0.1)
+    assert service.show(UNIT, "MainPID") != hung
+    assert "Watchdog timeout" in service.run("journalctl", "--quiet", "--output=cat", f"--unit={UNIT}")
+    assert ledger(service) == before
+
+
+def test_a_stop_is_clean_and_leaves_what_running_pods_need(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("running")
+    service.run("systemctl", "stop", UNIT)
+    shown = {name: service.show(UNIT, name) for name in ("ActiveState", "Result", "ExecMainStatus")}
+    assert shown == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
+    assert not list(kubelet.sim.plugin_folder.glob("gpumgr-*.sock"))
+    assert "mps" in service.run("ls", "/run/gpumgr")
+    assert [each["pod"] for each in ledger(service)] == ["running"]
+
+
+def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("tenant")
+    listed = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
+    (unit,) = (service.run(*listed)).splitlines()
+    agent = service.show(UNIT, "MainPID")
+    assert "gpumgr-mps /run/gpumgr/mps/" in service.run("nsenter", f"--target={agent}", "--mount", "--", "cat", "/proc/mounts")
+    service.run("systemctl", "restart", UNIT)
+    kubelet.run_pod("second")
+    assert (service.run(*listed)).splitlines() == [unit]
+
+
+@pytest.mark.usefixtures("kubelet")
+def test_a_gpu_is_reset_from_within_the_sandbox(service: Machine) -> None:
+    service.run("systemctl", "start", UNIT)
+    service.run(GPUMGR, "gpu", "cordon", "3", "--reason", "ECC errors")
+    assert "successfully reset" in service.run(GPUMGR, "gpu", "reset", "3")
+    assert service.show(UNIT, "ActiveState") == "active"
+
+
+@pytest.mark.usefixtures("kubelet")
+def test_a_reload_reads_the_settings_again(service: Machine) -> None:
+    service.run("systemctl", "start", UNIT)
+    agent = service.show(UNIT, "MainPID")
+    service.run("systemctl", "reload", UNIT)
+    wait_until("the settings read", lambda: journal(service, "GPUMGR_EVENT=config_reloaded"), 10, every=0.1)
+    assert service.show(UNIT, "MainPID") == agent
+
+
+@pytest.mark.usefixtures("kubelet")
+def test_the_agent_sees_no_pods_secrets(service: Machine) -> None:
+    secret = PLUGINS.parent / "pods/uid/volumes/secret/token"
+    service.write(secret, "s3cret")
+    service.run("systemctl", "start", UNIT)
+    agent = service.show(UNIT, "MainPID")
+    look = ("nsenter", f"--target={agent}", "--mount", "--", "ls", str(PLUGINS.parent / "pods"))
+    assert service.run(*look) == ""
+    assert service.run("cat", secret) == "s3cret"
+
+
+def test_an_uninstall_leaves_settings_and_state(service: Machine, kubelet: Kubelet) -> None:
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("left")
+    said = service.run(GPUMGR, "install", "systemd", "--uninstall")
+    assert f"remove     /etc/systemd/system/{UNIT}\n" in said
+    assert service.show(UNIT, "ActiveState") == "inactive"
+    assert [each["pod"] for each in ledger(service)] == ["left"]
+    assert service.run("cat", CONFIG) == SETTINGS
+    service.run(GPUMGR, "install", "systemd")

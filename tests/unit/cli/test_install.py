@@ -1,0 +1,149 @@
+"""`gpumgr install systemd` on the folder of an image: what it writes, and when it refuses."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gpumgr.cli.install import CONFIG, UNIT, Host, Program, check_possible, command, hidden, install, uninstall, unit_text
+from gpumgr.errors import GpumgrError
+from gpumgr.settings import InvalidSettingsError
+
+PROGRAM = Program(command=("/opt/gpumgr/bin/gpumgr",), places=())
+ENABLED = UNIT.parent / "multi-user.target.wants" / UNIT.name
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """An image with gpumgr in it."""
+    program = tmp_path / "opt/gpumgr/bin/gpumgr"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(each.relative_to(folder)): each.read_text() for each in sorted(folder.rglob("*")) if each.is_file()}
+
+
+def test_unit_and_settings_are_written_and_the_next_command_is_named(image: Path) -> None:
+    host = Host(root=image)
+    assert install(host, PROGRAM) == [
+        "set kubernetes.kubeconfig in /etc/gpumgr/gpumgr.yaml, or kubernetes.enabled: false for a node without API server",
+        "/opt/gpumgr/bin/gpumgr doctor",
+        f"systemctl --root={image} enable gpumgr",
+    ]
+    assert host.told == ["write      /etc/systemd/system/gpumgr.service", "write      /etc/gpumgr/gpumgr.yaml"]
+    source = Path(__file__).parents[3]
+    assert files(image / "etc") == {
+        "gpumgr/gpumgr.yaml": (source / "config" / "gpumgr.yaml").read_text(),
+        "systemd/system/gpumgr.service": (source / "systemd" / "gpumgr.service").read_text(),
+    }
+
+
+def test_done_again_nothing_changes(image: Path) -> None:
+    install(Host(root=image), PROGRAM)
+    before = files(image)
+    again = Host(root=image)
+    install(again, PROGRAM)
+    assert again.told == ["unchanged  /etc/systemd/system/gpumgr.service", "unchanged  /etc/gpumgr/gpumgr.yaml"]
+    assert files(image) == before
+
+
+def test_settings_of_the_operator_stay_and_an_edited_unit_is_kept_beside(image: Path) -> None:
+    host = Host(root=image)
+    for path, text in ((CONFIG, "kubernetes: {enabled: false}\n"), (UNIT, "[Service]\nNice=1\n")):
+        host.path(path).parent.mkdir(parents=True)
+        host.path(path).write_text(text)
+    assert install(host, PROGRAM)[0] == "/opt/gpumgr/bin/gpumgr doctor"
+    assert host.text(CONFIG) == "kubernetes: {enabled: false}\n"
+    assert host.text(Path("/etc/systemd/system/gpumgr.service.old")) == "[Service]\nNice=1\n"
+
+
+def test_a_dry_run_says_all_and_does_nothing(image: Path) -> None:
+    before = files(image)
+    host = Host(root=image, dry_run=True)
+    assert install(host, PROGRAM)
+    assert host.told == ["would write      /etc/systemd/system/gpumgr.service", "would write      /etc/gpumgr/gpumgr.yaml"]
+    assert files(image) == before
+
+
+def test_an_uninstall_leaves_settings_and_state(image: Path) -> None:
+    install(Host(root=image), PROGRAM)
+    (image / "var/lib/gpumgr").mkdir(parents=True)
+    enabled = image / ENABLED.relative_to("/")
+    enabled.parent.mkdir()
+    enabled.symlink_to(UNIT)
+    host = Host(root=image)
+    (left,) = uninstall(host)
+    assert host.told == [f"remove     {ENABLED}", f"remove     {UNIT}"]
+    assert list(files(image / "etc")) == ["gpumgr/gpumgr.yaml"]
+    assert left.startswith(f"rm -r {image}/etc/gpumgr {image}/var/lib/gpumgr  ")
+    again = Host(root=image)
+    uninstall(again)
+    assert again.told == [f"unchanged  {UNIT} is not there"]
+
+
+def test_wrong_settings_are_named_before_anything_is_written(image: Path) -> None:
+    host = Host(root=image)
+    host.path(CONFIG).parent.mkdir(parents=True)
+    host.path(CONFIG).write_text("http: {port: many}\n")
+    with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
+        install(host, PROGRAM)
+    assert host.told == []
+    assert not host.path(UNIT).exists()
+
+
+def test_a_kubeconfig_that_the_unit_hides_is_named(image: Path) -> None:
+    host = Host(root=image)
+    host.path(CONFIG).parent.mkdir(parents=True)
+    host.path(CONFIG).write_text("kubernetes: {kubeconfig: /root/.kube/config}\n")
+    assert install(host, PROGRAM)[0].startswith("move /root/.kube/config, which the unit hides from the agent")
+
+
+def test_an_image_without_gpumgr_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GpumgrError, match="has no /opt/gpumgr/bin/gpumgr: install gpumgr in the image first"):
+        install(Host(root=tmp_path), PROGRAM)
+
+
+def test_a_gpumgr_in_a_home_folder_is_refused() -> None:
+    places = (Path("/opt/gpumgr/bin/gpumgr"), Path("/home/ada/.pyenv/bin/python"))
+    with pytest.raises(GpumgrError, match=r"would not see /home/ada/\.pyenv/bin/python.*python3 -m venv /opt/gpumgr"):
+        install(Host(root=None, dry_run=True), Program(command=("/opt/gpumgr/bin/gpumgr",), places=places))
+
+
+def test_what_a_visible_link_leads_to_counts(tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to("/root/python")
+    assert hidden([Path("/opt"), tmp_path / "python"]) == tmp_path / "python"
+    assert hidden([Path("/opt/gpumgr"), Path("/rooted")]) is None
+
+
+def test_this_program_is_one_that_can_be_called() -> None:
+    program = Program.running()
+    assert Path(program.command[0]).is_absolute()
+    assert program.command[1:] in ((), ("-m", "gpumgr"))
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        (["/opt/a b/gpumgr"], 'ExecStart="/opt/a b/gpumgr" run\n'),
+        (["/opt/100%/python3", "-m", "gpumgr"], 'ExecStart="/opt/100%%/python3" -m gpumgr run\n'),
+    ],
+)
+def test_any_path_can_stand_in_the_unit(program: list[str], line: str) -> None:
+    assert unit_text("Type=notify\nExecStart=/opt/gpumgr/bin/gpumgr run\n", program) == f"Type=notify\n{line}"
+
+
+@pytest.mark.parametrize(
+    ("user", "booted", "sentence"),
+    [(1000, True, "only root may install a service"), (0, False, "systemd does not run this host")],
+)
+def test_a_host_that_can_not_be_changed_is_refused(user: int, booted: bool, sentence: str) -> None:
+    with pytest.raises(GpumgrError, match=sentence):
+        check_possible(user=user, booted=booted)
+
+
+def test_the_command_prints_what_was_done_and_what_is_next(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["systemd", "--root", str(tmp_path), "--uninstall"], catch_exceptions=False)
+    assert (done.exit_code, done.output) == (0, f"unchanged  {UNIT} is not there\n")
