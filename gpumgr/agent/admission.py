@@ -44,7 +44,8 @@ class Admission:
     def __init__(self, pods: Pods, pod_resources: PodResources, *, pod_wait_seconds: float, clock: Callable[[], float]) -> None:
         self._pods = pods
         self._pod_resources = pod_resources
-        self._pod_wait_seconds = pod_wait_seconds
+        #: May be changed at any time.
+        self.pod_wait_seconds = pod_wait_seconds
         self._clock = clock
         #: Listed pod -> the look that showed it first (without a gap since: names recur).
         self._seen: dict[PodKey, int] = {}
@@ -147,7 +148,7 @@ class Admission:
         pod = self._likely(ledger, listing)
         if pod is None:
             return NOBODY
-        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
+        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self.pod_wait_seconds):
             found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
             if found is not None:
                 return found

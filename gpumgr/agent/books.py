@@ -56,7 +56,9 @@ class Books:
         self.inventory = Inventory()
         self.meter = meter
         self._durable = ledger
-        self._checkpoint, self._offers, self._runs, self._policy, self._clock = checkpoint, offers, runs, policy, clock
+        self._checkpoint, self._offers, self._runs, self._clock = checkpoint, offers, runs, clock
+        #: May be changed at any time; from the next decision on.
+        self.policy = policy
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
         self._on_freed = on_freed
@@ -64,7 +66,7 @@ class Books:
         self.before_first_offer: Callable[[], Awaitable[None]] | None = None
 
     def node(self) -> NodeView:
-        return self.inventory.view(self.ledger.cards, policy=self._policy, visible_blocks=self._offers.visible_blocks())
+        return self.inventory.view(self.ledger.cards, policy=self.policy, visible_blocks=self._offers.visible_blocks())
 
     async def node_in_haste(self) -> NodeView | None:
         """The node with all blocks that can be offered, after telling the kubelet of them at once; None if it knows them all.
@@ -75,7 +77,7 @@ class Books:
         if not self._offers.hurry():
             return None
         await asyncio.sleep(HASTE_SECONDS)
-        return self.inventory.view(self.ledger.cards, policy=self._policy, visible_blocks=self._offers.visible_blocks(0))
+        return self.inventory.view(self.ledger.cards, policy=self.policy, visible_blocks=self._offers.visible_blocks(0))
 
     async def commit(self, ledger: Ledger, *, telling: Entry | None = None) -> None:
         """Makes `ledger` durable, then makes it the one in force. Raises CheckpointError, and then nothing has changed.

@@ -68,7 +68,9 @@ class Agent:
         self.books, self.admission, self.housekeeping = books, admission, housekeeping
         self._pods, self._enforcement, self._host = pods, enforcement, host
         self._make_dir, self._new_id = make_dir, new_id
-        self._share_mode, self._wall_clock = share_mode, wall_clock
+        self._wall_clock = wall_clock
+        #: May be switched at any time; from the next call on.
+        self.share_mode = share_mode
 
     def view(self) -> AgentView:
         return AgentView(ledger=self.books.ledger, inventory=self.books.inventory, node=self.books.node())
@@ -146,7 +148,7 @@ class Agent:
         return choose(node, books.ledger, caller, ask)
 
     def _refuse_share(self, kind: Kind, size: int) -> None:
-        if kind == "core" and size < CORES_PER_GPU and not self._share_mode:
+        if kind == "core" and size < CORES_PER_GPU and not self.share_mode:
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )

@@ -10,8 +10,9 @@ from gpumgr.units import GpuName, Kind
 HISTORY_ENTRIES: Final = 1000
 
 #: "granted" and "refused" are decisions about a call of the kubelet's; "freed" is an allocation's end; "event" is what a pod was told
-#: besides (over its limit, evicted); "gpu" is what became of a GPU (lost, back, cordoned).
-What = Literal["granted", "refused", "freed", "event", "gpu"]
+#: besides (over its limit, evicted); "gpu" is what became of a GPU (lost, back, cordoned), "config" of a changed settings file
+#: (reloaded, rejected).
+What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
 Call = Literal["prefer", "allocate", "pre_start"]
 
 

@@ -78,6 +78,12 @@ class Announcing:
         books.history.subscribe(self.hear)
         pods.subscribe(self._pod_changed)
 
+    def switch(self, *, annotate_pods: bool, write_events: bool) -> None:
+        """What is written, from now on; annotations that were not written until now are with the next look."""
+        if annotate_pods and not self._annotate_pods:
+            self._next_check = self._clock()
+        self._annotate_pods, self._write_events = annotate_pods, write_events
+
     async def run(self) -> NoReturn:
         """Until cancelled."""
         while True:
@@ -109,6 +115,9 @@ class Announcing:
             case "gpu":
                 if self._write_events:
                     self._announcer.event(telling.gpu_news(self._node, entry, self._books.node().label))
+            case "config":
+                if self._write_events:
+                    self._announcer.event(telling.config_news(self._node, entry))
 
     def _remember(self, entry: Entry) -> None:
         """The evaluator stands in the entry of the container's first call only."""

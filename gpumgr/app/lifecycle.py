@@ -10,14 +10,16 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from gpumgr import __version__
-from gpumgr.aio import every, finish_shielded, forever
+from gpumgr.aio import finish_shielded, forever
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
 from gpumgr.app.recovery import read_entries, reconcile, take_over
+from gpumgr.app.reload import Reloading, Source
 from gpumgr.app.station import Hardware, Station
 from gpumgr.app.upkeep import make_maintenance
 from gpumgr.checkpoint.store import SqliteCheckpoint
@@ -26,6 +28,7 @@ from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
 from gpumgr.display.server import DisplayServer
 from gpumgr.display.service import GpuDisplay
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.log import set_level
 from gpumgr.metrics.lag import watch_loop
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
@@ -44,8 +47,16 @@ TAKEN_OVER = "gpu_manager_taken_over"
 OnUp = Callable[[Station, str], None]
 
 
-async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on_up: OnUp = lambda *_: None) -> None:
-    """The agent from start to stop. `on_up` hears of the running station and its web address.
+async def run(
+    settings: Settings,
+    hardware: Hardware,
+    *,
+    stop: asyncio.Event,
+    source: Source | None = None,
+    on_up: OnUp = lambda *_: None,
+) -> None:
+    """The agent from start to stop. `source` tells of settings that change meanwhile, `on_up` hears of the running station and its web
+    address.
 
     Raises AlreadyRunning, CheckpointError or ListenError at start, and an ExceptionGroup if a daemon ended.
     """
@@ -87,10 +98,13 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, on
             daemons = [
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
                 group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
-                group.create_task(_refresh(settings, readers), name="readers"),
+                group.create_task(forever("readers", partial(_refresh, station, readers)), name="readers"),
                 group.create_task(forever("history", history.run), name="history"),
                 *podside.start(group, station, readers),
             ]
+            if source is not None:
+                reloading = _reloading(source, station, podside, readers)
+                daemons.append(group.create_task(forever("reloading", reloading.run), name="reloading"))
             try:
                 await _meet(station, podside, loaded)
                 gc.collect()
@@ -166,8 +180,19 @@ def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.Asyn
         ) from error
 
 
-async def _refresh(settings: Settings, readers: Readers) -> None:
-    await every(settings.nvml.sample_period_seconds, readers.refresh, name="readers")
+async def _refresh(station: Station, readers: Readers) -> None:
+    while True:
+        await readers.refresh()
+        await asyncio.sleep(station.settings.nvml.sample_period_seconds)
+
+
+def _reloading(source: Source, station: Station, podside: PodSide, readers: Readers) -> Reloading:
+    def apply(settings: Settings) -> None:
+        set_level(settings.log.level)
+        station.apply(settings)
+        podside.apply(settings.kubernetes, readers)
+
+    return Reloading(source, in_force=station.settings, apply=apply, history=station.books.history)
 
 
 def _web_server(settings: Settings, readers: Readers) -> WebServer:

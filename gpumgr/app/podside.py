@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -19,6 +19,7 @@ from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.settings import Settings
+from gpumgr.settings.schema import KubernetesSettings
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +34,9 @@ class PodSide:
     pods: PodCache | NoPods
     announcer: Announcer | None
     delete_failed: bool
+    #: Shows the node's GPUs in the API server; called once a second.
+    describing: Callable[[], None] = lambda: None
+    announcing: Announcing | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -70,12 +74,37 @@ class PodSide:
         self.pods.subscribe(changed)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
         if self.announcer is not None:
-            announcing = _announcing(self.announcer, self.pods, station, readers)
+            self.apply(station.settings.kubernetes, readers)
+            announcing = self.announcing = self._announcing(self.announcer, self.pods, station)
             tasks.append(group.create_task(self.announcer.run(), name="announcer"))
             tasks.append(group.create_task(announcing.run(), name="announcing"))
         if self.delete_failed:
             tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
         return tasks
+
+    def apply(self, kubernetes: KubernetesSettings, readers: Readers) -> None:
+        """What is shown in the API server, from now on."""
+        if self.announcer is not None:
+            self.describing = Describing(
+                self.announcer,
+                picture=readers.picture,
+                describe_node=kubernetes.describe_node,
+                node_labels=kubernetes.node_labels,
+            )
+        if self.announcing is not None:
+            self.announcing.switch(annotate_pods=kubernetes.annotate_pods, write_events=kubernetes.write_events)
+
+    def _announcing(self, announcer: Announcer, pods: PodCache, station: Station) -> Announcing:
+        kubernetes = station.settings.kubernetes
+        return Announcing(
+            announcer,
+            books=station.books,
+            pods=pods,
+            describe=lambda: self.describing(),
+            node=station.settings.node.name,
+            annotate_pods=kubernetes.annotate_pods,
+            write_events=kubernetes.write_events,
+        )
 
     async def wait_synced(self, seconds: float) -> None:
         """Until the pods of this node are known, or for so long."""
@@ -83,22 +112,6 @@ class PodSide:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.pods.wait_synced()
-
-
-def _announcing(announcer: Announcer, pods: PodCache, station: Station, readers: Readers) -> Announcing:
-    kubernetes, node = station.settings.kubernetes, station.settings.node.name
-    describing = Describing(
-        announcer, picture=readers.picture, describe_node=kubernetes.describe_node, node_labels=kubernetes.node_labels
-    )
-    return Announcing(
-        announcer,
-        books=station.books,
-        pods=pods,
-        describe=describing,
-        node=node,
-        annotate_pods=kubernetes.annotate_pods,
-        write_events=kubernetes.write_events,
-    )
 
 
 async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:

@@ -137,7 +137,7 @@ class Station:
         self.monitor = Monitor(
             self.nvml,
             self.news,
-            rules=HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids)),
+            rules=_health_rules(settings),
             sample_period_seconds=settings.nvml.sample_period_seconds,
             load_kernel_modules=settings.nvml.load_kernel_modules,
             on_xid=self.metrics.xid,
@@ -148,6 +148,17 @@ class Station:
         self.sampled_at: float | None = None
         self.nvml_up = False
         self._registrations: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+
+    def apply(self, settings: Settings) -> None:
+        """Puts in force what differs from the settings of before in live keys alone (gpumgr.settings.live)."""
+        self.settings = settings
+        self.books.policy = settings.placement.policy
+        self.agent.share_mode = settings.placement.share_mode
+        self.admission.pod_wait_seconds = settings.kubernetes.pod_wait_milliseconds / 1000
+        self.truth.over_limit = _over_limit(settings)
+        self.monitor.rules = _health_rules(settings)
+        self.monitor.sample_period_seconds = settings.nvml.sample_period_seconds
+        self.metrics.name_too(gpu_manager=settings.metrics.gpu_manager_names, hami=settings.metrics.hami_names)
 
     # -- what readers see --------------------------------------------------------------------------------------------------
 
@@ -236,6 +247,10 @@ def _make_dir(path: str) -> None:
 def _over_limit(settings: Settings) -> OverLimit:
     rule = settings.enforcement
     return OverLimit(samples=rule.over_limit_samples, slack_bytes=rule.over_limit_slack_mebibytes << 20, evict=rule.evict)
+
+
+def _health_rules(settings: Settings) -> HealthRules:
+    return HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids))
 
 
 def _host_paths(settings: Settings) -> HostPaths:

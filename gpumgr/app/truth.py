@@ -113,7 +113,9 @@ class Truth:
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self._books, self._pods, self._backends = books, pods, backends
-        self._announcer, self._meter, self._over_limit, self._clock = announcer, meter, over_limit, clock
+        self._announcer, self._meter, self._clock = announcer, meter, clock
+        #: May be changed at any time; from the next sample on.
+        self.over_limit = over_limit
         self._owners = Owners(runtime, clock=clock, patience_seconds=patience_seconds)
         self._tending, self._patience_seconds = Errand("tend_limits"), patience_seconds
         self._looked_at = float("-inf")
@@ -187,7 +189,7 @@ class Truth:
     # -- memory ------------------------------------------------------------------------------------------------------------
 
     def _weigh(self, uses: Sequence[ContainerUse]) -> None:
-        rule = self._over_limit
+        rule = self.over_limit
         weighed = weigh(self._excess, uses, samples=rule.samples, slack_bytes=rule.slack_bytes)
         self._excess = weighed.state
         for use in weighed.began:
@@ -211,7 +213,7 @@ class Truth:
         )
 
     def _over_limit_message(self, use: ContainerUse) -> str:
-        rule = self._over_limit
+        rule = self.over_limit
         return (
             f"container {use.container or '?'} is over its limit: it uses {_mebibytes(use.memory_bytes)} MiB of memory on {use.uuid} "
             f"and was granted {_mebibytes(use.memory_limit_bytes)} MiB ({_mebibytes(rule.slack_bytes)} MiB more are tolerated), for "

@@ -20,6 +20,8 @@ _COMMANDS: Final = {
     "history": "history",
     "gpu": "gpu",
     "doctor": "doctor",
+    "install": "install",
+    "migrate": "migrate",
     "place": "place",
     "topology": "topology",
     "checkpoint": "checkpoint",

@@ -8,7 +8,7 @@ from gpumgr.allocator.history import Entry, What
 from gpumgr.cli.amounts import clock_time, cores
 from gpumgr.cli.gpu_labels import Gpus
 
-_COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow"}
+_COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 
 
 def history_line(entry: Entry, gpus: Gpus) -> str:

@@ -13,6 +13,7 @@ import click
 import structlog
 
 from gpumgr.app.lifecycle import run
+from gpumgr.app.reload import Source
 from gpumgr.app.station import Hardware
 from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
@@ -40,6 +41,7 @@ Examples:
   gpumgr run --config /etc/gpumgr/gpumgr.yaml
   gpumgr run --standalone --sim hgx-h100-8
   gpumgr run --share-mode=true --query-port=5678      (gpu-manager's flags are understood)
+  kill -HUP PID                                       (read the settings again; a changed file is noticed without it)
 """
 
 
@@ -67,15 +69,22 @@ def command(
     """Run the agent until SIGTERM. Flags of gpu-manager are accepted with their meaning, or refused with a reason."""
     flags = parse_gpu_manager_flags(ctx.args)
     printed = [f"log.format={output}"] if output is not None else []
-    settings = settings_in_force(file, standalone=standalone, assignments=[*assignments, *printed], flags=flags.overrides)
+    if file is None and DEFAULT_CONFIG.exists():
+        file = DEFAULT_CONFIG  # by its name from now on: if it goes away, that is a mistake
+
+    def load() -> Settings:
+        return settings_in_force(file, standalone=standalone, assignments=[*assignments, *printed], flags=flags.overrides)
+
+    source = Source(path=file or DEFAULT_CONFIG, load=load)
+    settings = load()
     configure_log(settings.log.level, settings.log.format)
     for note in flags.notes:
         log.info("flag_without_effect", note=note)
     with _hardware(settings, sim, sim_dir) as hardware:
-        sys.exit(asyncio.run(_until_signalled(settings, hardware)))
+        sys.exit(asyncio.run(_until_signalled(settings, hardware, source)))
 
 
-async def _until_signalled(settings: Settings, hardware: Hardware) -> int:
+async def _until_signalled(settings: Settings, hardware: Hardware, source: Source) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def signalled(number: int) -> None:
@@ -86,8 +95,9 @@ async def _until_signalled(settings: Settings, hardware: Hardware) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled, number)
+    loop.add_signal_handler(signal.SIGHUP, source.ask)
     try:
-        await run(settings, hardware, stop=stop)
+        await run(settings, hardware, stop=stop, source=source)
     except (GpumgrError, BaseExceptionGroup) as error:
         return _exit_code(error)
     return 0

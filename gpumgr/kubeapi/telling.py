@@ -55,6 +55,12 @@ def gpu_news(node: str, entry: Entry, label: Label) -> Notice:
     return Notice(about=node_subject(node), reason=reason, message=message, warning=warning, allocations=_ids(entry))
 
 
+def config_news(node: str, entry: Entry) -> Notice:
+    """Of the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
+    reason = f"GpumgrConfig{(entry.code or 'news').capitalize()}"
+    return Notice(about=node_subject(node), reason=reason, message=entry.why, warning=entry.code == "rejected", allocations=())
+
+
 def _ids(entry: Entry) -> tuple[str, ...]:
     return (entry.id,) if entry.id else ()
 

@@ -30,9 +30,10 @@ class Drawing:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`node` is the Kubernetes node's name; the names are those of other agents' gauges, drawn beside our own."""
+        """`node` is the Kubernetes node's name; the names are those of other agents' gauges, drawn beside our own, and may be switched
+        at any time."""
         self._node, self._clock, self._wall_clock = node, clock, wall_clock
-        self._gpu_manager_names, self._hami_names = gpu_manager_names, hami_names
+        self.gpu_manager_names, self.hami_names = gpu_manager_names, hami_names
         self._containers, self._holders = LabelTexts(*CONTAINER_LABELS), LabelTexts(*HOLDER_LABELS)
 
     def blocks(self, picture: Picture | None, pods: Sequence[PodView] = ()) -> Iterator[Block]:
@@ -44,9 +45,9 @@ class Drawing:
             return
         yield from gpu_blocks(picture, node=self._node)
         yield from container_blocks(picture, self._containers)
-        if self._gpu_manager_names:
+        if self.gpu_manager_names:
             yield from gpu_manager_blocks(picture, pods, node=self._node, texts=self._holders)
-        if self._hami_names:
+        if self.hami_names:
             yield from hami_blocks(picture, pods, node=self._node)
 
     def _sampled_at(self, picture: Picture | None) -> float | None:

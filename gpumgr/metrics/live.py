@@ -109,6 +109,10 @@ class Metrics:
             for code in FINDINGS:
                 self._findings.labels(backend, code)
 
+    def name_too(self, *, gpu_manager: bool, hami: bool) -> None:
+        """Whether those agents' gauges stand beside our own, from the next page on."""
+        self._drawing.gpu_manager_names, self._drawing.hami_names = gpu_manager, hami
+
     def called(self, rpc: str, kind: Kind, outcome: str, seconds: float) -> None:
         """A call of the kubelet's has ended. Calls that decide nothing (the options) are not counted."""
         if rpc in self._calls:

@@ -79,8 +79,9 @@ class Monitor:
         self.watch_processes = False
         self._nvml = nvml
         self._listener = listener
-        self._rules = rules or HealthRules()
-        self._period_seconds = sample_period_seconds
+        #: These two may be changed at any time, too: from the next look and the next pause on.
+        self.rules = rules or HealthRules()
+        self.sample_period_seconds = sample_period_seconds
         self._retry_seconds = retry_seconds
         self._load = load if load_kernel_modules else None
         self._clock = clock
@@ -231,7 +232,7 @@ class Monitor:
 
     async def _pause(self) -> None:
         """Until the next round is due; what an event or an operator brings is told at once."""
-        deadline = asyncio.get_running_loop().time() + self._period_seconds
+        deadline = asyncio.get_running_loop().time() + self.sample_period_seconds
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -253,7 +254,7 @@ class Monitor:
     def _observe(self, uuid: str, observation: Observation) -> None:
         health = self._health.get(uuid)
         if health is not None:
-            self._health[uuid] = step(health, observation, self._clock(), self._rules)
+            self._health[uuid] = step(health, observation, self._clock(), self.rules)
 
     def _log_changes(self) -> None:
         """A line for each GPU whose state or reason differs from what was told; none for one that is new and well."""

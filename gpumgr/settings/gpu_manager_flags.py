@@ -70,15 +70,15 @@ def parse_gpu_manager_flags(argv: Sequence[str]) -> GpuManagerFlags:
     """Raises SettingsError for an unknown or refused flag or a wrong value, InputError for a file that can't be read."""
     overrides: dict[str, object] = {}
     notes: list[str] = []
-    for flag, text in _split(argv):
+    for flag, text in split_flags(argv):
         result = _RULES[flag](f"--{flag}", text)
         overrides.update(result.overrides)
         notes += result.notes
     return GpuManagerFlags(overrides=overrides, notes=tuple(notes))
 
 
-def _split(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each flag, in Go's pflag grammar."""
+def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each flag, in Go's pflag grammar. Raises SettingsError for what is no flag of gpu-manager's."""
     rest = iter(argv)
     for word in rest:
         if word.startswith("-v") and not word.startswith("--"):

@@ -20,6 +20,8 @@ NEEDED = {
     "/bin/busybox": "busybox-static",
     "/usr/bin/openssl": "openssl",
     "/usr/bin/setpriv": "util-linux",
+    "/usr/bin/mmdebstrap": "mmdebstrap",
+    "/usr/bin/systemd-nspawn": "systemd-container",
     "/usr/bin/chromium": "chromium",
     "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf": "fonts-dejavu-core",
     "/usr/bin/prometheus": "prometheus",

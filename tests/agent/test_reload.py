@@ -1,0 +1,121 @@
+"""Settings that change under the running agent."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from gpumgr.demo.node import Node
+
+from .stage import app, running, stage
+
+
+def rewritten(path: Path, **sections: Mapping[str, object]) -> str:
+    """The file's text with these settings over its own."""
+    document = yaml.safe_load(path.read_text())
+    return yaml.safe_dump(document | {name: {**document.get(name, {}), **keys} for name, keys in sections.items()})
+
+
+def move_link(folder: Path, name: str, text: str) -> None:
+    """A new life of a ConfigMap's mount in `folder`, as the kubelet makes it."""
+    (folder / name).mkdir()
+    (folder / name / "gpumgr.yaml").write_text(text)
+    (folder / "..data_tmp").symlink_to(name)
+    os.rename(folder / "..data_tmp", folder / "..data")
+
+
+async def told(node: Node) -> list[tuple[str, str]]:
+    """What the agent's history tells of its settings, oldest first."""
+    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/api/history", params={"limit": "50"}) as answer:
+        entries: list[dict[str, Any]] = await answer.json()
+    return [(entry["code"], entry["why"]) for entry in reversed(entries) if entry["what"] == "config"]
+
+
+async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> None:
+    path = folder / "gpumgr.yaml"
+    async with running(folder) as node:
+        assert (await node.run(node.pod("before", app(30, 4)))).phase == "Running"
+        text = rewritten(
+            path,
+            placement={"share_mode": False},
+            metrics={"hami_names": True},
+            kubernetes={"node_labels": ["team=blue"]},
+            mps={"idle_seconds": 7},
+            log={"level": "warning"},
+        )
+        path.write_text(text)
+        node.agent.signal(signal.SIGHUP)
+        line = await node.journal.until("config_reloaded")
+        assert line["applied"] == [
+            "kubernetes.node_labels",
+            "placement.share_mode",
+            "metrics.hami_names",
+            "log.level",
+        ]
+        assert (line["level"], line["needs_restart"]) == ("warning", ["mps.idle_seconds"])
+        assert (await node.run(node.pod("share", app(30, 4)))).phase == "Failed"
+        assert "share" in node.journal.find("refused", container="main")[0]["reason"]
+        assert (await node.run(node.pod("whole", app(100)))).phase == "Running"
+        assert "GPUDeviceCoreLimit" in {name for name, _ in await node.metrics()}
+        assert node.api is not None
+        while node.api.written.labels.get("team") != "blue":  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.05)
+        assert (await told(node))[0][0] == "reloaded"
+        assert not [line for line in node.journal.lines[node.journal.lines.index(line) :] if line["level"] == "info"]
+        assert node.disagreements() == []
+
+
+async def test_a_config_map_that_changes_is_noticed_and_a_bad_one_keeps_the_old_settings(folder: Path) -> None:
+    path, mount = folder / "gpumgr.yaml", folder / "mount"
+    async with stage(folder) as node:
+        mount.mkdir()
+        move_link(mount, "..1", path.read_text())
+        path.unlink()
+        path.symlink_to("mount/..data/gpumgr.yaml")
+        await node.start_agent()
+        move_link(mount, "..2", rewritten(path, placement={"policy": "spread"}))
+        assert (await node.journal.until("config_reloaded"))["applied"] == ["placement.policy"]
+        for name in ("a", "b"):
+            assert (await node.run(node.pod(name, app(30, 4)))).phase == "Running"
+        assert len({a.gpus for a in node.ledger().allocations.values()}) == 2
+        move_link(mount, "..3", rewritten(path, placement={"policy": "sprad", "share_mode": False}))
+        reason = (await node.journal.until("config_rejected"))["reason"]
+        assert "placement.policy: 'sprad' is not allowed; allowed: one of binpack, spread" in reason
+        assert (await node.run(node.pod("c", app(30, 4)))).phase == "Running"
+        assert len({a.gpus for a in node.ledger().allocations.values()}) == 3
+        move_link(mount, "..4", rewritten(path, placement={"policy": "spread", "share_mode": True}))
+        since = node.journal.lines.index(node.journal.find("config_rejected")[0])
+        assert (await node.journal.until("config_reloaded", since=since))["applied"] == []
+        codes = [code for code, _ in await told(node)]
+        assert codes == ["reloaded", "rejected", "reloaded"]
+        assert reason in (await told(node))[1][1]
+        assert node.api is not None
+        while not (  # noqa: ASYNC110 (it is another process)
+            events := [each for each in node.api.written.events.values() if each["reason"] == "GpumgrConfigRejected"]
+        ):
+            await asyncio.sleep(0.05)
+        assert [(each["type"], each["involvedObject"]["kind"]) for each in events] == [("Warning", "Node")]
+        assert reason in events[0]["message"]
+        assert node.agent.running
+
+
+async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> None:
+    path = folder / "gpumgr.yaml"
+    async with running(folder, settings={"kubernetes": {"annotate_pods": False, "write_events": False}}) as node:
+        assert node.api is not None
+        pod = node.pod("a", app(30, 4))
+        assert (await node.run(pod)).phase == "Running"
+        path.write_text(rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
+        node.agent.signal(signal.SIGHUP)
+        line = await node.journal.until("config_reloaded")
+        assert line["applied"] == ["kubernetes.annotate_pods", "kubernetes.write_events"]
+        events = node.api.written.events
+        while not (  # noqa: ASYNC110 (it is another process)
+            node.api.annotations(pod.uid) and any(each["reason"] == "GpumgrConfigReloaded" for each in events.values())
+        ):
+            await asyncio.sleep(0.05)

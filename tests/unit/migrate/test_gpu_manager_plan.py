@@ -1,0 +1,109 @@
+"""The plan of a node that had gpu-manager."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
+from gpumgr.errors import SettingsError
+from gpumgr.migrate.gpu_manager import Found, plan_gpu_manager
+from gpumgr.migrate.gpu_manager_command import Command, DaemonSet, from_text
+from gpumgr.migrate.plan import Plan, settings_yaml, text_of
+
+CHECKPOINT = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
+NOTHING = Found(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
+TO = Path("/etc/gpumgr/gpumgr.yaml")
+
+
+def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> GpuManagerRecord:
+    return GpuManagerRecord(pod_uid=uid, container="main", minors=minors, cores=cores, memory_bytes=blocks << 28)
+
+
+def plan(flags: str = "--share-mode=true", found: Found = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:
+    return plan_gpu_manager(replace(from_text(flags), daemon_set=daemon_set), found, to=TO)
+
+
+def test_only_what_differs_from_the_defaults_becomes_a_setting() -> None:
+    made = plan("--share-mode=true --query-port=5679 --query-addr=localhost --sample-period=5 --node-labels=a=b --v=2")
+    assert settings_yaml(made.settings) == (
+        "kubernetes:\n  node_labels:\n  - a=b\nnvml:\n  sample_period_seconds: 5.0\nhttp:\n  address: localhost\n  port: 5679\n"
+    )
+    assert settings_yaml(plan().settings) == "{}\n"
+
+
+def test_its_own_defaults_are_kept_where_ours_are_others() -> None:
+    made = plan("--query-port=5678")
+    assert made.settings == {"placement.share_mode": False}
+    assert any("--share-mode" in note for note in made.notes)
+
+
+def test_a_runtime_that_is_gone_is_not_taken_over() -> None:
+    made = plan("--share-mode --container-runtime-endpoint=/var/run/dockershim.sock")
+    assert made.settings == {}
+    assert any("/var/run/dockershim.sock is gone since Kubernetes 1.24" in note for note in made.notes)
+    assert plan("--share-mode --container-runtime-endpoint=/run/crio/crio.sock").settings == {"cri.socket": "/run/crio/crio.sock"}
+
+
+def test_what_gpumgr_refuses_is_refused_now() -> None:
+    with pytest.raises(SettingsError, match="--driver=dummy is not supported"):
+        plan("--driver=dummy")
+
+
+def test_running_pods_keep_their_gpus_and_forgotten_ones_are_counted() -> None:
+    records = (record("u1", 0), record("u2", 1, 2, cores=200, blocks=0), record("u3", 3))
+    found = replace(NOTHING, records=records, live={"u1", "u2"}, names={"u1": "team/a"})
+    assert plan(found=found).pods == (
+        "team/a (main): keeps /dev/nvidia0 (vcuda-core 50, vcuda-memory 4) until it ends",
+        "pod uid u2 (main): keeps /dev/nvidia1, /dev/nvidia2 (vcuda-core 200, vcuda-memory 0) until it ends",
+        f"left behind, as the kubelet has forgotten their pods: 1 of 3 records in {CHECKPOINT}",
+    )
+    assert plan(found=replace(found, live=None)).pods[2].startswith("pod uid u3 (main): keeps /dev/nvidia3")
+    assert "can't be read" in plan(found=replace(found, live=None)).warnings[0]
+
+
+def test_one_that_runs_is_warned_of() -> None:
+    assert plan().warnings == ()
+    answering = replace(NOTHING, answering=[Path("/dp/vcore.sock")], registered={"tencent.com/vcuda-core": 800})
+    assert plan(found=answering).warnings == (
+        "gpu-manager answers at /dp/vcore.sock: stop it before gpumgr starts",
+        "the kubelet has 800 ids of tencent.com/vcuda-core from it",
+    )
+    running = plan_gpu_manager(Command(flags=(), pid=40), NOTHING, to=TO)
+    assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
+
+
+def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
+    made = plan(daemon_set=DaemonSet())
+    assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]
+    assert made.rollback[-1].startswith("kubectl label node gpu-7 nvidia-device-enable=enable    #")
+    assert not any("systemctl" in line and "gpu-manager" in line.partition("#")[0] for line in (*made.stop, *made.rollback))
+
+
+def test_a_daemon_set_without_a_selector_gets_one() -> None:
+    made = plan(daemon_set=DaemonSet(namespace="gpu", name="gm", selector={}))
+    assert made.stop[0].startswith("kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays")
+    assert made.stop[1].startswith("kubectl -n gpu patch daemonset gm -p '{")
+    assert made.rollback[-1].startswith("kubectl label node gpu-7 gpumgr.io/gpu-manager=stays")
+
+
+def test_a_service_of_the_host_is_stopped_as_one() -> None:
+    made = plan()
+    assert made.stop[0].startswith("systemctl disable --now gpu-manager")
+    assert any(line.startswith("systemctl enable --now gpu-manager") for line in made.rollback)
+
+
+def test_as_text_the_steps_are_in_order() -> None:
+    text = text_of(plan("--share-mode --query-port=5679"), str(TO))
+    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    assert titles == [
+        "Pods",
+        "What is done otherwise, or not at all",
+        "1. Stop",
+        f"2. {TO} (--apply writes it)",
+        "3. Start",
+        "Way back",
+        "When there is no way back to be kept",
+    ]
+    assert "  http:\n    port: 5679\n" in text
+    assert "  # nothing: the defaults are right\n" in text_of(plan(), str(TO))

@@ -1,0 +1,173 @@
+"""The plan of a node that had HAMi."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.errors import InputError
+from gpumgr.migrate.hami import Found, plan_hami
+from gpumgr.migrate.hami_config import read_config
+from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, Names
+from gpumgr.migrate.plan import Plan
+
+TO = Path("/etc/gpumgr/gpumgr.yaml")
+NODE: dict[str, Any] = {
+    "kind": "Node",
+    "metadata": {
+        "name": "gpu-7",
+        "annotations": {
+            REGISTER: json.dumps([{"id": "GPU-a", "devmem": 16384, "mode": "hami-core"}]),
+            "hami.io/node-handshake": "Requesting_2026",
+            "hami.io/device-cordon": "GPU-a, GPU-b",
+            "other.io/key": "stays",
+        },
+    },
+}
+
+
+def pod(
+    name: str, *, node: str = "gpu-7", phase: str = "Running", annotations: dict[str, str] | None = None, **limits: str
+) -> dict[str, Any]:
+    container = {"name": "main", "resources": {"limits": {f"nvidia.com/{key}": value for key, value in limits.items()}}}
+    return {
+        "kind": "Pod",
+        "metadata": {"namespace": "team", "name": name, "annotations": annotations or {}},
+        "spec": {"nodeName": node, "containers": [container]},
+        "status": {"phase": phase},
+    }
+
+
+def config_map(name: str, text: str) -> dict[str, Any]:
+    return {"kind": "ConfigMap", "metadata": {"namespace": "kube-system", "name": "c"}, "data": {name: text}}
+
+
+def workload(kind: str, container: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return {"kind": kind, "metadata": {}, "spec": {"template": {"spec": {"containers": [container], **spec}}}}
+
+
+def plan(*objects: dict[str, Any], **found: Any) -> Plan:
+    return plan_hami(read_config(objects, "gpu-7"), Found(node="gpu-7", objects=objects, **found), to=TO)
+
+
+def commands(lines: tuple[str, ...]) -> list[str]:
+    return [line.partition("    #")[0] for line in lines]
+
+
+def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
+    made = plan(
+        NODE,
+        pod(
+            "a",
+            gpu="1",
+            gpumem="4096",
+            gpucores="30",
+            annotations={ALLOCATED: "GPU-a,NVIDIA,4096,30:;", "nvidia.com/use-gputype": "A10"},
+        ),
+        pod("elsewhere", node="gpu-8", gpu="1"),
+        pod("over", phase="Succeeded", gpu="1"),
+        pod("plain"),
+    )
+    assert made.pods == (
+        "team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 16",
+        "team/a: gpumgr does not read nvidia.com/use-gputype",
+    )
+    assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl -n team delete pod a", "kubectl label node gpu-7 gpu-"]
+    assert made.warnings == ("gpumgr can't know of GPUs that HAMi gave out, and must not start before these have ended: team/a",)
+    assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
+
+
+def test_what_hami_left_at_the_node_goes_by_commands() -> None:
+    made = plan(NODE, folders=[Path("/usr/local/vgpu"), Path("/tmp/vgpulock")], answering=[Path("/dp/nvidia-gpu.sock")])
+    assert commands(made.clean_up) == [
+        "kubectl annotate node gpu-7 hami.io/device-cordon- hami.io/node-handshake- hami.io/node-nvidia-register-",
+        "rm -r /usr/local/vgpu",
+        "rm -r /tmp/vgpulock",
+        "helm uninstall hami -n NAMESPACE",
+    ]
+    assert [line for line in commands(made.start) if "cordon GPU" in line] == [
+        "gpumgr gpu cordon GPU-a",
+        "gpumgr gpu cordon GPU-b",
+    ]
+    assert made.warnings == ("HAMi's or NVIDIA's plugin answers at /dp/nvidia-gpu.sock: stop it before gpumgr starts",)
+
+
+def test_the_way_back_ends_as_it_began() -> None:
+    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}
+    made = plan(NODE, workload("DaemonSet", plugin, nodeSelector={"vgpu": "yes"}))
+    assert commands(made.stop)[-1] == "kubectl label node gpu-7 vgpu-"
+    assert commands(made.rollback)[-2:] == ["kubectl label node gpu-7 vgpu=yes", "kubectl uncordon gpu-7"]
+
+
+def test_without_the_node_that_is_said() -> None:
+    made = plan(pod("a", gpu="1"))
+    assert made.warnings == ("the Node object gpu-7 was not given: its GPUs, annotations and labels are not looked at",)
+    assert commands(made.clean_up)[0] == "kubectl annotate node gpu-7 hami.io/node-nvidia-register-"
+
+
+@pytest.mark.parametrize(
+    ("container", "policy"),
+    [
+        ({"command": ["scheduler", "--gpu-scheduler-policy=binpack"]}, None),
+        ({"command": ["scheduler", "--gpu-scheduler-policy=spread"]}, "spread"),
+        ({"args": ["--gpu-scheduler-policy=topology-aware"]}, "spread"),
+        ({"name": "vgpu-scheduler-extender", "image": "projecthami/hami:v2"}, "spread"),
+        ({"name": "other"}, None),
+    ],
+)
+def test_how_it_chose_among_gpus(container: dict[str, Any], policy: str | None) -> None:
+    assert plan(NODE, workload("Deployment", container)).settings.get("placement.policy") == policy
+
+
+def test_its_dashboards_go_on() -> None:
+    assert plan(NODE).settings == {"metrics.hami_names": True}
+
+
+def test_what_has_no_counterpart_is_named() -> None:
+    device = "nvidia: {deviceSplitCount: 4, deviceMemoryScaling: 1.5, deviceCoreScaling: 2, disableCoreLimit: true}"
+    override = {
+        "nodeconfig": [
+            {"name": "gpu-8", "operatingmode": "mig"},
+            {"name": "gpu-7", "devicesplitcount": 6, "filterdevices": {"index": [1]}},
+        ]
+    }
+    text = "\n".join(plan(NODE, config_map("device-config.yaml", device), config_map("config.json", json.dumps(override))).notes)
+    for words in ("deviceSplitCount (6)", "deviceMemoryScaling 1.5", "deviceCoreScaling 2", "disableCoreLimit", '{"index": [1]}'):
+        assert words in text
+    assert "operatingmode" not in text
+
+
+def test_scaled_memory_is_no_real_memory() -> None:
+    made = plan(
+        NODE,
+        config_map("device-config.yaml", "nvidia: {deviceMemoryScaling: 2}"),
+        pod("a", gpu="1", gpumem="16384", gpucores="50"),
+    )
+    assert made.pods == ("team/a (main): tencent.com/vcuda-core: 50, tencent.com/vcuda-memory: 32",)
+
+
+def test_xids_that_it_passed_over() -> None:
+    def disabled(text: str) -> Plan:
+        variable = {"name": "DP_DISABLE_HEALTHCHECKS", "value": text}
+        return plan(NODE, workload("DaemonSet", {"name": "device-plugin", "image": "hami:2", "env": [variable]}))
+
+    assert disabled("48, 13").settings["nvml.ignored_xids"] == [13, 31, 43, 45, 48, 68, 109]
+    assert any("DP_DISABLE_HEALTHCHECKS=all" in note for note in disabled("all").notes)
+
+
+def test_names_of_resources_are_read() -> None:
+    config = read_config(
+        [config_map("device-config.yaml", "nvidia: {resourceCountName: x.io/g, resourceMemoryName: x.io/m}")], "gpu-7"
+    )
+    assert config.names == Names(count="x.io/g", memory="x.io/m")
+
+
+def test_its_library_can_stay() -> None:
+    notes = "\n".join(plan(NODE, library=(Path("/usr/local/vgpu/libvgpu.so.v2.10.0"), "ab" * 32)).notes)
+    assert f"hami_core.library_sha256: {'ab' * 32}" in notes
+
+
+def test_a_broken_config_map_is_named() -> None:
+    with pytest.raises(InputError, match="ConfigMap kube-system/c can't be read"):
+        plan(NODE, config_map("config.json", "{"))

@@ -1,0 +1,117 @@
+"""What containers asked of HAMi, and what they ask of gpumgr."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gpumgr.migrate.hami_request import (
+    ALLOCATED,
+    REGISTER,
+    Advice,
+    Names,
+    Wish,
+    advise,
+    decode_allocated,
+    gpu_sizes,
+    switched_off,
+    wishes,
+)
+
+GPU = 16384
+
+
+@pytest.mark.parametrize(
+    ("wish", "cores", "blocks", "remark"),
+    [
+        (Wish(gpus=1, memory_mebibytes=3000, cores=30), 30, 12, None),
+        (Wish(gpus=1, memory_mebibytes=1, cores=1), 1, 1, None),
+        (Wish(gpus=1, memory_mebibytes=99999, cores=99), 99, 64, None),
+        (Wish(gpus=1, memory_percent=50, cores=30), 30, 32, None),
+        (Wish(gpus=1, cores=30), 30, 64, None),
+        (Wish(gpus=1, memory_mebibytes=4096), 25, 16, "its cores had no limit"),
+        (Wish(gpus=1, memory_percent=1), 1, 1, "its cores had no limit"),
+        (Wish(gpus=1), 100, None, None),
+        (Wish(gpus=1, memory_percent=100), 100, None, None),
+        (Wish(gpus=1, memory_mebibytes=4096, cores=100), 100, None, "all the memory of its GPU"),
+        (Wish(gpus=4), 400, None, None),
+        (Wish(gpus=2, memory_mebibytes=4096, cores=30), 200, None, "parts of 2 GPUs in one container can't be"),
+    ],
+)
+def test_advice(wish: Wish, cores: int, blocks: int | None, remark: str | None) -> None:
+    advice = advise(wish, GPU)
+    assert (advice.cores, advice.memory_blocks) == (cores, blocks)
+    assert (remark or "") in "; ".join(advice.remarks)
+    assert bool(advice.remarks) == (remark is not None)
+
+
+def test_without_the_gpus_size_what_depends_on_it_is_left_to_people() -> None:
+    assert advise(Wish(gpus=1, memory_mebibytes=4096, cores=30), None) == Advice(cores=30, memory_blocks=16)
+    unknown = advise(Wish(gpus=1, memory_percent=50), None)
+    assert (unknown.cores, unknown.memory_blocks) == (None, None)
+    assert unknown.describe().startswith("tencent.com/vcuda-core: N (1 to 99), tencent.com/vcuda-memory: N (blocks of 256 MiB); ")
+
+
+def test_words() -> None:
+    assert (
+        advise(Wish(gpus=1, memory_mebibytes=3000, cores=30), GPU).describe()
+        == "tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 12"
+    )
+    assert advise(Wish(gpus=1), GPU).describe() == "tencent.com/vcuda-core: 100"
+
+
+def container(**limits: Any) -> dict[str, Any]:
+    return {
+        "name": "main",
+        "resources": {"limits": {f"nvidia.com/{key.replace('_', '-')}": value for key, value in limits.items()}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "wish"),
+    [
+        ({"gpu": "2", "gpumem": "3000", "gpucores": "30"}, Wish(gpus=2, memory_mebibytes=3000, cores=30)),
+        ({"gpu": 1}, Wish(gpus=1)),
+        ({"gpumem": "3k"}, Wish(gpus=1, memory_mebibytes=3000)),
+        ({"gpumem_percentage": "150"}, Wish(gpus=1, memory_percent=100)),
+        ({"gpu": "1", "gpumem": "0", "gpucores": "200"}, Wish(gpus=1, cores=100)),
+        ({"gpu": "1", "gpumem": "a lot"}, Wish(gpus=1)),
+        ({"rdma": "1"}, None),
+    ],
+)
+def test_what_was_asked(limits: dict[str, Any], wish: Wish | None) -> None:
+    assert [found for _, found in wishes({"containers": [container(**limits)]}, {}, Names())] == ([wish] if wish else [])
+
+
+def test_what_was_granted_is_more_exact() -> None:
+    spec = {
+        "initContainers": [{"name": "fetch"}],
+        "containers": [container(gpu="1", gpumem_percentage="50"), {"name": "side"}, container(gpu="2")],
+    }
+    text = ";GPU-a,NVIDIA,8000,30:;;GPU-a,NVIDIA,16384,100:GPU-b,NVIDIA,16384,100:;"
+    granted = [wish for _, wish in wishes(spec, {ALLOCATED: text}, Names())]
+    assert granted == [Wish(gpus=1, memory_mebibytes=8000, cores=30), Wish(gpus=2, cores=100)]
+
+
+def test_resources_under_other_names() -> None:
+    spec = {"containers": [{"name": "main", "resources": {"requests": {"x.io/vgpu": "1", "x.io/mem": "256"}}}]}
+    names = Names(count="x.io/vgpu", memory="x.io/mem")
+    assert [*wishes(spec, {}, names)] == [("main", Wish(gpus=1, memory_mebibytes=256))]
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "GPU-a,NVIDIA,3000:;", "GPU-a,NVIDIA,x,0:;", "GPU-a,NVIDIA,-1,0:;"])
+def test_texts_that_are_none_of_hamis(text: str) -> None:
+    assert decode_allocated(text) == []
+
+
+def test_sizes_of_the_nodes_gpus() -> None:
+    registered = json.dumps([{"id": "GPU-a", "devmem": 32768}, {"id": "GPU-b", "devmem": 16384}])
+    assert gpu_sizes({REGISTER: registered}, 1.0) == {"GPU-a": 32768, "GPU-b": 16384}
+    assert gpu_sizes({REGISTER: registered}, 2.0) == {"GPU-a": 16384, "GPU-b": 8192}
+    for broken in ("GPU-a,10,7680,100,NVIDIA-Tesla P4,0,true:", "[1]", "{}", '[{"id": "GPU-a"}]'):
+        assert gpu_sizes({REGISTER: broken}, 1.0) == {}
+
+
+def test_a_container_without_hamis_library() -> None:
+    assert switched_off({"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "true"}]})
+    assert not switched_off({"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "0"}, {"name": "A", "valueFrom": {}}]})
