@@ -4,9 +4,11 @@ Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, s
 4 the checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
 """
 
+import contextlib
+import errno
 import importlib
 import sys
-from typing import Final
+from typing import Final, NoReturn
 
 import click
 
@@ -28,6 +30,8 @@ _COMMANDS: Final = {
     "config": "config",
     "demo": "demo",
 }
+#: No room, by disk, quota or limit, or a broken disk.
+_UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Lazy(click.Group):
@@ -62,14 +66,23 @@ def group() -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["run"]:
+    running = sys.argv[1:2] == ["run"]
+    if running:
         # structlog takes rich in where it finds it (60 ms, 7 MiB), for tracebacks that the agent prints plainly.
         sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     try:
         group()
     except InputError as error:
-        click.echo(f"gpumgr: {error}", err=True)
-        sys.exit(2)
+        _end(error, code=2)
     except GpumgrError as error:
-        click.echo(f"gpumgr: {error}", err=True)
-        sys.exit(1)
+        _end(error, code=1)
+    except OSError as error:  # click itself ends quietly where the reader of a pipe is gone
+        if running:
+            raise  # in the agent it is a bug, and its traceback belongs into the log
+        _end(f"the output can't be written: {error.strerror}" if error.errno in _UNWRITABLE else error, code=1)
+
+
+def _end(why: Exception | str, *, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):
+        click.echo(f"gpumgr: {why}", err=True)
+    sys.exit(code)

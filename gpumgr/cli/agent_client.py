@@ -14,13 +14,19 @@ from gpumgr.errors import GpumgrError, InputError
 ANSWER_SECONDS: Final = 30.0
 _CONNECT_SECONDS: Final = 5.0
 _NOT_FOUND: Final = 404
+#: From here on the agent says that it can't answer now.
+_UNABLE: Final = 500
+
+
+class AgentAway(GpumgrError):
+    """The agent does not run, ended the connection, hangs, or can't answer at this moment: it may do so later."""
 
 
 class AgentClient:
     """`async with AgentClient(socket) as agent`; for one event loop.
 
-    All calls raise InputError where the agent says that the request makes no sense to it (404), else GpumgrError: the agent does not
-    run, may not be asked by this user, gave no answer in time, or refused, with the sentence that it gave.
+    All calls raise InputError where the agent says that the request makes no sense to it (404), AgentAway where it gives no answer now,
+    else GpumgrError: it may not be asked by this user, or refused, with the sentence that it gave.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -59,7 +65,7 @@ class AgentClient:
             async with self._open.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
                 text = await response.read()
         except TimeoutError as error:
-            raise GpumgrError(f"the agent at {self._socket} gave no answer within {timeout_seconds:g} s; see its log") from error
+            raise AgentAway(f"the agent at {self._socket} gave no answer within {timeout_seconds:g} s; see its log") from error
         except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
         if response.status != 200:
@@ -76,31 +82,39 @@ class AgentClient:
         return self._session
 
     def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
+        kind = InputError if status == _NOT_FOUND else AgentAway if status >= _UNABLE else GpumgrError
         try:
             sentence = str(json.loads(text)["error"])
         except (ValueError, KeyError, TypeError):
-            return GpumgrError(
-                f"the agent at {self._socket} answered {status} to {path.partition('?')[0]}; it may be of another version than this command"
+            kind = AgentAway if status >= _UNABLE else GpumgrError
+            page = path.partition("?")[0]
+            return kind(
+                f"the agent at {self._socket} answered {status} to {page}; it may be of another version than this command"
             )
-        sentence = "\n".join(map(printable, sentence.splitlines()))
-        return InputError(sentence) if status == _NOT_FOUND else GpumgrError(sentence)
+        return kind("\n".join(map(printable, sentence.splitlines())))
 
     def _unreachable(self, error: BaseException) -> GpumgrError:
-        if isinstance(error, TimeoutError):
-            return GpumgrError(f"the agent at {self._socket} does not answer; see its log")
-        if not isinstance(error, aiohttp.ClientConnectorError):
-            return GpumgrError(f"the agent at {self._socket} ended the connection ({error}); it may have stopped: see its log")
-        match error.os_error:
-            case FileNotFoundError() | ConnectionRefusedError() as cause:
-                missing = "there is no socket" if isinstance(cause, FileNotFoundError) else "nothing listens"
-                return GpumgrError(
+        match error:
+            case TimeoutError():
+                return AgentAway(f"the agent at {self._socket} does not answer; see its log")
+            case aiohttp.ClientConnectorError():
+                return self._unconnected(error.os_error)
+            case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
+                # What aiohttp says of them is about transfer codings and lengths.
+                return AgentAway(f"the agent at {self._socket} ended the connection before its answer was whole; see its log")
+        return GpumgrError(f"what listens at {self._socket} is no gpumgr agent: {printable(str(error))}")
+
+    def _unconnected(self, error: OSError) -> GpumgrError:
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                missing = "there is no socket" if isinstance(error, FileNotFoundError) else "nothing listens"
+                return AgentAway(
                     f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
                     f"`gpumgr run`), or name its socket with --socket if it has another"
                 )
             case PermissionError():
                 return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
-            case cause:
-                return GpumgrError(f"the agent can't be asked at {self._socket}: {cause.strerror or cause}")
+        return GpumgrError(f"the agent can't be asked at {self._socket}: {error.strerror or error}")
 
 
 def _timeout(total_seconds: float | None) -> aiohttp.ClientTimeout:

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Final
 
-from gpumgr.units import BLOCK_BYTES, Kind
+from gpumgr.units import BLOCK_BYTES
 
 _GIB: Final = 1 << 30
 
@@ -30,7 +30,3 @@ def blocks(count: int) -> str:
 
 def cores(count: int) -> str:
     return f"{count} core{'' if count == 1 else 's'}"
-
-
-def sized(kind: Kind, count: int) -> str:
-    return cores(count) if kind == "core" else blocks(count)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import click
 import structlog
@@ -26,15 +27,21 @@ log = structlog.get_logger(__name__)
 
 EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
 
-_EPILOG = """
+#: Why the agent ended, as --help and config/README.md tell it.
+EXIT_CODES: Final = {
+    0: "stopped on request (SIGTERM, SIGINT)",
+    EXIT_BUG: "a bug ended the agent; the log's last line says which part",
+    EXIT_INPUT: "wrong settings, flags or input; the web address can't be used",
+    EXIT_ALREADY_RUNNING: "another gpumgr agent runs on this node",
+    EXIT_CHECKPOINT: "the checkpoint can't be used (folder not writable, written by a newer gpumgr)",
+    EXIT_DRIVER_REPLACED: "the driver was replaced under the agent; start it again",
+}
+_EXIT_LINES: Final = "\n".join(f"  {code}  {why}" for code, why in EXIT_CODES.items())
+
+_EPILOG = f"""
 \b
 Exit codes:
-  0  stopped on request (SIGTERM, SIGINT)
-  1  a bug ended the agent; the log's last line says which part
-  2  wrong settings, flags or input; the web address can't be used
-  3  another gpumgr agent runs on this node
-  4  the checkpoint can't be used (folder not writable, written by a newer gpumgr)
-  5  the driver was replaced under the agent; start it again
+{_EXIT_LINES}
 
 \b
 Examples:

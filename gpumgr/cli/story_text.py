@@ -1,14 +1,16 @@
 """A pod's story in plain sentences. Every text comes out of a `Story`, which is printable."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from gpumgr.allocator.history import Call, Candidate, Entry
-from gpumgr.cli.amounts import blocks, clock_time, cores, gibibytes, percent, sized
+from gpumgr.cli.amounts import blocks, clock_time, cores, gibibytes, percent
 from gpumgr.cli.documents import Asked, ContainerRow, Story
 from gpumgr.cli.gpu_labels import Gpus
-from gpumgr.units import CORES_PER_GPU
+from gpumgr.cli.kept import kept_sentence
+from gpumgr.cli.paragraphs import Paragraph, paragraphs
+from gpumgr.units import CORES_PER_GPU, Kind
 
 #: The kubelet's names of its calls.
 CALLS: Final[dict[Call, str]] = {
@@ -62,12 +64,15 @@ def _request(story: Story, *, live: bool) -> Iterator[str]:
         return
     yield "It asks for:"
     for asked in story.request:
-        yield f"  {asked.container}{_KINDS.get(asked.kind, '')}: {_wish(asked)}"
+        wish = _amount({"core": asked.cores, "memory": asked.memory_blocks})
+        yield f"  {asked.container}{_KINDS.get(asked.kind, '')}: {wish or 'no GPU'}"
 
 
-def _wish(asked: Asked) -> str:
-    wishes = [cores(asked.cores) if asked.cores else "", blocks(asked.memory_blocks) if asked.memory_blocks else ""]
-    return " and ".join(wish for wish in wishes if wish) or "no GPU"
+def _amount(sizes: Mapping[Kind, int]) -> str:
+    """`40 cores and 80 memory blocks (20 GiB)`; empty for nothing."""
+    core_count, block_count = sizes.get("core"), sizes.get("memory")
+    told = [cores(core_count) if core_count else "", blocks(block_count) if block_count else ""]
+    return " and ".join(words for words in told if words)
 
 
 # -- what happened -----------------------------------------------------------------------------------------------------------
@@ -78,21 +83,23 @@ def _happened(story: Story, gpus: Gpus) -> Iterator[str]:
         yield "Nothing that happened to it is remembered."
         return
     yield "What happened:"
-    for entry in story.history:
+    for paragraph in paragraphs(story.history):
+        entry = paragraph.entry
         own = {candidate.gpu: candidate.index for candidate in entry.candidates}
         here = Gpus(indices={**gpus.indices, **own})
         life = f", uid {entry.pod_uid}" if story.earlier_uids and entry.pod_uid else ""
-        yield f"  {clock_time(entry.at)}  {_title(entry)}{life}"
+        yield f"  {clock_time(entry.at)}  {_title(paragraph)}{life}"
         yield from (f"    {line}" for line in (*_candidates(entry, _wanted(entry, story)), *_outcome(entry, here)))
 
 
-def _title(entry: Entry) -> str:
-    """What came of what, for whom, and in which call."""
+def _title(paragraph: Paragraph) -> str:
+    """What came of what, for whom, and in which call (all grants are made in Allocate)."""
+    entry = paragraph.entry
     if entry.what in ("event", "gpu"):
         return f"event {entry.code}" if entry.code else "event"
-    asked = f" {sized(entry.kind, entry.size)}" if entry.kind and entry.size else ""
+    asked = f" {amount}" if (amount := _amount(paragraph.sizes)) else ""
     whom = f" {'to' if entry.what == 'granted' else 'for'} {entry.container}" if entry.container and asked else ""
-    call = f" in {CALLS[entry.call]}" if entry.call else ""
+    call = f" in {CALLS[entry.call]}" if entry.call and entry.what != "granted" else ""
     return f"{entry.what}{asked}{whom}{call}"
 
 
@@ -100,8 +107,7 @@ def _outcome(entry: Entry, gpus: Gpus) -> Iterator[str]:
     if entry.what == "granted":
         by = f", by {entry.evaluator}" if entry.evaluator else ""
         yield f"chosen: {gpus.labels(entry.gpus) or 'no GPU'}{by}{_because(entry)}"
-        kept = f", kept within its share by {' and '.join(entry.mechanisms)}" if entry.mechanisms else ""
-        yield f"allocation {entry.id}{kept}"
+        yield f"allocation {entry.id}" + (f", {kept_sentence(entry.mechanisms)}" if entry.mechanisms else "")
     elif entry.what == "refused":
         yield f"refused as {entry.code or 'unknown'}{_because(entry)}"
         yield f"allocation {entry.id}"
@@ -164,8 +170,12 @@ def _now(story: Story, gpus: Gpus, *, live: bool) -> Iterator[str]:
         yield f"It {'holds' if live else 'held'} no GPU of this node{'' if live else ' when the checkpoint was written'}."
         return
     yield "Where it sits:"
+    explained = set[str]()
     for row in story.allocations:
         yield f"  {_seat(row, gpus)}"
+        if row.why and row.allocation not in explained:  # one reason for all its GPUs
+            yield f"    why: {row.why}"
+        explained.add(row.allocation)
         yield f"    {_limits(row)}"
         if live:
             yield f"    {_use(row)}"
@@ -183,8 +193,7 @@ def _seat(row: ContainerRow, gpus: Gpus) -> str:
 def _limits(row: ContainerRow) -> str:
     if row.whole:
         return "no limits: it has the GPU for itself"
-    kept = " and ".join(row.mechanisms)
-    return f"kept within its share by {kept}" if kept else "nothing keeps it within its share"
+    return kept_sentence(row.mechanisms)
 
 
 def _use(row: ContainerRow) -> str:

@@ -62,7 +62,9 @@ class Filter:
 
 
 @click.command("usage", epilog=_EPILOG)
-@click.option("--watch", is_flag=True, help="Show each new state; on a terminal like top: q or Ctrl-C quits.")
+@click.option(
+    "--watch", is_flag=True, help="Show each new state; on a terminal like top: cursor and page keys scroll, q or Ctrl-C quits."
+)
 @click.option("--gpu", metavar="GPU", help="Only this GPU: its index, or the beginning of its UUID.")
 @click.option("--namespace", metavar="NS", help="Only containers of this namespace.")
 @where_options
@@ -109,7 +111,7 @@ async def _live(socket: Path, wanted: Filter) -> None:
                 async for document in follow_states(agent, screen.away):
                     screen.show(read_state(wanted.apply(document)))
 
-            await until_pressed("q", draw())
+            await until_pressed("q", draw(), hear=screen.pressed)
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:

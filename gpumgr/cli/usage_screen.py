@@ -50,6 +50,7 @@ class Screen:
         self._live = Live(console=console, screen=True, auto_refresh=False)
         self._state: State | None = None
         self._away: str | None = None
+        self._first = 0
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -67,11 +68,24 @@ class Screen:
         self._away = reason
         self._draw()
 
+    def pressed(self, key: str) -> None:
+        """A key of gpumgr.cli.keyboard: those that move are followed."""
+        page = self._room
+        moves = {"up": -1, "down": 1, "page_up": -page, "page_down": page, " ": page, "home": -self._first, "end": _UNBOUNDED}
+        if key in moves and self._state is not None:
+            self._first += moves[key]
+            self._draw()
+
+    @property
+    def _room(self) -> int:
+        """Rows above the foot."""
+        return max(1, self._console.height - _FOOT_ROWS)
+
     def _draw(self) -> None:
         self._live.update(self.picture(), refresh=True)
 
     def picture(self) -> RenderableType:
-        """What fits, and a last line that says what does not."""
+        """What fits from the first line that is to be seen, and a last line that says what does not."""
         parts: list[RenderableType] = []
         if self._away is not None:
             parts.append(Text(f"The agent is away, trying again: {self._away}", style="red"))
@@ -79,7 +93,8 @@ class Screen:
             parts.append(usage_tables(self._state, wide=self._console.width >= WIDE))
         options = self._console.options.update(width=max(self._console.width, _NARROWEST))
         lines = self._console.render_lines(Group(*parts), options, pad=False)
-        room = max(1, self._console.height - _FOOT_ROWS)
-        hidden = max(0, len(lines) - room)
-        more = f"; {hidden} more lines do not fit: see --gpu and --namespace" if hidden else ""
-        return Group(SegmentLines(lines[:room], new_lines=True), Text(f"q quits{more}", style="dim"))
+        self._first = max(0, min(self._first, len(lines) - self._room))
+        shown = lines[self._first : self._first + self._room]
+        part = f"; lines {self._first + 1}-{self._first + len(shown)} of {len(lines)}: cursor and page keys show the others"
+        foot = Text("q quits" + (part if len(shown) < len(lines) else ""), style="dim")
+        return Group(SegmentLines(shown, new_lines=True), foot)

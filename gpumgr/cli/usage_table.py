@@ -10,6 +10,7 @@ from rich.text import Text
 from gpumgr.cli.amounts import clock_time, gibibytes, percent
 from gpumgr.cli.documents import ContainerRow, GpuRow, State
 from gpumgr.cli.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.kept import keepers
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal columns from which on a container's name and its mechanisms have columns of their own.
@@ -125,7 +126,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: Gpus, *, wide: bool) ->
     for row in rows:
         container = f"{row.container or '?'}{', init' if row.init else ''}"
         who = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
-        kept, limits = ", ".join(row.mechanisms), limit_words(row)
+        kept, limits = ", ".join(keepers(row.mechanisms)), limit_words(row)
         kept_words = [kept or "-", limits] if wide else [f"{limits}, {kept}" if kept else limits]
         table.add_row(
             *map(Text, who),
@@ -146,7 +147,7 @@ def limit_words(row: ContainerRow) -> str:
         return f"over{_excess(row)}"
     if row.whole:
         return "whole GPU"
-    return "within" if row.mechanisms else "not kept"
+    return "within" if keepers(row.mechanisms) else "not kept"
 
 
 def _excess(row: ContainerRow) -> str:

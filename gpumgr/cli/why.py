@@ -17,6 +17,7 @@ from gpumgr.cli.memory import Document, Memory, memory_of
 from gpumgr.cli.pod_word import PodWord
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.story_text import story_text
+from gpumgr.cli.typed import sendable
 from gpumgr.cli.where import Where, find_agent, where_options
 from gpumgr.errors import GpumgrError
 
@@ -49,7 +50,7 @@ class _Answer:
 
 
 @click.command("why", epilog=_EPILOG)
-@click.argument("pod")
+@click.argument("pod", callback=sendable)
 @where_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def command(pod: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:

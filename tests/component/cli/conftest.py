@@ -60,8 +60,6 @@ def gpumgr_command(
     _no_settings_of_this_host: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Gpumgr:
     """Runs `gpumgr ARGUMENTS` to its end in a thread of this process, with the program's own exit codes."""
-    for name in ("usage", "why", "history"):
-        monkeypatch.setitem(gpumgr.cli._COMMANDS, name, name)
 
     def main() -> int:
         try:

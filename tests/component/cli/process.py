@@ -17,9 +17,9 @@ import sys
 if sys.argv[1] == "terminal":
     import fcntl, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-del sys.argv[1]
-import importlib
-sys.exit(importlib.import_module("gpumgr.cli." + sys.argv.pop(1)).command())
+sys.argv[:2] = ["gpumgr"]
+from gpumgr.cli import main
+main()
 """
 
 

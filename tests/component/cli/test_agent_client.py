@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.agent_client import AgentClient
+from gpumgr.cli.agent_client import AgentAway, AgentClient
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import Handler, listening
+
+#: The whole sentence: a library's words about transfer encodings help nobody.
+ENDED = r"^the agent at \S+ ended the connection before its answer was whole; see its log$"
 
 
 def answering(text: str, *, status: int = 200) -> Handler:
@@ -36,7 +39,9 @@ async def test_json_goes_both_ways(tmp_path: Path) -> None:
     assert answer == {"path": "/api/gpus/3/cordon", "query": {"a": "b"}, "body": {"reason": "größer"}}
 
 
-@pytest.mark.parametrize(("status", "kind"), [(404, InputError), (409, GpumgrError), (403, GpumgrError), (500, GpumgrError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(404, InputError), (409, GpumgrError), (403, GpumgrError), (500, AgentAway), (503, AgentAway)]
+)
 async def test_the_agents_own_sentence_is_the_error_fit_for_a_terminal(
     tmp_path: Path, status: int, kind: type[GpumgrError]
 ) -> None:
@@ -97,8 +102,21 @@ async def test_an_agent_that_hangs_or_dies_is_told(tmp_path: Path) -> None:
     async with listening(tmp_path / "a.sock", handlers) as path, AgentClient(path) as agent:
         with pytest.raises(GpumgrError, match=r"gave no answer within 0\.05 s"):
             await agent.get("/hang", timeout_seconds=0.05)
-        with pytest.raises(GpumgrError, match="ended the connection"):
+        with pytest.raises(AgentAway, match=ENDED):
             await agent.get("/die")
+
+
+async def test_what_speaks_no_http_is_told(tmp_path: Path) -> None:
+    async def babble(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+PONG\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    path = tmp_path / "a.sock"
+    async with await asyncio.start_unix_server(babble, path), AgentClient(path) as agent:
+        with pytest.raises(GpumgrError, match=f"what listens at {path} is no gpumgr agent") as error:
+            await agent.get("/api/state")
+    assert str(error.value).isprintable()
 
 
 async def test_events_of_any_size_come_one_after_another_until_the_agent_ends_them(tmp_path: Path) -> None:
@@ -123,7 +141,7 @@ async def test_events_of_any_size_come_one_after_another_until_the_agent_ends_th
         AgentClient(path) as agent,
     ):
         assert [state async for state in agent.stream("/s")] == [*states, {}]
-        with pytest.raises(GpumgrError, match="ended the connection"):
+        with pytest.raises(AgentAway, match=ENDED):
             _ = [state async for state in agent.stream("/s?dies=1")]
         with pytest.raises(GpumgrError, match="too many"):
             await anext(agent.stream("/no"))

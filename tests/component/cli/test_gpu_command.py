@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
-from gpumgr.cli import gpu
+from gpumgr.cli import draining, gpu
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import listening
@@ -40,9 +40,15 @@ class Agent:
         self.leaving = False
         self.uncordoned_meanwhile = False
         self.stale = 0
+        self.missing = False
+        self.lost_orders = 0
+        self.away: list[Callable[[web.Request], web.Response]] = []
         self.socket = Path()
 
     async def order(self, request: web.Request) -> web.Response:
+        if self.orders and self.lost_orders:
+            self.lost_orders -= 1
+            return gone(request)
         action, name, body = request.match_info["action"], request.match_info["gpu"], await request.json()
         self.orders.append((action, name, body["reason"], body["evict"]))
         if self.refusal:
@@ -67,10 +73,15 @@ class Agent:
         answer |= {"said": "GPU 00000000:18:00.0 was successfully reset.\nAll done."} if action == "reset" else {}
         return web.json_response(answer)
 
-    async def state(self, _request: web.Request) -> web.Response:
+    async def state(self, request: web.Request) -> web.Response:
+        if self.away:
+            return self.away.pop(0)(request)
         if self.stale:
             self.stale -= 1
             return web.json_response({"at": 1.0, "gpus": [], "containers": []})
+        if self.missing:
+            self.missing = False
+            return web.json_response({"at": time.time(), "gpus": [], "containers": []})
         if self.leaving:
             self.on = self.on[1:]
             self.strangers = []
@@ -86,9 +97,20 @@ class Agent:
         return await asyncio.to_thread(runner.invoke, gpu.command, [*arguments, "--socket", str(self.socket)])
 
 
+def gone(request: web.Request) -> web.Response:
+    """A process that was killed."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def failing(_request: web.Request) -> web.Response:
+    return web.json_response({"error": "not now"}, status=503)
+
+
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    monkeypatch.setattr(gpu, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(draining, "POLL_SECONDS", 0.01)
     made = Agent()
     handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.order, ("GET", "/api/state"): made.state}
     async with listening(tmp_path / "a.sock", handlers) as made.socket:
@@ -170,11 +192,42 @@ async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent:
     assert [(action, evict) for action, _, _, evict in agent.orders] == [("drain", True), ("drain", False)]
 
 
-async def test_a_drain_does_not_wait_for_ever(agent: Agent) -> None:
-    agent.on = [ROW]
+async def test_a_drain_does_not_wait_for_ever_and_ends_with_who_is_there_then(agent: Agent) -> None:
+    agent.on, agent.leaving = [ROW] * 1000, True
+    result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
+    assert result.exit_code == 1
+    assert f"still on it: {len(agent.on)} containers" in result.stdout
+    assert len(agent.on) < 1000
+
+
+async def test_a_drain_outlives_the_agent_and_asks_one_that_has_just_started(agent: Agent) -> None:
+    agent.on, agent.leaving, agent.missing = [ROW, ROW], True, True
+    agent.away, agent.lost_orders = [gone, gone, failing], 1  # aiohttp itself asks a second time
+    result = await agent.run("drain", "3", "--wait", "--timeout", "20")
+    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
+    ended = f"gpumgr: the agent at {agent.socket} ended the connection before its answer was whole; see its log; trying again"
+    assert result.stderr.splitlines() == [ended, "waiting for 1 container: team/train", ended]
+
+
+async def test_a_drain_whose_agent_does_not_come_back_ends_with_what_was_known(agent: Agent) -> None:
+    agent.on, agent.away = [ROW], [failing] * 1000
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
     assert "still on it: 1 container" in result.stdout
+    assert result.stderr == "gpumgr: not now; trying again\n"
+
+
+async def test_a_drain_that_meets_no_agent_at_all_says_so_at_once(agent: Agent, tmp_path: Path) -> None:
+    agent.socket = tmp_path / "other.sock"
+    result = await agent.run("drain", "3", "--wait")
+    assert "the agent does not run on this node" in str(result.exception)
+
+
+async def test_a_drain_is_not_waited_for_at_an_agent_that_refuses(agent: Agent) -> None:
+    agent.on = [ROW]
+    agent.away = [lambda _: web.json_response({"error": "you may not"}, status=403)]
+    result = await agent.run("drain", "3", "--wait")
+    assert str(result.exception) == "you may not"
 
 
 async def test_a_drain_ends_if_somebody_gives_the_gpu_back(agent: Agent) -> None:
@@ -189,6 +242,23 @@ async def test_the_settings_name_the_socket(agent: Agent, tmp_path: Path) -> Non
     arguments = ["cordon", "3", "--config", str(tmp_path / "gpumgr.yaml"), "--output", "json"]
     result = await asyncio.to_thread(CliRunner().invoke, gpu.command, arguments)
     assert json.loads(result.stdout)["gpu"]["uuid"] == UUID
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "\udcff"])
+@pytest.mark.parametrize("action", ["cordon", "drain", "uncordon", "reset"])
+async def test_a_name_that_is_none_is_not_asked_for(agent: Agent, action: str, name: str) -> None:
+    result = await agent.run(action, name)
+    assert result.exit_code == 2
+    assert ("it is no UTF-8 text" if name == "\udcff" else "no GPU is named: give its index") in result.stderr
+    assert agent.orders == []
+
+
+@pytest.mark.parametrize("action", ["cordon", "drain"])
+async def test_a_reason_that_is_no_utf8_is_told_here(agent: Agent, action: str) -> None:
+    result = await agent.run(action, "3", "--reason", "L\udcfcfter")
+    assert result.exit_code == 2
+    assert "Invalid value for '--reason': it is no UTF-8 text" in result.stderr
+    assert agent.orders == []
 
 
 @pytest.mark.parametrize("arguments", [["drain", "3", "--timeout", "5"], ["drain"], ["cordon", "3", "--output", "yaml"]])

@@ -76,10 +76,28 @@ async def test_watch_on_a_terminal_says_that_the_agent_is_away_and_ends_cleanly_
     assert "Traceback" not in process.out
 
 
-async def test_what_does_not_fit_is_counted_and_sigterm_gives_the_terminal_back(agent: FakeAgent, start: Start) -> None:
-    agent.state["containers"] = [container(str(n), f"p{n}", NAMES[0]) for n in range(40)]
+async def test_keys_show_what_does_not_fit_and_sigterm_gives_the_terminal_back(agent: FakeAgent, start: Start) -> None:
+    agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
-    await process.until("q quits; 32 more lines do not fit: see --gpu and --namespace")
+    shown = await process.until("q quits; lines 1-22 of 54: cursor and page keys show the others")
+    for keys, lines, last in (
+        ("\x1b[B", "2-23", "p08"),
+        ("\x1b[B\x1bOB", "4-25", "p10"),
+        ("\x1b[A", "3-24", "p09"),
+        ("\x1b[6~", "25-46", "p31"),
+        ("\x1b[6~", "33-54", "p39"),
+        ("\x1b[5~", "11-32", "p17"),
+        ("\x1b[F", "33-54", "p39"),
+        ("\x1b[H", "1-22", "p07"),
+        ("\x1b[A ", "23-44", "p29"),
+    ):
+        process.press(keys)
+        begin, shown = shown, await process.until(f"q quits; lines {lines} of 54", after=shown)
+        drawn = process.out[begin:shown]
+        assert f"team/{last} (main)" in drawn
+    agent.state["containers"] = agent.state["containers"][:20]
+    agent.push()
+    await process.until("q quits; lines 13-34 of 34", after=shown)
     process.terminate()
     assert await process.ended() == 0
     await process.until(FIRST_SCREEN)

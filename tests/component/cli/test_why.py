@@ -69,6 +69,13 @@ async def test_what_names_no_pod_is_wrong_input(agent: FakeAgent, gpumgr_command
     assert agent.asked == []
 
 
+async def test_a_name_that_is_no_utf8_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", "team/\udcff", "--socket", agent.socket)
+    assert (ended.code, ended.out) == (2, "")
+    assert "it is no UTF-8 text" in ended.err
+    assert agent.asked == []
+
+
 async def test_hostile_names_are_asked_for_as_they_are_and_shown_spelled_out(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     evil = "x\x1b[31m?limit=1#%2f\n"
     agent.stories["team", evil] = {**story(), "pod": evil}
@@ -90,7 +97,7 @@ async def test_without_the_agent_the_checkpoint_tells(folder: Path, socket: Path
         "What it asks for is not known: the agent does not answer. The decisions say what the kubelet asked for.\n"
         "\n"
         "What happened:\n"
-        "  2023-11-14 22:13:20Z  granted 30 cores to main in GetPreferredAllocation\n"
+        "  2023-11-14 22:13:20Z  granted 30 cores to main\n"
         "    GPU           cores free  blocks free  chosen, or why not\n"
         "    0 (11111111)         100          320  chosen\n"
         "    1 (22222222)         100           90\n"
@@ -99,6 +106,7 @@ async def test_without_the_agent_the_checkpoint_tells(folder: Path, socket: Path
         "\n"
         "Where it sits:\n"
         "  main has 30 cores and 0.5 GiB of GPU0 since 2023-11-14 22:13:20Z (allocation a1)\n"
+        "    why: the least free room\n"
         "    kept within its share by mps\n"
         "What it uses now is not known: the agent does not answer.\n"
     )

@@ -98,10 +98,10 @@ def entries() -> list[dict[str, Any]]:
     """Oldest first."""
     resnet = {"id": "a1", "pod": ["team", "resnet-0"], "pod_uid": "uid-resnet-0", "container": "main", "gpus": [NAMES[0]]}
     return [
-        entry(1, "granted", id="b2", pod=["team", "bert"], pod_uid="uid-bert", container="main", call="prefer", kind="core",
+        entry(1, "granted", id="b2", pod=["team", "bert"], pod_uid="uid-bert", container="main", call="allocate", kind="core",
               size=100, gpus=[NAMES[1]], evaluator="fragment", why="in the group that is nearest to used up: PIX with 1 of 2 free GPUs"),
         entry(2, "gpu", gpus=[NAMES[2]], code="lost", why="XID 79: the GPU has fallen off the bus"),
-        entry(3, "granted", **resnet, call="prefer", kind="core", size=30, evaluator="share", why=BEST, mechanisms=["mps"],
+        entry(3, "granted", **resnet, call="allocate", kind="core", size=30, evaluator="share", why=BEST, mechanisms=["mps"],
               candidates=[candidate(0, 70, 298), candidate(1, 0, 0), LOST]),
         entry(4, "granted", **resnet, call="allocate", kind="memory", size=20, why=BEST, mechanisms=["mps"]),
         entry(5, "refused", id="c3", pod=["team", "odd"], container="main", call="prefer", kind="core", size=60, code="no_fit",

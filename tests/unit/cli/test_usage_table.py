@@ -64,6 +64,17 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
     assert pods == ["team/busy", "team/fuller", "team/idle", "team/unknown", "team/other"]
 
 
+@pytest.mark.parametrize(
+    ("mechanisms", "kept", "limits"),
+    [(["none"], "-", "not kept"), (["mps-open"], "-", "not kept"), (["mps-open", "nvml-memory"], "nvml-memory", "within")],
+)
+def test_what_keeps_nobody_is_not_shown_as_keeping(mechanisms: list[str], kept: str, limits: str) -> None:
+    document = {**state(), "containers": [container("a", "p", NAMES[0], mechanisms=mechanisms)]}
+    assert usage_text(read_state(document), width=None).endswith(f"  {kept:<{max(7, len(kept))}}  {limits}")
+    narrow = limits if kept == "-" else f"{limits}, {kept}"
+    assert usage_text(read_state(document), width=80).endswith(f"-  {narrow}")
+
+
 def test_an_empty_node_and_one_that_is_not_ready_say_so() -> None:
     text = usage_text(read_state({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}), width=80)
     assert text.splitlines()[1] == "no driver was found yet"

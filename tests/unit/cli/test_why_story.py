@@ -19,7 +19,7 @@ It asks for:
   main: 30 cores and 20 memory blocks (5 GiB)
 
 What happened:
-  2026-09-21 13:56:43Z  granted 30 cores to main in GetPreferredAllocation
+  2026-09-21 13:56:43Z  granted 30 cores and 20 memory blocks (5 GiB) to main
     GPU           cores free  blocks free  chosen, or why not
     0 (0fe1c342)          70          298  chosen
     1 (1a2b3c4d)           0            0  too few cores
@@ -28,16 +28,13 @@ What happened:
     chosen: GPU0, by share: the least free room that fits: 70 cores and 298
       memory blocks before
     allocation a1, kept within its share by mps
-  2026-09-21 13:56:44Z  granted 20 memory blocks (5 GiB) to main in Allocate
-    chosen: GPU0: the least free room that fits: 70 cores and 298 memory blocks
-      before
-    allocation a1, kept within its share by mps
   2026-09-21 13:56:46Z  event OverLimit
     GPU0: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
 
 Where it sits:
   main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
     a1)
+    why: the least free room that fits: 100 cores and 318 memory blocks before
     kept within its share by mps
     now: busy 38% of the time, uses 6.0 GiB, 2 processes, over its memory"""
 
@@ -113,6 +110,63 @@ def test_a_gpu_that_had_room_too_is_said_to_have_had_it() -> None:
     )
     second = entry(2, "granted", **both, call="prefer", kind="memory", size=20)
     assert verdicts(told(of("p", first, second))) == ["has room, was not chosen"]
+
+
+def test_both_calls_of_an_allocation_are_one_decision_with_the_first_look_at_the_gpus() -> None:
+    main = {"id": "a", "container": "main", "call": "allocate", "gpus": [NAMES[0]], "why": "the best"}
+    first = entry(1, "granted", **main, kind="memory", size=20, evaluator="share", candidates=[candidate(0, 100, 318)])
+    second = entry(2, "granted", **main, kind="core", size=30, mechanisms=["mps"], candidates=[candidate(0, 100, 298)])
+    text = told(of("p", first, second))
+    assert "13:56:41Z  granted 30 cores and 20 memory blocks (5 GiB) to main\n" in text
+    assert "chosen: GPU0, by share: the best\n    allocation a, kept within its share by mps\n" in text
+    assert (text.count("granted"), text.count("cores free"), text.count("allocation a")) == (1, 1, 1)
+    assert verdicts(text) == ["chosen"]
+    assert "0 (0fe1c342)         100          318  chosen" in text
+
+
+@pytest.mark.parametrize(
+    ("second", "titles"),
+    [
+        (
+            {"what": "granted", "id": "b", "kind": "memory"},
+            ["granted 30 cores to main", "granted 1 memory block (0.25 GiB) to main"],
+        ),
+        ({"what": "granted", "id": "a", "kind": "core"}, ["granted 30 cores to main", "granted 1 core to main"]),
+        (
+            {"what": "refused", "id": "a", "kind": "memory"},
+            ["granted 30 cores to main", "refused 1 memory block (0.25 GiB) for main in Allocate"],
+        ),
+    ],
+)
+def test_other_decisions_are_told_one_by_one(second: dict[str, Any], titles: list[str]) -> None:
+    main = {"container": "main", "call": "allocate"}
+    both = entry(1, "granted", id="a", kind="core", size=30, **main), entry(2, second.pop("what"), size=1, **main, **second)
+    lines = told(of("p", *both)).splitlines()
+    assert [line.partition("Z  ")[2] for line in lines if line.startswith("  2026")] == titles
+
+
+def test_why_it_sits_there_is_told_once_for_all_gpus_of_an_allocation_also_when_its_decision_is_forgotten() -> None:
+    rows = [container("a", "p", NAMES[n], why="the nearest two") for n in (0, 1)] + [container("b", "p", NAMES[0], why="")]
+    text = told(of("p", allocations=rows))
+    assert "Nothing that happened to it is remembered." in text
+    assert (text.count("    why: the nearest two\n"), text.count("why:")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "sentence"),
+    [
+        ([], "nothing keeps it within its share"),
+        (["none"], "nothing keeps it within its share"),
+        (["mps-open"], "nothing keeps it within its share (mps-open: it is exempt)"),
+        (["mps-open", "nvml-memory"], "kept within its share by nvml-memory"),
+        (["mps", "nvml-memory"], "kept within its share by mps and nvml-memory"),
+    ],
+)
+def test_what_keeps_nobody_is_not_told_as_keeping(mechanisms: list[str], sentence: str) -> None:
+    granted = entry(1, "granted", id="a", call="allocate", kind="core", size=30, gpus=[NAMES[0]], mechanisms=mechanisms)
+    text = told(of("p", granted, allocations=[container("a", "p", NAMES[0], mechanisms=mechanisms)]))
+    assert f"\n    {sentence}\n" in text
+    assert f"    allocation a{f', {sentence}' if mechanisms else ''}\n" in text
 
 
 def test_lives_of_one_name_are_told_apart() -> None:

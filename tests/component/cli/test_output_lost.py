@@ -1,0 +1,34 @@
+"""What a command does when nobody can read what it prints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+FULL = Path("/dev/full")
+
+
+def gpumgr(*arguments: str, out: IO[bytes] | int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpumgr", *arguments], stdout=out, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["topology", "--sim", "dgx1-v100-8"], ["config", "--help"]])
+def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
+    with FULL.open("wb") as full:
+        ended = gpumgr(*arguments, out=full)
+    assert (ended.returncode, ended.stderr) == (1, "gpumgr: the output can't be written: No space left on device\n")
+
+
+def test_a_reader_that_is_gone_is_no_error_to_tell() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = gpumgr("topology", "--sim", "dgx1-v100-8", out=writing)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
