@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check lock wheel clean
+.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check docs sbom audit chart lock wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +69,18 @@ proto-check: venv ## prove that gpumgr/_pb is what proto/ says
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(MAKE) --no-print-directory proto PROTO_OUT=$$fresh/_pb && \
 	diff -r -x __pycache__ $$fresh/_pb gpumgr/_pb && echo "proto-check: gpumgr/_pb matches proto/"
+
+docs: venv ## the tables of config/README.md, from the code (a test fails while they are stale)
+	@$(PYTHON) -m tests.docs
+
+chart: venv ## config/kustomize/base and the values' schema, from the chart and the code (a test fails while they are stale)
+	@$(PYTHON) -m tests.e2e.chart
+
+sbom: venv ## what runs on nodes besides us: build/sbom.cdx.json (CycloneDX) and build/licenses.txt
+	@$(PYTHON) -m tests.supply
+
+audit: venv ## known vulnerabilities of what runs on nodes (network; pip-audit is fetched, and is not part of check)
+	@$(VENV)/bin/uv tool run pip-audit --strict --disable-pip --require-hashes --requirement config/image/requirements.lock
 
 lock: venv ## resolve the dependencies anew into requirements.lock (network)
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes \

@@ -3,16 +3,21 @@
 Rule 1. A reader of `Latest` sees the newest value, perhaps not every value, and never delays the writer.
 Rule 2. A state change under way is finished even if nobody waits for its answer any more (`run_shielded`).
 Rule 3. A daemon never ends in silence: one that returns has a bug and says so (`forever`).
+Rule 4. What only tells people something must not end the agent: its bugs are logged, and it goes on (`persistently`, `Bugs`).
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 import structlog
 
 T = TypeVar("T")
+
+#: How often a bug is told that comes again and again.
+BUG_AGAIN_SECONDS: Final = 60.0
 
 _log = structlog.get_logger(__name__)
 #: Strong references: the event loop itself keeps only weak ones to its tasks.
@@ -118,6 +123,43 @@ async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
     """
     await work()
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
+
+
+class Bugs:
+    """Bugs that something survives, for the log: with their traceback, one in a minute however many there are. `clock` is monotonic,
+    in seconds."""
+
+    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
+        self._told_at = float("-inf")
+        self._number = 0
+
+    def tell(self, error: Exception) -> None:
+        self._number += 1
+        now = self._clock()
+        if now - self._told_at >= BUG_AGAIN_SECONDS:
+            self._told_at = now
+            _log.error("daemon_failed", daemon=self._name, error=repr(error), number=self._number, exc_info=error)
+
+
+async def persistently(
+    name: str,
+    work: Callable[[], Awaitable[object]],
+    *,
+    pause_seconds: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> NoReturn:
+    """Runs a daemon that the agent can do without for a while: after an error, or a return, it begins anew in `pause_seconds`.
+
+    `work` must leave things so that it can begin anew. Errors are bugs, and told as `Bugs` tells them.
+    """
+    bugs = Bugs(name, clock=clock)
+    while True:
+        try:
+            await forever(name, work)
+        except Exception as error:
+            bugs.tell(error)
+        await asyncio.sleep(pause_seconds)
 
 
 async def every(

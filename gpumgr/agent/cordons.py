@@ -15,11 +15,12 @@ REASON_CHARACTERS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cordon:
-    """`since` is in unix seconds. `draining`: those who are still on the GPU shall go, too."""
+    """`since` is in unix seconds. `draining`: those who are still on the GPU shall go, too; `evict`: the API server is asked for it."""
 
     reason: str = ""
     since: float = 0.0
     draining: bool = False
+    evict: bool = False
 
     @property
     def sentence(self) -> str:
@@ -36,7 +37,12 @@ def decode_cordons(note: str) -> dict[str, Cordon]:
     """Raises CheckpointError: a GPU that was taken out of service must not come back because nobody can read why it was."""
     try:
         return {
-            str(uuid): Cordon(reason=str(kept["reason"]), since=float(kept["since"]), draining=bool(kept["draining"]))
+            str(uuid): Cordon(
+                reason=str(kept["reason"]),
+                since=float(kept["since"]),
+                draining=bool(kept["draining"]),
+                evict=bool(kept.get("evict", False)),  # notes of before did not say
+            )
             for uuid, kept in json.loads(note).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:

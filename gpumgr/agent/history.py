@@ -1,7 +1,7 @@
 """The last things that happened, in memory, and what of them is not on disk yet.
 
-A grant's entry is saved in the grant's own transaction; everything else follows within a moment, and is lost if the process is killed
-before. Nobody waits for it.
+A grant's entry is saved in the grant's own transaction, a cordon's in the cordon's; everything else follows within a moment, and is
+lost if the process is killed before. Nobody waits for it.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 from typing import Final, NoReturn
 
 import structlog
@@ -16,7 +17,7 @@ import structlog
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.aio import Latest
 from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
-from gpumgr.allocator.ledger import Change
+from gpumgr.allocator.ledger import AllocationId, Change
 from gpumgr.errors import CheckpointError
 
 log = structlog.get_logger(__name__)
@@ -26,32 +27,47 @@ GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many entries back a repetition is looked for.
 REPEATS_WITHIN: Final = 50
+#: How many numbers a start leaves out: the agent may have been killed after it told of entries that were not saved yet.
+SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
+
+#: What makes two entries say the same, all but when and what the GPUs had left. One call each: the kubelet waits.
+_decisive: Final = attrgetter(
+    "what", "code", "id", "pod", "pod_uid", "container", "call", "kind", "size", "gpus", "evaluator", "why", "mechanisms"
+)
 
 
 class History:
-    """At most `capacity` entries, oldest first. `latest` holds the number of the newest, for whoever wants to hear of news."""
+    """The newest `capacity` entries, and of older ones the grants of allocations that live. `latest` holds the number of the newest, for
+    whoever wants to hear of news."""
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
-        self._checkpoint, self._wall_clock = checkpoint, wall_clock
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
+        self._newest: deque[Entry] = deque()
+        #: Of each allocation that lives the grants that are not among the newest any more.
+        self._grants: dict[AllocationId, list[Entry]] = {}
         self._unsaved: deque[Entry] = deque(maxlen=capacity)
         self._news = asyncio.Event()
         self._listeners: list[Callable[[Entry], None]] = []
         self._number = 0
         self.latest = Latest(0)
 
-    def restore(self, entries: Iterable[Entry]) -> None:
-        """After a restart: what the checkpoint kept."""
-        self._entries.extend(entries)
-        self._number = max((entry.number for entry in self._entries), default=0)
-        self.latest.set(self._number)
+    def restore(self, entries: Iterable[Entry], *, living: Iterable[AllocationId]) -> None:
+        """After a restart: what the checkpoint kept, oldest first, and the allocations that live."""
+        self._grants = {allocation: [] for allocation in living}
+        for entry in entries:
+            self._keep(entry)
+        newest = self._newest[-1].number if self._newest else 0
+        self._number = newest + SKIPPED_NUMBERS
+        self.latest.set(newest)
 
     def subscribe(self, hear: Callable[[Entry], None]) -> None:
         """From now on `hear` is called with each entry."""
         self._listeners.append(hear)
 
     def entries(self) -> Sequence[Entry]:
-        return tuple(self._entries)
+        """Oldest first."""
+        grants = [entry for entries in self._grants.values() for entry in entries]
+        return (*sorted(grants, key=lambda entry: entry.number), *self._newest)
 
     def now(self) -> float:
         """Unix seconds."""
@@ -66,7 +82,12 @@ class History:
         """`saved`: it is on disk already. An entry without a number gets one."""
         if not entry.number:
             entry = self.numbered(entry)
-        self._entries.append(entry)
+        if entry.id is not None:
+            if entry.what == "granted":
+                self._grants.setdefault(entry.id, [])
+            elif entry.what == "freed":
+                self._grants.pop(entry.id, None)
+        self._keep(entry)
         for hear in self._listeners:
             hear(entry)
         self.latest.set(entry.number)
@@ -76,9 +97,17 @@ class History:
 
     def add_news(self, entry: Entry) -> None:
         """Adds it unless the like was told a moment ago: the kubelet repeats a start that was refused again and again."""
-        recent = islice(reversed(self._entries), REPEATS_WITHIN)
-        if not any(_alike(entry, before) for before in recent):
+        said = _decisive(entry)
+        recent = islice(reversed(self._newest), REPEATS_WITHIN)
+        if not any(_decisive(before) == said for before in recent):
             self.add(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        self._newest.append(entry)
+        if len(self._newest) > self._capacity:
+            oldest = self._newest.popleft()
+            if oldest.what == "granted" and oldest.id in self._grants:
+                self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
         """Writes what is new, for ever. A disk that is full is told once, and tried again."""
@@ -104,7 +133,3 @@ class History:
             self._unsaved = deque((entry for entry in self._unsaved if entry.number not in saved), maxlen=self._unsaved.maxlen)
         if not self._unsaved:
             self._news.clear()
-
-
-def _alike(one: Entry, other: Entry) -> bool:
-    return replace(one, number=0, at=0.0, candidates=()) == replace(other, number=0, at=0.0, candidates=())

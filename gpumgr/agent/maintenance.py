@@ -1,7 +1,8 @@
 """What an operator does with one GPU: cordon, drain, uncordon, reset.
 
 1. A cordon is on disk before it is confirmed, and in force when it is: no grant is decided after it that does not know of it.
-2. A drain is a cordon that also tells who is still there, and may ask the API server to evict them. It ends nobody itself.
+2. A drain is a cordon that also tells who is still there, and may ask the API server to evict them, after a restart again, until the
+   GPU is uncordoned. It ends nobody itself.
 3. Only a GPU that is cordoned and empty is reset. NVML can't do that, so the driver's own program does; what it says is passed on.
 """
 
@@ -14,14 +15,13 @@ import structlog
 
 from gpumgr.agent.books import Books
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
+from gpumgr.agent.evictions import Announcer, Evictions
 from gpumgr.agent.gpu_names import find_card
-from gpumgr.agent.occupants import container_row, pod_of, stranger_rows
+from gpumgr.agent.occupants import container_row, stranger_rows
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import Card
-from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.topology.devices import GpuProcess
 from gpumgr.usage.picture import NodeUse
@@ -30,8 +30,6 @@ log = structlog.get_logger(__name__)
 
 Action = Literal["cordon", "drain", "uncordon", "reset"]
 
-#: Code of a pod's entry in the history.
-EVICTED = "GpuDrained"
 #: How many of those who are in the way a refusal names.
 NAMED = 8
 
@@ -66,12 +64,6 @@ class Health(Protocol):
         ...
 
 
-class Evict(Protocol):
-    """Asks the API server to evict this life of a pod; does not wait (gpumgr.kubeapi.announcer.Announcer.evict)."""
-
-    def __call__(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
-
-
 #: Resets the GPU with this UUID; what the driver's program said. Raises NvmlError with its words if it did not.
 Reset = Callable[[str], Awaitable[str]]
 
@@ -79,7 +71,7 @@ Reset = Callable[[str], Awaitable[str]]
 class Maintenance:
     """`restore` comes before the first GPU is offered.
 
-    `evict` None: there is no API server. `kept_by` says of a UUID, in words that follow "can't be reset:", what of our own has the GPU
+    `announcer` None: there is no API server. `kept_by` says of a UUID, in words that follow "can't be reset:", what of our own has the GPU
     in use (an MPS daemon), None if nothing has. `use` is the latest look at who uses what.
     """
 
@@ -90,13 +82,14 @@ class Maintenance:
         health: Health,
         checkpoint: Checkpoint,
         pods: Pods,
-        evict: Evict | None,
+        announcer: Announcer | None,
         reset: Reset,
         kept_by: Callable[[str], str | None] = lambda _: None,
         use: Callable[[], NodeUse | None] = lambda: None,
     ) -> None:
         self._books, self._health, self._checkpoint, self._pods = books, health, checkpoint, pods
-        self._evict, self._reset, self._kept_by, self._use = evict, reset, kept_by, use
+        self._reset, self._kept_by, self._use = reset, kept_by, use
+        self._evictions = Evictions(books=books, pods=pods, announcer=announcer) if announcer is not None else None
         self._cordons: Mapping[str, Cordon] = {}
         self._turn = asyncio.Lock()
 
@@ -110,6 +103,14 @@ class Maintenance:
         self._cordons = decode_cordons(notes.get(CORDONS_NOTE, "{}"))
         for uuid, cordon in self._cordons.items():
             self._health.hold(uuid, cordon.sentence)
+
+    async def evict_again(self) -> None:
+        """After a restart, once the API server's pods are known: asks for the evictions that drains of before it asked for."""
+        async with self._turn:
+            for uuid, cordon in self._cordons.items():
+                card = self._books.ledger.cards.by_uuid.get(uuid)
+                if card is not None and cordon.evict and self._evictions is not None:
+                    self._evictions.ask(card, cordon, again=True)
 
     async def follow(self, order: Order) -> Mapping[str, Any]:
         """Carries the order out, to its end even if nobody waits for it any more; what became of it and who is on the GPU, as JSON.
@@ -129,6 +130,8 @@ class Maintenance:
                     done = await self._close(card, order)
                 case "uncordon":
                     done = {"changed": await self._put(card, None, order.reason)}
+                    if self._evictions is not None:
+                        self._evictions.cancel(card)
                 case "reset":
                     done = await self._reset_empty(card, order)
             return {"action": order.action, **self._state(card), **done}
@@ -138,17 +141,19 @@ class Maintenance:
     async def _close(self, card: Card, order: Order) -> dict[str, Any]:
         """A cordon never takes a drain back, and one without a reason keeps the reason of before."""
         drain = order.action == "drain"
-        if drain and order.evict and self._evict is None:
+        evict = drain and order.evict
+        if evict and self._evictions is None:
             raise Refusal(
                 "invalid_request",
                 "there is no API server to ask for evictions: this agent runs standalone; drain without evicting, and end the pods another "
                 "way",
             )
         before = self._cordons.get(card.uuid) or Cordon(since=self._books.history.now())
-        cordon = replace(before, reason=order.reason or before.reason, draining=before.draining or drain)
+        reason = order.reason or before.reason
+        cordon = replace(before, reason=reason, draining=before.draining or drain, evict=before.evict or evict)
         done: dict[str, Any] = {"changed": await self._put(card, cordon, cordon.reason)}
-        if drain and order.evict:
-            done |= self._evict_all(card, cordon)
+        if evict and self._evictions is not None:
+            done |= self._evictions.ask(card, cordon)
         return done
 
     async def _put(self, card: Card, cordon: Cordon | None, why: str) -> bool:
@@ -158,8 +163,10 @@ class Maintenance:
         cordons = {uuid: kept for uuid, kept in self._cordons.items() if uuid != card.uuid}
         if cordon is not None:
             cordons[card.uuid] = cordon
+        code = "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned"
+        entry = self._books.history.numbered(self._entry(card, code, why))
         try:
-            await self._checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons))
+            await self._checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons), (entry,))
         except CheckpointError as error:
             raise Refusal("internal", f"it can't be remembered, so nothing was changed: {error}") from error
         self._cordons = cordons
@@ -168,13 +175,12 @@ class Maintenance:
         else:
             self._health.hold(card.uuid, cordon.sentence)
         await self._health.tell_health()
-        self._tell(card, "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned", why)
+        log.info(f"gpu_{code}", gpu=card.uuid, reason=why)
+        self._books.history.add(entry, saved=True)
         return True
 
-    def _tell(self, card: Card, code: str, why: str) -> None:
-        log.info(f"gpu_{code}", gpu=card.uuid, reason=why)
-        history = self._books.history
-        history.add(Entry(at=history.now(), what="gpu", code=code, gpus=(card.name,), why=why))
+    def _entry(self, card: Card, code: str, why: str) -> Entry:
+        return Entry(at=self._books.history.now(), what="gpu", code=code, gpus=(card.name,), why=why)
 
     # -- who is there ------------------------------------------------------------------------------------------------------
 
@@ -192,39 +198,6 @@ class Maintenance:
             "containers": containers,
             "strangers": strangers,
         }
-
-    def _evict_all(self, card: Card, cordon: Cordon) -> dict[str, Any]:
-        """Each pod once. `not_evicted` are those of whom nobody knows which pod they are."""
-        reason = f"{self._label(card)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
-        pods: dict[tuple[PodKey, str], Allocation] = {}
-        nameless = []
-        for holder in self._books.ledger.on(card.name):
-            if name := pod_of(holder, self._pods):
-                pods.setdefault(name, holder)
-            else:
-                nameless.append(holder.describe())
-        for (pod, uid), holder in pods.items():
-            self._evict_pod(pod, uid, holder, reason)
-        return {"evicting": ["/".join(pod) for pod, _ in pods], "not_evicted": nameless}
-
-    def _evict_pod(self, pod: PodKey, uid: str, holder: Allocation, why: str) -> None:
-        assert self._evict is not None
-        self._evict(pod, uid, reason=why)
-        log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=why)
-        history = self._books.history
-        history.add(
-            Entry(
-                at=history.now(),
-                what="event",
-                code=EVICTED,
-                id=holder.id,
-                pod=pod,
-                pod_uid=uid,
-                container=holder.container,
-                gpus=holder.gpus,
-                why=f"the pod is evicted: {why}",
-            )
-        )
 
     # -- reset -------------------------------------------------------------------------------------------------------------
 
@@ -247,7 +220,9 @@ class Maintenance:
         except NvmlError as error:
             log.warning("gpu_not_reset", gpu=card.uuid, reason=str(error))
             raise Refusal("conflict", f"{label} was not reset: {error}") from error
-        self._tell(card, "reset", order.reason or cordon.reason)
+        why = order.reason or cordon.reason
+        log.info("gpu_reset", gpu=card.uuid, reason=why)
+        self._books.history.add(self._entry(card, "reset", why))
         return {"said": said}
 
     async def _refuse_processes(self, card: Card) -> None:

@@ -3,20 +3,27 @@
 from typing import Any
 
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.tenants import view_of
 from gpumgr.allocator.ids import Card
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.picture import NodeUse
 
 
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
-    """Name and UID of its pod, as far as the ledger or the API server knows them."""
-    if holder.pod and holder.uid:
-        return holder.pod, holder.uid
-    view = pods.by_uid(holder.uid) if holder.uid else view_of(holder, pods)
-    return ((view.namespace, view.name), view.uid) if view else None
+    """Name and UID of its pod, as far as the API server or the ledger knows them; of a static pod the UID is its mirror's."""
+    view = shown_pod_of(holder, pods)
+    if view is not None:
+        return view.key, view.uid
+    return (holder.pod, holder.uid) if holder.pod and holder.uid else None
+
+
+def shown_pod_of(holder: Allocation, pods: Pods) -> PodView | None:
+    """Its pod as the API server has it, this very life of it. Of a static pod the ledger may have the kubelet's UID, or its mirror's."""
+    view = pods.get(holder.pod) if holder.pod else None
+    if view is None and holder.uid:
+        view = pods.by_uid(holder.uid)
+    return view if view is not None and holder.uid in (None, view.uid, view.runtime_uid) else None
 
 
 def container_row(card: Card, holder: Allocation, pods: Pods) -> dict[str, Any]:

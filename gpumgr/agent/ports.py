@@ -1,8 +1,9 @@
 """What the agent needs of the world. Stations implement these; nothing in the agent imports a station."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
@@ -18,7 +19,9 @@ class Checkpoint(Protocol):
 
     async def save(self, change: Change) -> None: ...
 
-    async def save_note(self, key: str, value: str) -> None: ...
+    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+        """`entries` are what the history tells of it, in the same transaction."""
+        ...
 
 
 class PodResources(Protocol):

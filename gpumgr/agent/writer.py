@@ -12,31 +12,26 @@ from dataclasses import dataclass, replace
 import structlog
 
 from gpumgr.agent.admission import Admission, Pending
+from gpumgr.agent.answers import Answers
 from gpumgr.agent.asking import Asking
 from gpumgr.agent.books import Books
 from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, Pods
-from gpumgr.agent.tenants import tenant_of, view_of
-from gpumgr.allocator.answer import HostPaths, core_answer, memory_answer
+from gpumgr.agent.starts import Starts
+from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.candidates import candidates
 from gpumgr.allocator.choose import Ask, Choice, choose, open_allocation
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call
-from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.response import ContainerResponse, merged
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.response import ContainerResponse
 from gpumgr.errors import CheckpointError, Refusal
-from gpumgr.evaluators.select import check_request
-from gpumgr.units import CORES_PER_GPU, KINDS, Kind
+from gpumgr.units import CORES_PER_GPU, Kind
 
 log = structlog.get_logger(__name__)
-
-#: What a share has where nothing enforces.
-NO_MECHANISM = ("none",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +61,17 @@ class Agent:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.books, self.admission, self.housekeeping = books, admission, housekeeping
-        self._pods, self._enforcement, self._host = pods, enforcement, host
-        self._make_dir, self._new_id = make_dir, new_id
-        self._wall_clock = wall_clock
+        self._enforcement, self._new_id, self._wall_clock = enforcement, new_id, wall_clock
+        self._answers = Answers(books=books, pods=pods, enforcement=enforcement, host=host)
+        self._starts = Starts(
+            books=books,
+            housekeeping=housekeeping,
+            pods=pods,
+            enforcement=enforcement,
+            answers=self._answers,
+            allocation_dir=host.allocation_dir,
+            make_dir=make_dir,
+        )
         #: May be switched at any time; from the next call on.
         self.share_mode = share_mode
 
@@ -88,7 +91,7 @@ class Agent:
     async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
         with self._telling("pre_start", kind, len(device_ids)) as asking:
-            await self._pre_start(asking, device_ids)
+            await self._starts.start(asking, device_ids)
 
     @contextmanager
     def _telling(self, call: Call, kind: Kind, size: int) -> Iterator[Asking]:
@@ -175,7 +178,7 @@ class Agent:
             self._refuse_share(kind, len(device_ids))
             allocation = grant(books.node(), books.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why)
             allocation = self._with_terms(allocation, caller)
-            answer = self._answer(allocation, kind)
+            answer = self._answers.whole(allocation, kind)
             try:
                 await books.commit(
                     books.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator, self._wall_clock())
@@ -206,21 +209,6 @@ class Agent:
         terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
 
-    def _answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
-        return self._enforcement.answer(self._base_answer(allocation, kind), kind, allocation, self._tenant(allocation))
-
-    def _base_answer(self, allocation: Allocation, kind: Kind) -> ContainerResponse:
-        """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
-        if kind == "memory":
-            return memory_answer(allocation)
-        return core_answer(allocation, self.books.inventory.granted(self.books.ledger.cards), self._host)
-
-    def _tenant(self, allocation: Allocation) -> Tenant | None:
-        if not allocation.mechanisms:
-            return None
-        books = self.books
-        return tenant_of(allocation, books.ledger.cards, books.inventory, view_of(allocation, self._pods))
-
     def _log_grant(self, kind: Kind, allocation: Allocation, size: int, evaluator: str | None) -> None:
         pod = "/".join(allocation.pod) if allocation.pod else None
         log.info(
@@ -235,101 +223,3 @@ class Agent:
             evaluator=evaluator,
             why=allocation.why,
         )
-
-    # -- PreStartContainer -------------------------------------------------------------------------------------------------
-
-    async def _pre_start(self, asking: Asking, device_ids: Sequence[str]) -> None:
-        books, kind = self.books, asking.kind
-        masks = books.ledger.cards.known(kind, device_ids)
-        if count(masks) < len(device_ids):
-            self._confirm_anonymous(kind, device_ids)
-            return
-        holders = _holders(books.ledger, kind, masks)
-        if not holders or holders[-1].container is None:
-            try:
-                await self.housekeeping.learn()
-            except CheckpointError as error:
-                log.error("name_not_remembered", error=str(error))
-            holders = _holders(books.ledger, kind, masks)
-        if not holders:
-            raise Refusal(
-                "conflict", f"the container's {len(device_ids)} {kind} ids ({device_ids[0]} ...) are in nobody's name here"
-            )
-        allocation = holders[-1]
-        asking.id = allocation.id
-        view = self._pods.get(allocation.pod) if allocation.pod else None
-        spec = view.container(allocation.container) if view and allocation.container else None
-        asking.caller = Caller(pod=allocation.pod, view=view_of(allocation, self._pods), spec=spec)
-        if spec is not None:
-            check_request(spec.cores, spec.memory_blocks)
-        else:
-            check_request(allocation.core_count, allocation.block_count)
-        if books.is_open(allocation.id):
-            async with books.lock:
-                books.close_open()
-                books.tell()
-        self._make_folders(holders)
-        if kind == "core":  # every share has cores; one of the container's two calls is enough
-            for holder in holders:
-                await self._start(holder)
-
-    async def _start(self, allocation: Allocation) -> None:
-        cards = self.books.ledger.cards
-        if allocation.whole:
-            await self._enforcement.vacate([cards.by_name[gpu].uuid for gpu in allocation.gpus])
-        self._check_exemption(allocation)
-        allocation = self._with_known_terms(allocation)
-        base = merged(*(self._base_answer(allocation, each) for each in KINDS if allocation.held(each)))
-        await self._enforcement.start(base, allocation, self._tenant(allocation))
-
-    def _with_known_terms(self, allocation: Allocation) -> Allocation:
-        """A share that came into the ledger without its answer (the checkpoint was lost): nobody knows what it was promised."""
-        if allocation.whole or allocation.anonymous or allocation.mechanisms:
-            return allocation
-        mechanisms = self._enforcement.terms(view_of(allocation, self._pods), share=True).mechanisms
-        if mechanisms != NO_MECHANISM:
-            raise Refusal(
-                "internal",
-                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
-                "again",
-            )
-        return replace(allocation, mechanisms=mechanisms)
-
-    def _check_exemption(self, allocation: Allocation) -> None:
-        """An exception of the operator's is for the pods that he named, whoever the caller seemed to be when it was granted."""
-        exemption = allocation.exemption
-        if exemption is None:
-            return
-        view = view_of(allocation, self._pods)
-        if allocation.pod is None or ("/" in exemption and view is None):
-            raise Refusal(
-                "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"
-            )
-        if exemption not in (allocation.pod[0], view.account if view else None):
-            raise Refusal(
-                "conflict",
-                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
-                f"the pod and create it again",
-            )
-
-    def _make_folders(self, allocations: Sequence[Allocation]) -> None:
-        for allocation in allocations:
-            folder = f"{self._host.allocation_dir}/{allocation.id}"
-            try:
-                self._make_dir(folder)
-            except OSError as error:
-                raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
-
-    def _confirm_anonymous(self, kind: Kind, device_ids: Sequence[str]) -> None:
-        """A container admitted under gpu-manager starts again: its ids name no GPU, its record does."""
-        if not any(a.anonymous for a in self.books.ledger.allocations.values()):
-            raise Refusal(
-                "unknown_device",
-                f"the container holds {kind} ids that this node never offered ({device_ids[0]} ...), and no record of gpu-manager explains "
-                f"them; delete the pod and create it again",
-            )
-
-
-def _holders(ledger: Ledger, kind: Kind, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids; of several (init containers and who took over) the one that holds them now is last."""
-    return sorted((a for a in ledger.holders(kind, masks) if a.held(kind) == masks), key=lambda a: not a.init)

@@ -6,7 +6,7 @@ from typing import Final, Literal
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import GpuName, Kind
 
-#: How many entries are kept, in memory and on disk.
+#: How many entries are kept, in memory and on disk, beside the grants of allocations that live.
 HISTORY_ENTRIES: Final = 1000
 
 #: "granted" and "refused" are decisions about a call of the kubelet's; "freed" is an allocation's end; "event" is what a pod was told
@@ -32,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing that happened, at `at` (unix seconds). `number` grows from entry to entry, over restarts too.
+    """One thing that happened, at `at` (unix seconds). `number` grows from entry to entry, over restarts too, with gaps.
 
     `id` is one name for all that concerns one allocation, in the log, the pod's events and annotations and here: the allocation's id,
     or for a refusal the one that it would have had. `size` counts cores or memory blocks, as `kind` says. `why` is the evaluator's

@@ -2,7 +2,9 @@
 
 Rule 1. The decision's path only leaves a word here (`hear`); all else happens in `look`, a moment later.
 Rule 2. A pod is told once its calls have been answered: its containers and both resources together are one patch and one event.
-Rule 3. Annotations follow the ledger, not the news: what is renamed, adopted, or was not written before a restart, is written then.
+Rule 3. A bug in here must not end the agent, nor fail what it is told of: whoever calls us hears nothing of it, the log does. `look` lets
+        it through to who runs us, and what it stumbled over is not looked at a second time.
+Rule 4. Annotations follow the ledger, not the news: what is renamed, adopted, or was not written before a restart, is written then.
         A pod that the API server has not shown yet waits, since only its UID tells it from another of the same name.
 """
 
@@ -15,6 +17,7 @@ from typing import Final, NoReturn, Protocol
 
 from gpumgr.agent.books import Books
 from gpumgr.agent.ports import Pods
+from gpumgr.aio import Bugs
 from gpumgr.allocator.annotations import ALLOCATIONS, pod_annotations
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -73,6 +76,7 @@ class Announcing:
         self._next_check = clock() + CHECK_SECONDS
         self._next_description = clock()
         self._looks_at = clock()
+        self._bugs = Bugs("announcing", clock=clock)
         for entry in books.history.entries():
             self._remember(entry)
         books.history.subscribe(self.hear)
@@ -101,6 +105,12 @@ class Announcing:
 
     def hear(self, entry: Entry) -> None:
         """An entry of the history; a decision may be waiting for us to return."""
+        try:
+            self._hear(entry)
+        except Exception as error:
+            self._bugs.tell(error)
+
+    def _hear(self, entry: Entry) -> None:
         self._remember(entry)
         match entry.what:
             case "granted" if entry.id:
@@ -111,7 +121,8 @@ class Announcing:
             case "refused" | "event":
                 if entry.call in ("prefer", "allocate"):
                     self._untold -= {a.id for a in self._books.ledger.of(entry.pod, entry.pod_uid)}  # the kubelet fails the pod
-                self._tell_pod_news(entry)
+                if entry.code != telling.NOT_ENFORCED:  # the event of the placement says it
+                    self._tell_pod_news(entry)
             case "gpu":
                 if self._write_events:
                     self._announcer.event(telling.gpu_news(self._node, entry, self._books.node().label))
@@ -128,21 +139,26 @@ class Announcing:
 
     def _pod_changed(self, before: PodView | None, after: PodView | None) -> None:
         if before is not None and after is None:
-            self._written.pop(before.uid, None)
-            self._announcer.forget_pod(before.key, before.uid)
+            try:
+                self._written.pop(before.uid, None)
+                self._announcer.forget_pod(before.key, before.uid)
+            except Exception as error:
+                self._bugs.tell(error)
 
     # -- once a second, and when pods have settled -------------------------------------------------------------------------
 
     def look(self) -> None:
         """Says what there is to say; cheap if that is nothing."""
         now = self._clock()
-        self._follow_ledger(now)
-        if self._due or self._renamed:
-            self._settle(now)
-        self._tell_late(now)
-        if now >= self._next_description:
-            self._next_description = now + LOOK_SECONDS
-            self._describe()
+        try:
+            self._follow_ledger(now)
+            if self._due or self._renamed:
+                self._settle(now)
+            self._tell_late(now)
+        finally:
+            if now >= self._next_description:
+                self._next_description = now + LOOK_SECONDS
+                self._describe()
 
     def _follow_ledger(self, now: float) -> None:
         ledger, before = self._books.ledger, self._seen.allocations
@@ -176,10 +192,10 @@ class Announcing:
             dues = [self._due[a.id] for a in allocations if a.id in self._due]
             if dues and max(dues) <= now and all(gpu in shown for a in allocations for gpu in a.gpus):
                 self._tell(uid, allocations)
-        for pod in self._renamed:
-            if (view := self._pods.get(pod)) is not None and view.uid not in pods and not view.ended:
+        while self._renamed:
+            view = self._pods.get(self._renamed.pop())
+            if view is not None and view.uid not in pods and not view.ended:
                 self._annotate(view, {})
-        self._renamed.clear()
 
     def _tell(self, uid: str, allocations: list[Allocation]) -> None:
         """A pod that failed, as one does with a container that was refused, has nothing any more."""

@@ -11,8 +11,9 @@ from gpumgr.topology.labels import gpu_labels
 
 #: For so long the agent may be without kubelet or driver before the condition tells of it: both come and go with restarts.
 PATIENCE_SECONDS: Final = 15.0
-#: Why a GPU takes nothing new although it is well: what an ended pod left passes, what an operator does is told in his own words.
-_NO_TROUBLE: Final = ("quarantine", "operator")
+#: Why a GPU takes nothing new although it is well, as in the alert rules (config/prometheus/gpumgr.rules.yaml): what an ended pod left
+#: passes, what an operator does is told in his own words, MIG was chosen, and a driver that is away is told of the node.
+_NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
 class NodeSide(Protocol):
@@ -85,7 +86,9 @@ def _troubles(picture: Picture, *, tell_not_ready: bool) -> Iterator[tuple[str, 
         label, cordon = view.node.label(card.name), picture.cordons.get(card.uuid)
         if cordon is not None:
             cordoned.append(("GpuCordoned", f"{label} is cordoned" + (f": {cordon.reason}" if cordon.reason else "")))
-        if card.name in failures or (cordon is None and words.get(card.name, "quarantine") not in _NO_TROUBLE):
+        word = words.get(card.name, "quarantine")
+        failed = card.name in failures and word != "nvml_down"
+        if failed or (cordon is None and word not in _NO_TROUBLE):
             yield "GpuUnhealthy", f"{label}: {view.node.unfit[card.name]}"
     yield from cordoned
     if tell_not_ready:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.announcer import Announcer
+from gpumgr.kubeapi.telling import NOT_ENFORCED
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
@@ -44,8 +46,6 @@ CHOICE_SECONDS = 60.0
 RUNTIME_SECONDS = 0.5
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
-#: Reason of the event of a container that runs without limits.
-NOT_ENFORCED = "GpuLimitNotEnforced"
 
 
 class Enforcing:
@@ -81,6 +81,7 @@ class Enforcing:
             exclusive_process=settings.mps.exclusive_process,
             idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
+            in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
         )
         self.vcuda = VcudaBackend(
             allocation_dir=settings.container.allocation_dir,
@@ -250,7 +251,8 @@ class Enforcing:
         return None if started is None else await self.containers.of_process(pid, started)
 
     def _not_enforced(self, tenant: Tenant, message: str) -> None:
-        """The container runs without limits, which its owner can see in the pod's events; of a repeated start nothing is said."""
+        """The container runs without limits: the history says so, and to its owner the event of its placement did. Of a repeated start
+        nothing is said."""
         view = self._pods.get(tenant.pod) if tenant.pod else None
         uid = tenant.pod_uid or (view.uid if view else None)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())

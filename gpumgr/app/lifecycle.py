@@ -15,7 +15,9 @@ from functools import partial
 import structlog
 
 from gpumgr import __version__
-from gpumgr.aio import finish_shielded, forever
+from gpumgr.agent.cordons import CORDONS_NOTE
+from gpumgr.agent.maintenance import Maintenance
+from gpumgr.aio import finish_shielded, forever, persistently
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
 from gpumgr.app.recovery import read_entries, reconcile, take_over
@@ -28,6 +30,7 @@ from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
 from gpumgr.display.server import DisplayServer
 from gpumgr.display.service import GpuDisplay
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
 from gpumgr.metrics.lag import watch_loop
 from gpumgr.sdnotify import Notifier
@@ -64,11 +67,13 @@ async def run(
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
     async with contextlib.AsyncExitStack() as stack:
         _lock_node(settings, stack)
-        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir)
+        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
         if loaded.set_aside is not None:
             log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
+        if loaded.notes_lost:
+            log.error("cordons_lost", consequence="GPUs that were cordoned may take pods again: look, and cordon them again")
         podside = await stack.enter_async_context(PodSide.open(settings))
         station = Station(
             settings,
@@ -80,7 +85,7 @@ async def run(
         )
         stack.push_async_callback(station.close)
         history = station.books.history
-        history.restore(loaded.history)
+        history.restore(loaded.history, living=loaded.ledger.allocations)
         if loaded.unreadable:
             log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
         await station.enforcing.open(station.books, lost=loaded.lost)
@@ -98,7 +103,7 @@ async def run(
             daemons = [
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
                 group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
-                group.create_task(forever("readers", partial(_refresh, station, readers)), name="readers"),
+                group.create_task(persistently("readers", partial(_refresh, station, readers)), name="readers"),
                 group.create_task(forever("history", history.run), name="history"),
                 *podside.start(group, station, readers),
             ]
@@ -119,6 +124,7 @@ async def run(
                 daemons.append(group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"))
                 daemons.append(group.create_task(station.link.run(), name="kubelet_link"))
                 daemons.append(group.create_task(_report(station, notifier), name="report"))
+                daemons.append(group.create_task(_evict_again(podside, maintenance), name="evict_again"))
                 on_up(station, web.url)
                 await stop.wait()
             finally:
@@ -186,6 +192,13 @@ async def _refresh(station: Station, readers: Readers) -> None:
         await asyncio.sleep(station.settings.nvml.sample_period_seconds)
 
 
+async def _evict_again(podside: PodSide, maintenance: Maintenance) -> None:
+    """Drains that an earlier life of the agent began go on, once it is known which pods there are."""
+    if isinstance(podside.pods, PodCache):
+        await podside.pods.wait_synced()
+        await maintenance.evict_again()
+
+
 def _reloading(source: Source, station: Station, podside: PodSide, readers: Readers) -> Reloading:
     def apply(settings: Settings) -> None:
         set_level(settings.log.level)
@@ -207,13 +220,14 @@ def _web_server(settings: Settings, readers: Readers) -> WebServer:
         tls_cert_file=http.tls_cert_file,
         tls_key_file=http.tls_key_file,
         client_ca_file=http.client_ca_file,
+        names=(settings.node.name,),
     )
     readers.connections = lambda: (web.connections, web.connections_refused)
     return web
 
 
 def _display_server(settings: Settings, readers: Readers) -> DisplayServer | None:
-    if settings.display.socket is None:
+    if not settings.display.enabled:
         return None
     display = GpuDisplay(graph=lambda: graph_text(readers.view()), usage=readers.usage, version=__version__)
     return DisplayServer(settings.display.socket, display)

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 
 from gpumgr.agent.books import Books
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ids import Cards
 from gpumgr.nvml.health import GpuHealth
 from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
@@ -18,6 +19,8 @@ log = structlog.get_logger(__name__)
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost, and not just unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
+#: What the history tells of a GPU by itself; an operator's orders are told with them.
+HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class News:
@@ -43,7 +46,8 @@ class News:
         self.known = asyncio.Event()
         self._health: Mapping[str, GpuHealth] = {}
         self._nodeless: Mapping[str, str] = {}
-        self._told: dict[str, str] = {}
+        #: Code of what the history was told last of each GPU that is not well; None: it has not been asked for what was before us.
+        self._told: dict[str, str] | None = None
         self.down_because: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -83,23 +87,26 @@ class News:
         self._tell_history(bad)
 
     def _tell_history(self, bad: Mapping[str, GpuHealth]) -> None:
-        """Which GPUs are lost, unhealthy and back, once each. What an operator does with one he tells himself, and how it was before
-        counts on meanwhile. A GPU that was never offered has no name to tell yet."""
-        history = self._books.history
-        for uuid, card in self._books.ledger.cards.by_uuid.items():
+        """Which GPUs are lost, unhealthy and back, once each. What an operator does with one he tells himself, MIG is a setting of
+        his, and how it was before counts on meanwhile. A GPU that was never offered has no name to tell yet."""
+        books = self._books
+        if self._told is None:
+            self._told = _told_before(books.history.entries(), books.ledger.cards)
+        shown = {gpu.uuid for gpu in books.inventory.snapshot.gpus}
+        for uuid, card in books.ledger.cards.by_uuid.items():
             health, before = bad.get(uuid), self._told.get(uuid)
-            if health is not None and health.reason == "operator":
+            if health is not None and health.reason in CLOSING_REASONS:
                 continue
             if health is not None:
                 code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
             elif uuid in self._nodeless:
                 code, why = "unhealthy", self._nodeless[uuid]
-            elif before is not None:
+            elif before is not None and uuid in shown:  # of one that the driver has not shown since our start nobody knows
                 code, why = "back", "it is well again and takes pods"
             else:
                 continue
             if code != before:
-                history.add(Entry(at=history.now(), what="gpu", code=code, gpus=(card.name,), why=why))
+                books.history.add(Entry(at=books.history.now(), what="gpu", code=code, gpus=(card.name,), why=why))
             if code == "back":
                 del self._told[uuid]
             else:
@@ -121,6 +128,12 @@ class News:
         for uuid in self._nodeless.keys() - missing.keys():
             log.info("device_node_back", gpu=uuid)
         self._nodeless = missing
+
+
+def _told_before(entries: Iterable[Entry], cards: Cards) -> dict[str, str]:
+    """After a restart: how the GPUs that were not well were told of, by UUID."""
+    last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
+    return {card.uuid: code for card in cards.cards if (code := last.get(card.name)) is not None and code != "back"}
 
 
 def _why(health: GpuHealth) -> str:

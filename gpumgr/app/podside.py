@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import structlog
 
+from gpumgr.agent.history import History
 from gpumgr.agent.picture import OutboxState
+from gpumgr.aio import persistently
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.announcing import Announcing
 from gpumgr.app.describing import Describing
@@ -18,11 +22,14 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.notices import Eviction
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubernetesSettings
 
 log = structlog.get_logger(__name__)
 
+#: Reason of the event of a pod that should be evicted, where the API server refuses that.
+NOT_EVICTED = "GpuPodNotEvicted"
 #: Why the kubelet fails a pod that a device plugin refused.
 REFUSED = "UnexpectedAdmissionError"
 
@@ -76,8 +83,9 @@ class PodSide:
         if self.announcer is not None:
             self.apply(station.settings.kubernetes, readers)
             announcing = self.announcing = self._announcing(self.announcer, self.pods, station)
-            tasks.append(group.create_task(self.announcer.run(), name="announcer"))
-            tasks.append(group.create_task(announcing.run(), name="announcing"))
+            self.announcer.on_refused_eviction = partial(tell_refused_eviction, station.books.history)
+            tasks.append(group.create_task(persistently("announcer", self.announcer.run), name="announcer"))
+            tasks.append(group.create_task(persistently("announcing", announcing.run), name="announcing"))
         if self.delete_failed:
             tasks.append(group.create_task(_delete(self.pods, failed), name="delete_failed_pods"))
         return tasks
@@ -112,6 +120,12 @@ class PodSide:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.pods.wait_synced()
+
+
+def tell_refused_eviction(history: History, eviction: Eviction, why: str) -> None:
+    """Who drains a GPU finds it there, and the pod's owner in its events; of a repeated attempt nothing is said."""
+    message = f"the pod is not evicted ({eviction.reason}): {why}"
+    history.add_news(Entry(at=history.now(), what="event", code=NOT_EVICTED, pod=eviction.pod, pod_uid=eviction.uid, why=message))
 
 
 async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:

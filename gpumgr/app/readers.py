@@ -49,12 +49,13 @@ class Readers:
         """Draws anew what is being read."""
         await self._exposition.refresh()
         if self._states.readers:
-            await self._draw()
+            async with self._drawing:
+                await self._draw()
 
     async def _draw(self) -> None:
-        picture, history = self.picture(), self.history()
-        self._drawn_at = time.monotonic()
+        picture, history, began = self.picture(), self.history(), time.monotonic()
         self._states.set(await asyncio.to_thread(lambda: msgspec.json.encode(state_document(picture, history))))
+        self._drawn_at = began
 
     # -- web.sources.Sources -----------------------------------------------------------------------------------------------
 

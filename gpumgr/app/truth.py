@@ -24,6 +24,7 @@ from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.app.errand import Errand
 from gpumgr.app.findings import OVER_LIMIT, Findings
+from gpumgr.app.offenders import Announcer, Offenders
 from gpumgr.app.owners import Owners, Runtime, Whereabouts
 from gpumgr.enforcement.backend import Finding, Running
 from gpumgr.topology.devices import NodeSample
@@ -40,10 +41,6 @@ log = structlog.get_logger(__name__)
 CALM_PERIOD_SECONDS: Final = 10.0
 #: How long a sample waits for the container runtime, and for the mechanisms.
 PATIENCE_SECONDS: Final = 0.5
-#: An offender that was to be evicted and is still there.
-EVICT_AGAIN_SECONDS: Final = 60.0
-#: Reason of the event of a pod that is evicted.
-EVICTED: Final = "GpuPodEvicted"
 
 Mechanisms = tuple[str, ...]
 
@@ -69,12 +66,6 @@ class Backends(Protocol):
     async def adjust(self, running: Sequence[tuple[Running, Mechanisms]]) -> None: ...
 
     def own_pids(self) -> Collection[int]: ...
-
-
-class Announcer(Protocol):
-    """Asks the API server, without waiting for it (gpumgr.kubeapi.announcer.Announcer). What pods are told, it has from the history."""
-
-    def evict(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
 
 
 class Meter(Protocol):
@@ -123,7 +114,7 @@ class Truth:
         self._where = Whereabouts()
         self._excess = Excess()
         self._strangers: Known = {}
-        self._evicted: dict[AllocationId, float] = {}
+        self._offenders = Offenders(announcer, pod_of=self._pod_of, tell=self._tell_news, count=meter.evicted, clock=clock)
         self._findings = Findings(count=meter.found, tell=self._tell, clock=clock)
 
     # -- what readers see --------------------------------------------------------------------------------------------------
@@ -196,8 +187,8 @@ class Truth:
             self._meter.went_over()
             self._log_use(log.warning, "container_over_limit", use)
             self._tell(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
-        if rule.evict:
-            self._evict_offenders(uses)
+        over = self._excess.over if rule.evict else ()
+        self._offenders.evict([use for use in uses if use.allocation in over])
         for use in weighed.ended:
             self._log_use(log.info, "container_within_limit", use)
 
@@ -213,33 +204,14 @@ class Truth:
         )
 
     def _over_limit_message(self, use: ContainerUse) -> str:
+        """How much it uses is in the log and the metrics: the same sentence each time is one Event with a count."""
         rule = self.over_limit
         return (
-            f"container {use.container or '?'} is over its limit: it uses {_mebibytes(use.memory_bytes)} MiB of memory on {use.uuid} "
-            f"and was granted {_mebibytes(use.memory_limit_bytes)} MiB ({_mebibytes(rule.slack_bytes)} MiB more are tolerated), for "
-            f"{rule.samples} samples in a row; let it use less, or ask for more {MEMORY_RESOURCE}"
+            f"container {use.container or '?'} is over its limit: it was granted {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
+            f"{use.uuid} and used more than that and {_mebibytes(rule.slack_bytes)} MiB that are tolerated, for {rule.samples} samples in "
+            f"a row; let it use less, or ask for more {MEMORY_RESOURCE}"
             + ("; the pod is evicted" if rule.evict and self._announcer else "")
         )
-
-    def _evict_offenders(self, uses: Sequence[ContainerUse]) -> None:
-        """Asked again now and then for those that stay: a name may have been missing, or a right."""
-        now, over = self._clock(), self._excess.over
-        self._evicted = {allocation: at for allocation, at in self._evicted.items() if allocation in over}
-        for use in uses:
-            if use.allocation in over and now - self._evicted.get(use.allocation, float("-inf")) >= EVICT_AGAIN_SECONDS:
-                self._evicted[use.allocation] = now
-                self._evict(use)
-
-    def _evict(self, use: ContainerUse) -> None:
-        name = self._pod_of(use.allocation)
-        if self._announcer is None or name is None:
-            why = "there is no API server to ask" if self._announcer is None else "which pod it is is not known"
-            log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
-            return
-        self._meter.evicted()
-        reason = f"container {use.container or '?'} stayed over its GPU memory"
-        self._books.history.add_news(self._entry(use.allocation, EVICTED, f"the pod is evicted: {reason}", use.gpu))
-        self._announcer.evict(*name, reason=reason)
 
     # -- strangers ---------------------------------------------------------------------------------------------------------
 
@@ -269,6 +241,10 @@ class Truth:
 
     def _tell(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
         self._books.history.add(self._entry(allocation, reason, message, *gpus))
+
+    def _tell_news(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
+        """Nothing if the like was told a moment ago."""
+        self._books.history.add_news(self._entry(allocation, reason, message, *gpus))
 
     def _entry(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> Entry:
         """`gpus` are all of the allocation's if none is named."""

@@ -23,7 +23,7 @@ def make_maintenance(station: Station, checkpoint: Checkpoint, podside: PodSide)
         health=station.monitor,
         checkpoint=checkpoint,
         pods=podside.pods,
-        evict=podside.announcer.evict if podside.announcer is not None else None,
+        announcer=podside.announcer,
         reset=reset,
         kept_by=kept_by,
         use=lambda: station.truth.use,

@@ -92,10 +92,10 @@ def encode_entry(entry: Entry) -> tuple[int, str, int]:
     return entry.number, record, checksum(str(entry.number), record)
 
 
-def decode_entry(number: int, record: str, sum_: int) -> Entry:
-    """The entry of a row. Raises CorruptRowError."""
+def decode_entry(number: int, record: bytes, sum_: int) -> Entry:
+    """The entry of a row, whatever its record is. Raises CorruptRowError."""
     try:
-        if sum_ != checksum(str(number), record):
+        if sum_ != checksum(str(number), record.decode()):
             raise ValueError("its checksum is wrong")
         return _entry_decoder.decode(record)
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -11,13 +11,16 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint import files, tables
+from gpumgr.checkpoint.salvage import salvage_notes
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.errors import CheckpointError
 
@@ -36,21 +39,23 @@ class SqliteCheckpoint:
         self._thread.start()
 
     @classmethod
-    def open(cls, folder: Path, *, wall_clock: Callable[[], float] = time.time) -> Self:
+    def open(cls, folder: Path, *, outlive: Collection[str] = (), wall_clock: Callable[[], float] = time.time) -> Self:
         """Opens or makes the checkpoint in `folder` and reads it. Blocks for some milliseconds; meant for the start.
 
-        A corrupt file is set aside: then `load()` says `lost` and where the old file is. Raises CheckpointError if the folder can't
-        be used, or if a newer gpumgr wrote the file.
+        A corrupt file is set aside: then `load()` says `lost` and where the old file is. Its notes under the keys `outlive` are saved
+        into the new file, as far as they can be. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the
+        file.
         """
         path = files.prepare(folder)
         existed = path.stat().st_size > 0
         try:
             connection, loaded = _open(path, fresh=not existed)
         except files.CorruptError as error:
+            saved = salvage_notes(path, outlive)
             aside = files.set_aside(path, wall_clock())
             files.prepare(folder)
-            connection, loaded = _open(path, fresh=True)
-            loaded = Loaded(lost=True, set_aside=aside, why=str(error))
+            connection, _ = _open(path, fresh=True, notes=saved.notes)
+            loaded = Loaded(notes=saved.notes, notes_lost=saved.lost, lost=True, set_aside=aside, why=str(error))
         return cls(connection, path, loaded)
 
     def load(self) -> Loaded:
@@ -62,9 +67,15 @@ class SqliteCheckpoint:
         if change:
             await self._run(lambda: tables.write_change(self._connection, change))
 
-    async def save_note(self, key: str, value: str) -> None:
-        """Remembers one text under a key, as durably as a change. Raises CheckpointError."""
-        await self._run(lambda: tables.write_note(self._connection, key, value))
+    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+        """Remembers one text under a key, and in the same transaction what the history tells of it. Raises CheckpointError; then the file
+        is as before."""
+
+        def write() -> None:
+            tables.write_note(self._connection, key, value)
+            tables.write_entries(self._connection, entries)
+
+        await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
         """Finishes what was asked for and closes the file. False: the disk did not answer in time, the file is left as it is."""
@@ -110,8 +121,8 @@ def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
         raise
 
 
-def _open(path: Path, *, fresh: bool) -> tuple[sqlite3.Connection, Loaded]:
-    """Raises files.CorruptError or CheckpointError, with the connection closed."""
+def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyType({})) -> tuple[sqlite3.Connection, Loaded]:
+    """A new file begins with these notes. Raises files.CorruptError or CheckpointError, with the connection closed."""
     files.check_header(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
     try:
@@ -120,7 +131,7 @@ def _open(path: Path, *, fresh: bool) -> tuple[sqlite3.Connection, Loaded]:
             raise CheckpointError(f"the file system of {path} can't hold a write-ahead log; set checkpoint.dir to a local disk")
         connection.execute("PRAGMA synchronous=FULL")
         if tables.is_empty(connection):
-            _transact(connection, lambda: tables.create(connection))
+            _transact(connection, lambda: tables.create(connection, notes))
             files.sync_folder(path.parent)
             why = "there was no checkpoint yet" if fresh else "the file held no tables"
             return connection, Loaded(lost=True, why=why)

@@ -1,7 +1,7 @@
 """The checkpoint's tables, and the way in and out of them. Knows connections, but neither files nor threads."""
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -13,10 +13,12 @@ from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
 
-#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms. 3: a history.
-SCHEMA_VERSION: Final = 3
+#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms. The history came later and raised
+#: nothing: a gpumgr that does not know it leaves it as it is.
+SCHEMA_VERSION: Final = 2
 
-_HISTORY: Final = "CREATE TABLE IF NOT EXISTS history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"
+#: `grant_of`: the allocation whose grant the entry tells of.
+_HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
     "CREATE TABLE cards (place INTEGER PRIMARY KEY, name TEXT NOT NULL, uuid TEXT NOT NULL, memory_blocks INTEGER NOT NULL, "
@@ -25,6 +27,11 @@ _CREATE: Final = (
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
     _HISTORY,
 )
+#: What is older than the newest so many goes, but for the grants of allocations that live.
+_PRUNE: Final = (
+    "DELETE FROM history WHERE number <= (SELECT number FROM history ORDER BY number DESC LIMIT 1 OFFSET ?) "
+    "AND (grant_of IS NULL OR grant_of NOT IN (SELECT id FROM allocations))"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +39,14 @@ class Loaded:
     """What a checkpoint held.
 
     `lost`: it held nothing that can be relied on, so what the kubelet knows must be asked: a first start, a deleted file or, with
-    `set_aside`, a corrupt file that now stands under that name. `why` says which. `history` is oldest first; `unreadable` entries of it
-    were passed over, for nothing depends on them.
+    `set_aside`, a corrupt file that now stands under that name. `why` says which. `notes` of a corrupt file are those that could be
+    saved of the ones that are to outlive it; `notes_lost`: not all of these may be among them. `history` is oldest first; `unreadable`
+    entries of it were passed over, for nothing depends on them.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
     notes: Mapping[str, str] = field(default_factory=dict)
+    notes_lost: bool = False
     history: tuple[Entry, ...] = ()
     unreadable: int = 0
     lost: bool = False
@@ -50,10 +59,13 @@ def is_empty(connection: sqlite3.Connection) -> bool:
     return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
 
 
-def create(connection: sqlite3.Connection) -> None:
+def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
+    """To be called inside a transaction."""
     for statement in _CREATE:
         connection.execute(statement)
     connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
+    for key, value in notes.items():
+        write_note(connection, key, value)
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
@@ -74,8 +86,11 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Makes the file this version's, which reads all older ones as they are. To be called inside a transaction."""
-    connection.execute(_HISTORY)
+    """Makes the file this version's, which reads all older ones as they are. A history of another make is made anew. To be called inside
+    a transaction."""
+    if _history_made(connection) != _HISTORY:
+        connection.execute("DROP TABLE IF EXISTS history")
+        connection.execute(_HISTORY)
     connection.execute("UPDATE schema SET version = ?", (SCHEMA_VERSION,))
 
 
@@ -109,10 +124,14 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         "INSERT INTO allocations VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record, sum = excluded.sum",
         [encode_allocation(allocation) for allocation in change.put],
     )
-    if change.entries:
-        connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?)", map(encode_entry, change.entries))
-        newest = change.entries[-1].number
-        connection.execute("DELETE FROM history WHERE number <= ?", (newest - HISTORY_ENTRIES,))
+    write_entries(connection, change.entries)
+    if change.entries and not change.put:  # a grant does not wait for it; the end of its allocation comes by here
+        connection.execute(_PRUNE, (HISTORY_ENTRIES,))
+
+
+def write_entries(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
+    """To be called inside a transaction."""
+    connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", map(_entry_row, entries))
 
 
 def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
@@ -121,13 +140,28 @@ def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
 
 
 def _entries(connection: sqlite3.Connection) -> list[Entry | None]:
-    """None for one that can't be read. A file of before the history has none."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'history'").fetchone():
+    """None for one that can't be read, or for all if that is so of the table. A file of before the history has none."""
+    if _history_made(connection) is None:
         return []
-    return [_entry(row) for row in connection.execute("SELECT number, record, sum FROM history ORDER BY number")]
+    try:
+        rows = connection.execute("SELECT number, CAST(record AS BLOB), sum FROM history ORDER BY number").fetchall()
+    except sqlite3.Error:
+        return [None]
+    return [_entry(row) for row in rows]
 
 
-def _entry(row: tuple[int, str, int]) -> Entry | None:
+def _history_made(connection: sqlite3.Connection) -> str | None:
+    """The statement that made the table."""
+    row = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'history'").fetchone()
+    return None if row is None else row[0]
+
+
+def _entry_row(entry: Entry) -> tuple[int, str | None, str, int]:
+    number, record, sum_ = encode_entry(entry)
+    return number, entry.id if entry.what == "granted" else None, record, sum_
+
+
+def _entry(row: tuple[int, bytes, int]) -> Entry | None:
     try:
         return decode_entry(*row)
     except CorruptRowError:

@@ -173,7 +173,7 @@ def _drained(answer: Answer) -> list[str]:
     if answer.evicting:
         lines.append(f"to be evicted as soon as their disruption budgets allow it: {', '.join(answer.evicting)}")
     if answer.not_evicted:
-        lines.append(f"can't be evicted, for nobody knows which pods they are: {', '.join(answer.not_evicted)}")
+        lines.append(f"can't be evicted: {'; '.join(answer.not_evicted)}")
     if answer.strangers:
         lines.append("processes that no allocation lets be there are yours to end")
     return lines

@@ -43,7 +43,7 @@ class DisplayServer:
         _log.warning(
             "display_not_served",
             socket=str(self.path),
-            reason=f"{why}, or set display.socket to another path, or to null",
+            reason=f"{why}, or set display.socket to another path, or display.enabled to false",
             consequence="gpu-manager's gRPC service is missing; nothing else depends on it",
         )
         return False

@@ -28,8 +28,11 @@ def needed(settings: Settings) -> Iterator[Right]:
 
 
 def for_people(settings: Settings) -> Iterator[Right]:
-    """Rights without which people are told less, and nothing else is different."""
+    """Rights without which people are told less, or can't drain GPUs with evictions (`gpumgr gpu drain --evict`), and nothing else is
+    different."""
     kubernetes = settings.kubernetes
+    if not settings.enforcement.evict:
+        yield Right(verb="create", resource="pods", subresource="eviction")
     if kubernetes.annotate_pods:
         yield Right(verb="patch", resource="pods")
     if kubernetes.write_events:

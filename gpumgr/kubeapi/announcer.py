@@ -21,7 +21,8 @@ from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.kubeapi.condition import Condition
-from gpumgr.kubeapi.jobs import Job, PodNote, droppable, rank
+from gpumgr.kubeapi.evictions import Evictions
+from gpumgr.kubeapi.jobs import RIGHTS, Job, PodNote, droppable, rank
 from gpumgr.kubeapi.nodeface import NodeFace
 from gpumgr.kubeapi.notices import Eviction, Notice
 from gpumgr.kubeapi.outbox import Outbox, TokenBucket
@@ -62,10 +63,13 @@ class Announcer:
         self._bucket = TokenBucket(per_second=self._pace.per_second, burst=self._pace.burst, now=clock())
         self._series = Series(self._writes, self._outbox, self._pace, clock=clock, wall=wall)
         self._node = NodeFace(self._writes, self._outbox, self._pace, clock=clock, wall=wall)
+        self._evictions = Evictions(self._writes, self._outbox, clock=clock)
         self._pods: dict[str, Mapping[str, str | None]] = {}
         self._weather = Weather(node, clock)
         self._news = asyncio.Event()
         self._renewed = False
+        #: Hears of an eviction that the API server refuses for good, and why. Set by whoever wants to know.
+        self.on_refused_eviction: Callable[[Eviction, str], None] = lambda _eviction, _why: None
 
     def state(self) -> OutboxState:
         return OutboxState(
@@ -91,7 +95,7 @@ class Announcer:
         """This life of the pod is over: nothing is written there any more, and it need not be evicted."""
         self._pods.pop(uid, None)
         self._outbox.done(PodNote(uid=uid, pod=pod))
-        self._outbox.done(Eviction(uid=uid, pod=pod, reason=""))
+        self._evictions.forget(uid)
 
     def annotate_node(self, key: str, value: str | None) -> None:
         """Sets an annotation of this node; None takes it away."""
@@ -110,7 +114,13 @@ class Announcer:
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
         """Evicts this life of the pod, as soon as its PodDisruptionBudget lets it go. `reason` is told in the log."""
-        self._put(Eviction(pod=pod, uid=uid, reason=reason), self._clock())
+        self._evictions.ask(pod, uid, reason)
+        self._wake()
+
+    def cancel_evict(self, uid: str, *, reason: str | None = None) -> None:
+        """It need not be evicted for this reason any more (in the words of `evict`; None: for no reason at all), and is not if nobody has
+        another one. Nothing if it was not to be, or is gone."""
+        self._evictions.cancel(uid, reason)
 
     def lost(self, number: int = 1) -> None:
         """So many events were lost before they came here, as nobody knew whose they are."""
@@ -170,6 +180,12 @@ class Announcer:
                 return await self._retry_later(job, error)
             self._weather.refused(job, error)
             self._give_up(job)
+            if isinstance(job, Eviction):
+                remedy = f"; allow it in the agent's ClusterRole: {RIGHTS['eviction']}" if error.status == 403 else ""
+                self.on_refused_eviction(job, f"{error}{remedy}")
+        except Exception:  # a bug: the other jobs go on without this one, and whoever runs us tells of it
+            self._outbox.postpone(job, self._clock() + self._job_pause(job))
+            raise
         self._tell_back()
         return None
 
@@ -178,9 +194,7 @@ class Announcer:
             case Notice():
                 await self._series.write(job)
             case Eviction():
-                if await self._writes.evict(job):
-                    _log.info("pod_evicted", pod="/".join(job.pod), pod_uid=job.uid, reason=job.reason)
-                self._outbox.done(job)
+                await self._evictions.write(job)
             case PodNote():
                 await self._write_pod(job)
             case _:
@@ -205,14 +219,11 @@ class Announcer:
 
     async def _retry_later(self, job: Job, error: AnswerError) -> float | None:
         wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
-        shortest, longest = self._pace.job_seconds
-        pause = min(shortest * 2 ** min(self._outbox.failed(job) - 1, 16), longest) * self._spread()
-        self._outbox.postpone(job, self._clock() + max(wanted, pause))
-        if (type(job), error.status) in (
-            (Eviction, 429),
-            (PodNote, 409),
-        ):  # a PodDisruptionBudget speaks, or another writer; all is well
-            self._tell_back()
+        due = self._clock() + max(wanted, self._job_pause(job))
+        budget = isinstance(job, Eviction) and error.status == 429
+        (self._outbox.hold if budget else self._outbox.postpone)(job, due)
+        if budget or (isinstance(job, PodNote) and error.status == 409):
+            self._tell_back()  # a PodDisruptionBudget speaks, or another writer; all is well
             return None
         self._weather.failed(str(error))
         if error.status == 401:
@@ -223,11 +234,19 @@ class Announcer:
         match job:
             case Notice():
                 self._series.give_up(job)
-            case PodNote() | Eviction():
+            case PodNote():
                 self._pods.pop(job.uid, None)
                 self._outbox.done(job)
+            case Eviction():
+                self._evictions.forget(job.uid)
             case _:
                 self._node.give_up(job)
+
+    def _job_pause(self, job: Job) -> float:
+        """Seconds until this one, which failed once more, is tried again."""
+        shortest, longest = self._pace.job_seconds
+        doublings: int = min(self._outbox.failed(job) - 1, 16)
+        return min(shortest * float(2**doublings), longest) * self._spread()
 
     async def _renew(self) -> None:
         """Once for a row of refusals, since it ends the watch that shares the connection."""

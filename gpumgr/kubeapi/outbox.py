@@ -9,7 +9,7 @@ Job = TypeVar("Job", bound=Hashable)
 
 @dataclass(slots=True)
 class _Wait:
-    """`since`: when it was due first; failures don't change that."""
+    """`since`: when it was due first; failures don't change that, `hold` does."""
 
     due: float
     since: float
@@ -58,7 +58,7 @@ class Outbox(Generic[Job]):
         return min(wait.due for wait in self._waiting.values())
 
     def oldest_seconds(self, now: float) -> float:
-        """For how long the oldest job that is due has waited; 0.0 if none is."""
+        """For how long the oldest job that is due has waited; 0.0 if none is. Who is held does not wait."""
         return max((now - wait.since for wait in self._waiting.values() if wait.since <= now), default=0.0)
 
     def done(self, job: Job) -> None:
@@ -82,6 +82,11 @@ class Outbox(Generic[Job]):
         """Not before `due`; nothing if the job was lost meanwhile."""
         if (wait := self._waiting.get(job)) is not None:
             wait.due = due
+
+    def hold(self, job: Job, due: float) -> None:
+        """Not before `due`, and that is as it should be: it counts as waiting only from then on."""
+        if (wait := self._waiting.get(job)) is not None:
+            wait.due = wait.since = due
 
     def again(self, job: Job, due: float) -> None:
         """It was done, and is to be done once more from `due` on."""

@@ -12,6 +12,11 @@ from gpumgr.units import CORES_PER_GPU, GpuName
 
 PLACED: Final = "GpuPlaced"
 REFUSED: Final = "GpuRefused"
+#: A container runs without limits: said in the event of its placement, and in the history when it starts.
+NOT_ENFORCED: Final = "GpuLimitNotEnforced"
+
+#: Mechanisms that keep nothing (gpumgr.enforcement: nothing, mps.exempt).
+_UNLIMITED: Final = frozenset({"none", "mps-open"})
 
 #: What became of a GPU -> the event's reason, and whether it is a warning. Others are told by their own names.
 _OF_GPUS: Final[Mapping[str, tuple[str, bool]]] = {
@@ -27,11 +32,11 @@ Label = Callable[[GpuName], str]
 
 
 def placement(about: Subject, allocations: Sequence[Allocation], cards: Cards, label: Label) -> Notice:
-    """All of a pod's containers in one notice."""
+    """All of a pod's containers in one notice, and which of them nothing keeps within their shares."""
     return Notice(
         about=about,
         reason=PLACED,
-        message="; ".join(_placed(a, cards, label) for a in allocations),
+        message="; ".join([*(_placed(a, cards, label) for a in allocations), *_caution(allocations)]),
         warning=False,
         allocations=tuple(a.id for a in allocations),
     )
@@ -68,6 +73,16 @@ def _ids(entry: Entry) -> tuple[str, ...]:
 def _placed(a: Allocation, cards: Cards, label: Label) -> str:
     name = f"{a.container}: " if a.container else ""
     return name + ", ".join(_parts(a, cards, label)) + (f" ({a.why})" if a.why else "")
+
+
+def _caution(allocations: Sequence[Allocation]) -> Iterator[str]:
+    free = [a for a in allocations if not a.whole and a.mechanisms and _UNLIMITED.issuperset(a.mechanisms)]
+    if free:
+        names = ", ".join(a.container or "?" for a in free)
+        whose = f"container {names} within its share" if len(free) == 1 else f"containers {names} within their shares"
+        backends = ", ".join(dict.fromkeys(name for a in free for name in a.mechanisms))
+        yield f"{NOT_ENFORCED}: nothing on this node keeps {whose} (enforcement backend {backends})"
+        yield "`gpumgr doctor` on the node says what could"
 
 
 def _parts(a: Allocation, cards: Cards, label: Label) -> Iterator[str]:

@@ -168,7 +168,7 @@ def _check_socket_paths(settings: Settings, source: str) -> Iterator[Problem]:
         ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, _MAX_SOCKET_PATH_BYTES - _OUR_SOCKET_BYTES),
         ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, _MAX_SOCKET_PATH_BYTES),
         ("http.socket", settings.http.socket, _MAX_SOCKET_PATH_BYTES),
-        ("display.socket", settings.display.socket or Path(), _MAX_SOCKET_PATH_BYTES),
+        ("display.socket", settings.display.socket, _MAX_SOCKET_PATH_BYTES),
     ):
         if (length := len(os.fsencode(path))) > limit:
             message = f"the path has {length} bytes; allowed: {limit}, since unix sockets can't have longer names"

@@ -208,8 +208,10 @@ class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DisplaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Unix socket of gpu-manager's gRPC service display.GPUDisplay. Null: it is not served.
-    socket: Path | None = Path("/var/run/gpu-manager.sock")
+    #: Serve gpu-manager's gRPC service display.GPUDisplay.
+    enabled: bool = True
+    #: Its unix socket.
+    socket: Path = Path("/var/run/gpu-manager.sock")
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,15 @@
 This host may read everything; orders are taken on the unix socket alone, which only root can open. Whoever comes from beyond reads
 metrics and probes until an operator says who else may: by a token, by a client certificate, or by either. No header tells where a
 request comes from: only the connection itself does.
+
+One header tells where it does not come from. A page from elsewhere that a browser on this host shows can make its own name lead to
+127.0.0.1 (DNS rebinding), and then reads here what it likes; but its requests bear that name in `Host`.
 """
 
 import hmac
+import re
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, Literal
@@ -18,15 +23,19 @@ Room = Literal["probe", "metrics", "page", "debug", "order"]
 Whence = Literal["unix", "loopback", "beyond"]
 
 CHALLENGE: Final = 'Bearer realm="gpumgr"'
+#: `Host: NAME[:PORT]`, where an IPv6 address stands in brackets.
+_HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """`certified`: the handshake proved a certificate that the client CA signed. `authorization` is the request's header."""
+    """`certified`: the handshake proved a certificate that the client CA signed. `authorization` and `hosts` are the request's headers
+    (`Host` should come once, and does not in HTTP/1.0)."""
 
     whence: Whence
     certified: bool = False
     authorization: str | None = None
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,9 @@ _CLOSED: Final = Denial(
     "from beyond this host only /metrics, /metric, /healthz and /readyz are served; set http.token_file or http.client_ca_file to "
     "say who may read the rest",
 )
+_STRANGE_HOST: Final = Denial(
+    403, "the request's Host is no name of this host; ask it by an IP address, as localhost, or by the node's name"
+)
 _CERTIFICATE: Final = Denial(
     403, "show a client certificate that http.client_ca_file has signed; without one only /healthz and /readyz are served"
 )
@@ -68,10 +80,12 @@ _EITHER: Final = Denial(
 )
 
 
-def decide(room: Room, caller: Caller, keys: Keys) -> Denial | None:
-    """None: come in."""
+def decide(room: Room, caller: Caller, keys: Keys, names: Collection[str] = ()) -> Denial | None:
+    """None: come in. `names` are this host's own, besides localhost."""
     if caller.whence == "unix":
         return None
+    if caller.whence == "loopback" and not all(_is_ours(host, names) for host in caller.hosts):
+        return _STRANGE_HOST
     if room == "order":
         return _ORDERS
     if caller.whence == "loopback" or room == "probe":
@@ -100,6 +114,20 @@ def whence(family: int, peer: Any) -> Whence:
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return "loopback" if address.is_loopback else "beyond"
+
+
+def _is_ours(host: str, names: Collection[str]) -> bool:
+    """Nobody can make an address mean another one, so each will do."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    if found["name"] and found["name"].rstrip(".").lower() in {"localhost", *(name.lower() for name in names)}:
+        return True
+    try:
+        ip_address(found["name"] or found["v6"] or "")
+    except ValueError:
+        return False
+    return True
 
 
 def _bearer(authorization: str | None) -> bytes | None:

@@ -20,8 +20,12 @@ def failure(status: int, sentence: str, *, headers: Mapping[str, str] | None = N
 
 
 async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """Nothing is kept, guessed at, framed or told to others, unless a page says so itself."""
-    response.headers.pop("Server", None)
+    dress(response)
+
+
+def dress(response: web.StreamResponse) -> None:
+    """Nothing is kept, guessed at, framed or told to others, unless a page says so itself; no version is told by the way."""
+    response.headers["Server"] = "gpumgr"
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
     response.headers["X-Content-Type-Options"] = "nosniff"

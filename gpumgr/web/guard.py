@@ -1,7 +1,7 @@
 """What happens around each page: may the caller in, is the request whole and small, and whatever goes wrong becomes a JSON error."""
 
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Final, cast
 
 import structlog
@@ -21,14 +21,15 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MOST_BODY_BYTES: Final = 4096
 
 
-def make_guard(rooms: Mapping[str, Room], keys: Callable[[], Keys]) -> Middleware:
-    """`rooms` says by canonical path which room a page is; what is nowhere counts as a page. `keys` is asked for callers from beyond."""
+def make_guard(rooms: Mapping[str, Room], keys: Callable[[], Keys], names: Collection[str]) -> Middleware:
+    """`rooms` says by canonical path which room a page is; what is nowhere counts as a page. `keys` is asked for callers from beyond,
+    `names` are this host's own."""
 
     @web.middleware
     async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         connection = cast(Connection, request.protocol)
         try:
-            return _denied(request, connection, rooms, keys) or await _answered(request, connection, handler)
+            return _denied(request, connection, rooms, keys, names) or await _answered(request, connection, handler)
         except web.HTTPNotFound:
             return failure(404, f"there is nothing at {request.path}", paths=list(rooms))
         finally:
@@ -38,12 +39,19 @@ def make_guard(rooms: Mapping[str, Room], keys: Callable[[], Keys]) -> Middlewar
 
 
 def _denied(
-    request: web.Request, connection: Connection, rooms: Mapping[str, Room], keys: Callable[[], Keys]
+    request: web.Request, connection: Connection, rooms: Mapping[str, Room], keys: Callable[[], Keys], names: Collection[str]
 ) -> web.Response | None:
     resource = request.match_info.route.resource
     room = rooms.get(resource.canonical, "page") if resource is not None else "page"
-    caller = Caller(whence=connection.whence, certified=connection.certified, authorization=request.headers.get("Authorization"))
-    denial = decide(room, caller, keys() if caller.whence == "beyond" else Keys())
+    caller = Caller(
+        whence=connection.whence,
+        certified=connection.certified,
+        authorization=request.headers.get("Authorization"),
+        hosts=tuple(request.headers.getall("Host", ())),
+    )
+    held = keys() if caller.whence == "beyond" else Keys()
+    denial = decide(room, caller, held, names)
+    connection.trusted = decide("page", caller, held, names) is None
     if denial is None:
         return None
     return failure(denial.status, denial.sentence, headers={"WWW-Authenticate": denial.challenge} if denial.challenge else None)

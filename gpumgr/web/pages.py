@@ -5,7 +5,7 @@ A page shows what is in memory: none of them waits for the driver, the kubelet o
 
 import asyncio
 import platform
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final, cast
 
 import msgspec
@@ -17,6 +17,7 @@ from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.web.access import Keys, Room
 from gpumgr.web.answers import add_headers, failure, json_answer, json_bytes
+from gpumgr.web.connection import Connection
 from gpumgr.web.debug import profile, stacks
 from gpumgr.web.front import Front
 from gpumgr.web.graph import graph_data, graph_text
@@ -90,11 +91,11 @@ class Pages:
         headers, body = await self._sources.scrape(accept, encoding)
         return web.Response(body=body, headers=headers)
 
-    async def healthz(self, _request: web.Request) -> web.Response:
-        return _verdict(self._sources.not_alive())
+    async def healthz(self, request: web.Request) -> web.Response:
+        return _verdict(request, self._sources.not_alive())
 
-    async def readyz(self, _request: web.Request) -> web.Response:
-        return _verdict(self._sources.not_ready())
+    async def readyz(self, request: web.Request) -> web.Response:
+        return _verdict(request, self._sources.not_ready())
 
     async def version(self, _request: web.Request) -> web.Response:
         snapshot = self._sources.view().inventory.snapshot
@@ -136,7 +137,9 @@ class Pages:
                 return failure(400, f"pod {name!r} is not of the form NAMESPACE/NAME")
             entries = (entry for entry in entries if entry.pod == pod)
         limit = _number(request, "limit", _HISTORY_SHOWN, HISTORY_ENTRIES)
-        return json_answer([entry for entry, _ in zip(entries, range(limit), strict=False)])
+        chosen = [entry for entry, _ in zip(entries, range(limit), strict=False)]
+        # A thousand entries of a node with many GPUs are a megabyte.
+        return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 
     async def pod(self, request: web.Request) -> web.Response:
         namespace, pod = request.match_info["namespace"], request.match_info["pod"]
@@ -168,10 +171,12 @@ class Pages:
         return json_answer(await run_shielded(self._sources.maintain(order), name=f"order_{order.action}"))
 
 
-def make_app(sources: Sources, *, front: Front, streams: Streams, keys: Callable[[], Keys]) -> web.Application:
+def make_app(
+    sources: Sources, *, front: Front, streams: Streams, keys: Callable[[], Keys], names: Collection[str] = ()
+) -> web.Application:
     pages = Pages(sources, front, streams)
     rooms: dict[str, Room] = {**_READ, PATHS[-1]: "order"}
-    app = web.Application(middlewares=[make_guard(rooms, keys)], client_max_size=MOST_BODY_BYTES)
+    app = web.Application(middlewares=[make_guard(rooms, keys, names)], client_max_size=MOST_BODY_BYTES)
     for path, handler in zip(_READ, pages.handlers(), strict=True):
         app.router.add_get(path, handler, allow_head=handler != streams.serve)
     app.router.add_post(_ORDERS, pages.order)
@@ -179,9 +184,11 @@ def make_app(sources: Sources, *, front: Front, streams: Streams, keys: Callable
     return app
 
 
-def _verdict(reasons: Sequence[str]) -> web.Response:
-    """200 without reasons, 503 with them: what probes of the kubelet and load balancers go by."""
-    return json_answer({"status": "failing" if reasons else "ok", "reasons": list(reasons)}, status=503 if reasons else 200)
+def _verdict(request: web.Request, reasons: Sequence[str]) -> web.Response:
+    """200 without reasons, 503 with them: what probes of the kubelet and load balancers go by. Strangers are told how many there are:
+    the sentences have paths and the driver's errors in them."""
+    told = {"reasons": list(reasons)} if cast(Connection, request.protocol).trusted else {"reason_count": len(reasons)}
+    return json_answer({"status": "failing" if reasons else "ok", **told}, status=503 if reasons else 200)
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -27,7 +27,9 @@ _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.
 #: What came and went before it could be accepted; see accept(2).
 _GONE: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.ECONNABORTED, errno.EPROTO})
 
-MakeProtocol = Callable[[Visit], asyncio.Protocol]
+MakeProtocol = Callable[[Visit, Doorman], asyncio.Protocol]
+#: A client's address; None: it is on this host.
+Peer = Callable[[socket.socket], str | None]
 #: The TLS context for the next connection; None: plain.
 Security = Callable[[], ssl.SSLContext | None]
 
@@ -35,8 +37,8 @@ Security = Callable[[], ssl.SSLContext | None]
 class Reception:
     """`handshake_seconds` bounds the TLS handshake. Must be used inside one running event loop."""
 
-    def __init__(self, doorman: Doorman, make_protocol: MakeProtocol, *, handshake_seconds: float) -> None:
-        self._doorman, self._make_protocol, self._handshake_seconds = doorman, make_protocol, handshake_seconds
+    def __init__(self, make_protocol: MakeProtocol, *, peer: Peer, handshake_seconds: float) -> None:
+        self._make_protocol, self._peer, self._handshake_seconds = make_protocol, peer, handshake_seconds
         self._listeners: dict[socket.socket, asyncio.TimerHandle | None] = {}
         self._opening: set[asyncio.Task[None]] = set()
 
@@ -44,11 +46,11 @@ class Reception:
     def listeners(self) -> tuple[socket.socket, ...]:
         return tuple(self._listeners)
 
-    def open(self, listener: socket.socket, security: Security) -> None:
-        """Takes the bound, listening socket over and accepts from now on."""
+    def open(self, listener: socket.socket, security: Security, doorman: Doorman) -> None:
+        """Takes the bound, listening socket over and accepts from now on whom its doorman admits."""
         listener.setblocking(False)
         self._listeners[listener] = None
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener, security)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener, security, doorman)
 
     def close(self) -> None:
         """Nobody comes in any more; who is inside stays."""
@@ -60,45 +62,45 @@ class Reception:
             listener.close()
         self._listeners.clear()
 
-    def _accept(self, listener: socket.socket, security: Security) -> None:
+    def _accept(self, listener: socket.socket, security: Security, doorman: Doorman) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connected, _ = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
-                    self._pause(listener, security, error)
+                    self._pause(listener, security, doorman, error)
                 elif error.errno not in _GONE:
                     _log.warning("accept_failed", error=error.strerror)
                 return
-            self._receive(connected, security)
+            self._receive(connected, security, doorman)
 
-    def _pause(self, listener: socket.socket, security: Security, error: OSError) -> None:
+    def _pause(self, listener: socket.socket, security: Security, doorman: Doorman, error: OSError) -> None:
         """The listener stays readable, so the loop would spin."""
         _log.error("accept_paused", error=error.strerror, seconds=_PAUSE_SECONDS)
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener)
-        self._listeners[listener] = loop.call_later(_PAUSE_SECONDS, self.open, listener, security)
+        self._listeners[listener] = loop.call_later(_PAUSE_SECONDS, self.open, listener, security, doorman)
 
-    def _receive(self, connected: socket.socket, security: Security) -> None:
+    def _receive(self, connected: socket.socket, security: Security, doorman: Doorman) -> None:
         connected.setblocking(False)
-        opening = _Opening(connected)
-        visit = Visit(opening, asyncio.get_running_loop().time())
-        if not self._doorman.admit(visit):
+        opening, now = _Opening(connected), asyncio.get_running_loop().time()
+        visit = Visit(opening, now, peer=self._peer(connected))
+        if not doorman.admit(visit, now):
             connected.close()
             return
-        opening.task = asyncio.create_task(self._open(visit, opening, security()), name="web_connection")
+        opening.task = asyncio.create_task(self._open(visit, opening, security(), doorman), name="web_connection")
         self._opening.add(opening.task)
         opening.task.add_done_callback(self._opening.discard)
 
-    async def _open(self, visit: Visit, opening: "_Opening", context: ssl.SSLContext | None) -> None:
+    async def _open(self, visit: Visit, opening: "_Opening", context: ssl.SSLContext | None, doorman: Doorman) -> None:
         opening.begun = True
         bounds = {"ssl_handshake_timeout": self._handshake_seconds, "ssl_shutdown_timeout": _GOODBYE_SECONDS} if context else {}
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make_protocol(visit), opening.connected, ssl=context, **bounds
+                lambda: self._make_protocol(visit, doorman), opening.connected, ssl=context, **bounds
             )
         except OSError:  # no handshake came about, or the peer is gone
-            self._doorman.leave(visit)
+            doorman.leave(visit)
 
 
 class _Opening:

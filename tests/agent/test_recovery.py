@@ -2,13 +2,17 @@
 
 import json
 import resource
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.files import NAME
+from gpumgr.cli.agent_client import AgentClient
+from gpumgr.demo.node import Node
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.units import RESOURCE_OF
 from tests.component.sim_kubelet.plugin import GooglePlugin
@@ -44,6 +48,48 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         for pod in pods:
             await node.kubelet.start_container(pod, "main")
         assert (await node.run(node.pod("d", app(100)))).phase == "Running"
+
+
+async def order(node: Node, action: str) -> None:
+    """About GPU 0, by the node's unix socket."""
+    async with AgentClient(node.folder / "agent.sock") as agent:
+        await agent.post(f"/api/gpus/0/{action}", {"reason": "broken fan"})
+
+
+async def test_cordons_outlive_a_ledger_that_does_not(folder: Path) -> None:
+    async with running(folder) as node:
+        await node.run(node.pod("a", app(30, 4)))
+        await order(node, "cordon")
+        await node.agent.kill()
+        file = folder / "checkpoint" / NAME
+        for _ in range(2):  # and what is saved is saved for good
+            with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+                connection.execute("UPDATE allocations SET record = CAST(x'fffe' AS TEXT)")
+            await node.start_agent()
+            (first, *others) = await node.graph()
+            assert "cordoned by the operator: broken fan" in (first["takes_nothing_new"] or "")
+            assert not any(gpu["takes_nothing_new"] for gpu in others)
+            await node.agent.kill()
+        assert len(node.journal.find("checkpoint_set_aside")) == 2
+        assert node.journal.find("cordons_lost") == []
+        file.with_name(f"{NAME}-wal").unlink()
+        file.write_bytes(b"garbage" * 4096)
+        await node.start_agent()
+        assert len(node.journal.find("cordons_lost")) == 1
+
+
+async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
+    async with running(folder) as node:
+        await node.run(node.pod("a", app(30, 4)))
+        before = node.ledger()
+        await node.agent.kill()
+        with closing(sqlite3.connect(folder / "checkpoint" / NAME, isolation_level=None)) as connection:
+            connection.execute("UPDATE history SET record = CAST(x'fffe' AS TEXT)")
+        await node.start_agent()
+        assert node.ledger() == before
+        assert node.journal.find("checkpoint_set_aside") == []
+        assert node.journal.find("history_damaged")
+        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
 
 
 async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -> None:

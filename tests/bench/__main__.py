@@ -29,6 +29,7 @@ MODULES = {
     "pages": "tests.bench.bench_pages",
     "paint": "tests.bench.bench_paint",
     "writer": "tests.bench.bench_writer",
+    "imports": "tests.bench.bench_imports",
 }
 #: A load above this comes from somebody else, and then p99 tells of them.
 QUIET_LOAD = 0.5

@@ -2,9 +2,9 @@
 
 `python -m tests.bench.bench_writer [--rounds N]` prints one JSON object. The agent, its writer and the pod cache are the real ones in
 one event loop; the kubelet is in memory, so that all pods are granted at one instant, and the API server is the stand-in, in the same
-loop. Seconds count from the first grant: `grants` to the last one, `annotations` to the last patch, `events` to the last event; the
-writer's debounce and its pace (50 requests a second, 100 at once) are included. The floor is the same patches by a plain aiohttp
-client, one after another, as fast as it goes.
+loop. Nothing enforces, which each pod is told besides; all of them start once they are granted. Seconds count from the first grant:
+`grants` to the last one, `annotations` to the last patch, `events` to the last event; the writer's debounce and its pace (50 requests a
+second, 100 at once) are included. The floor is the same patches by a plain aiohttp client, one after another, as fast as it goes.
 """
 
 import argparse
@@ -22,10 +22,16 @@ import aiohttp
 import structlog
 
 from gpumgr.app.announcing import Announcing
+from gpumgr.app.enforcing import Enforcing
 from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.notices import annotations_patch
+from gpumgr.kubeapi.telling import NOT_ENFORCED
+from gpumgr.nvml.driver import Nvml
+from gpumgr.proc import HostProcesses
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 from tests.bench.figures import median_and_worst
@@ -42,9 +48,9 @@ _PATIENCE_SECONDS = 60.0
 class Round:
     """A node and an API server that knows its pods."""
 
-    def __init__(self, world: World, api: SimApiServer, server: ApiServer) -> None:
+    def __init__(self, world: World, api: SimApiServer, cache: PodCache, announcer: Announcer) -> None:
         self._world, self._api = world, api
-        self._cache, self._announcer = PodCache(server, _NODE), Announcer(server, _NODE)
+        self._cache, self._announcer = cache, announcer
         self._announcing = Announcing(self._announcer, books=world.books, pods=self._cache, describe=lambda: None, node=_NODE)
         container = SimContainer(name="main", cores=5, memory_blocks=1)
         self.pods: list[SimPod] = [world.pod(f"pod-{number:03d}", container) for number in range(PODS)]
@@ -59,6 +65,8 @@ class Round:
         for pod in self.pods:
             await self._world.admit(pod)
         granted = time.perf_counter() - began
+        for pod in self.pods:
+            await self._world.start(pod)
         await self._until(lambda: all(map(self.annotations, self.pods)))
         annotated = time.perf_counter() - began
         await self._until(lambda: len(self._api.written.events) == PODS and not self._announcer.state().waiting)
@@ -92,15 +100,42 @@ async def floor(api: SimApiServer, patches: Sequence[tuple[SimPod, Mapping[str, 
         return time.perf_counter() - began
 
 
+def enforcing_nothing(folder: Path, cache: PodCache, announcer: Announcer) -> Enforcing:
+    """The agent's own, on a node that carries no mechanism."""
+    settings = Settings(
+        checkpoint=CheckpointSettings(dir=folder),
+        container=ContainerSettings(allocation_dir=folder / "vm"),
+        cri=CriSettings(socket=folder / "none.sock"),
+        enforcement=EnforcementSettings(backend="none", run_dir=folder / "run"),
+    )
+    return Enforcing(
+        settings,
+        nvml=Nvml(timeout_seconds=1.0, sysfs_root=folder),
+        processes=HostProcesses(),
+        proc_root=Path("/proc"),
+        pods=cache,
+        announcer=announcer,
+        simulated=True,
+    )
+
+
 async def measure_once(folder: Path) -> tuple[float, ...]:
     """The round's figures, and the floor's seconds on a fresh server."""
     async with SimApiServer(_NODE) as api:
         server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
         try:
-            taken = Round(await World.made(snapshot(GPUS, 16)), api, server)
+            cache, announcer = PodCache(server, _NODE), Announcer(server, _NODE)
+            enforcing = enforcing_nothing(folder, cache, announcer)
+            world = await World.made(snapshot(GPUS, 16), limits=enforcing.limits)
+            await enforcing.open(world.books, lost=False)
+            taken = Round(world, api, cache, announcer)
             figures = await taken.measure()
+            await enforcing.close()
         finally:
             await server.close()
+        started = sum(entry.code == NOT_ENFORCED for entry in world.books.history.entries())
+        if started != PODS:
+            raise RuntimeError(f"{started} of {PODS} containers were found to be without limits")
         patches = [(pod, dict(taken.annotations(pod))) for pod in taken.pods]
     async with SimApiServer(_NODE) as fresh:
         for pod in taken.pods:

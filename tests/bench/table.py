@@ -80,6 +80,10 @@ def _process(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"| kill -9, restarted at once, to both offered again | < 2 s | {_seconds(agent['kill_to_offered'])} |"
     yield f"| kubelet restart: its socket to both offered again | < 2 s | {_seconds(agent['kubelet_restart_to_offered'])} |"
     yield f"| resident memory: fresh / after all calls / with {idle['pods']} pods | < 75 MiB | {resident} MiB |"
+    if (imports := figures.get("imports")) is not None:
+        agent_run, bare = imports["agent"], imports["interpreter"]
+        mib, seconds = agent_run["resident_mib"] - bare["resident_mib"], agent_run["milliseconds"] / 1000
+        yield f"| imports of `gpumgr run`, beyond Python itself | | {agent_run['modules']} modules, {mib:.1f} MiB, {seconds:.2f} s |"
     yield f"| CPU of the idle agent with {idle['pods']} pods | < 0.5 % | {idle['cpu_percent']} % |"
 
 

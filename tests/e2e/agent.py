@@ -71,9 +71,9 @@ def read_ledger(document: Mapping[str, Any]) -> list[Holding]:
 class Agent:
     """`gpumgr run` on a simulated node, as a process of the cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, config: Path = AGENT_STATE / "gpumgr.yaml") -> None:
         self._cluster = cluster
-        self._config = AGENT_STATE / "gpumgr.yaml"
+        self._config = config
         (self.port,) = free_ports(1)
         self.configure({})
         self._resources = PodResources()
@@ -161,9 +161,13 @@ class Agent:
     def ensure(self) -> None:
         """Starts the agent where a failed test left none."""
         if self.running:
-            self._cluster.processes.check("gpumgr")
+            self.check()
         else:
             self.start()
+
+    def check(self) -> None:
+        """Raises StartError where it has ended."""
+        self._cluster.processes.check("gpumgr")
 
     def offered(self) -> dict[str, int]:
         """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 10 s later)."""
@@ -181,7 +185,7 @@ class Agent:
         """Waits until both resources are offered; answers when (monotonic clock) that was so."""
 
         def both() -> bool:
-            self._cluster.processes.check("gpumgr")
+            self.check()
             offered = self.offered()
             return bool(offered.get(CORE)) and bool(offered.get(MEMORY)) and self.is_ready()
 

@@ -55,16 +55,25 @@ class Api:
         return response
 
     def request(self, method: str, path: str, body: Json | None = None) -> Json:
-        """One request over the kept connection."""
+        """One request over the kept connection; the API server closes one that nobody used for a while."""
+        kept = self._connection is not None
+        try:
+            data = self._over_kept(method, path, body)
+        except http.client.RemoteDisconnected:
+            if not kept:
+                raise
+            data = self._over_kept(method, path, body)
+        answer: Json = json.loads(data) if data.startswith(b"{") else {"text": data.decode()}
+        return answer
+
+    def _over_kept(self, method: str, path: str, body: Json | None) -> bytes:
         if self._connection is None:
             self._connection = self.connect()
         try:
-            data = self.send(self._connection, method, path, body).read()
+            return self.send(self._connection, method, path, body).read()
         except (OSError, http.client.HTTPException):
             self.close()
             raise
-        answer: Json = json.loads(data) if data.startswith(b"{") else {"text": data.decode()}
-        return answer
 
     def events(self, pod: str) -> list[Json]:
         """The events about one pod."""

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .places import GO, GO_CDI, KUBERNETES, cache
+from .places import GO, GO_CDI, GO_HELM, KUBERNETES, cache
 
 # File, and the Debian package that brings it.
 NEEDED = {
@@ -27,6 +27,7 @@ NEEDED = {
     "/usr/bin/prometheus": "prometheus",
     "/usr/bin/promtool": "prometheus",
 }
+HELM = "3.20.2"
 COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
 
 
@@ -60,8 +61,17 @@ def _go_build(out: Path, stamp: str, packages: list[str], ldflags: str, module: 
     fresh.rename(out)
 
 
+def _helm_flags(major: str, minor: str) -> str:
+    """What helm's own build tells it: its version, and that of the Kubernetes that it renders for."""
+    helm = "helm.sh/helm/v3"
+    told = [f"-X {helm}/internal/version.version=v{HELM}"]
+    for package in ("chartutil", "lint/rules"):
+        told += [f"-X {helm}/pkg/{package}.k8sVersionMajor={major}", f"-X {helm}/pkg/{package}.k8sVersionMinor={minor}"]
+    return " ".join(told)
+
+
 def build() -> Path:
-    """Builds what the cache lacks; answers the cache's folder with `kubernetes/`, `floor/` and `cdi/` in it."""
+    """Builds what the cache lacks; answers the cache's folder with `kubernetes/`, `floor/`, `cdi/` and `helm/` in it."""
     root = cache()
     modules = [GO / "go.mod", GO / "go.sum"]
     major, minor, _ = KUBERNETES.split(".")
@@ -71,6 +81,8 @@ def build() -> Path:
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
     files = [GO_CDI / name for name in ("go.mod", "go.sum", "main.go")]
     _go_build(root / "cdi", _stamp(files), ["."], "-s -w", GO_CDI)
+    files = [GO_HELM / name for name in ("go.mod", "go.sum")]
+    _go_build(root / "helm", _stamp(files), ["helm.sh/helm/v3/cmd/helm"], f"-s -w {_helm_flags(major, minor)}", GO_HELM)
     return root
 
 

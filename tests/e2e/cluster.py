@@ -12,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
+import grpc
+
 from . import build, image, manifests, traces
-from .api import PODS, Api, ApiError, Pods
+from .api import NAMESPACE, PODS, Api, ApiError, Pods
 from .devices import make_devices
 from .manifests import Json
-from .places import CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
+from .places import AUDIT_LOG, CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
 from .processes import Processes, wait_until
 
-ADMISSION_OFF = "ServiceAccount,TaintNodesByCondition"  # both need the controller manager, which nothing here does
+ADMISSION_OFF = "TaintNodesByCondition"  # only the controller manager takes its taints away, and few tests have one
 
 
 def free_ports(number: int) -> list[int]:
@@ -115,7 +117,7 @@ class Cluster:
     def _start_runtime(self) -> None:
         (STATE / "containerd.toml").write_text(manifests.CONTAINERD)
         (STATE / "cni" / "10-none.conflist").write_text(json.dumps(manifests.CNI))
-        self.processes.start("containerd", ["containerd", "--config", STATE / "containerd.toml"])
+        self.start_containerd()
         client, peer = f"http://127.0.0.1:{self._etcd}", f"http://127.0.0.1:{self._peer}"
         self.processes.start(
             "etcd",
@@ -123,11 +125,33 @@ class Cluster:
              "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
         )  # fmt: skip
 
+    def start_containerd(self) -> None:
+        """Starts the container runtime; images and containers are those of its folder."""
+        self.processes.start("containerd", ["containerd", "--config", STATE / "containerd.toml"])
+
+    def wait_containerd(self, timeout: float = 30) -> None:
+        """Waits until the container runtime answers the kubelet's kind of calls; its socket is there before that."""
+        with grpc.insecure_channel(f"unix://{CONTAINERD_SOCKET}") as channel:
+            version = channel.unary_unary("/runtime.v1.RuntimeService/Version")
+
+            def answers() -> bool:
+                try:
+                    version(b"", timeout=5.0)
+                except grpc.RpcError:
+                    return False
+                return True
+
+            wait_until("the container runtime", answers, timeout)
+
+    def import_image(self, archive: Path) -> None:
+        """Gives the container runtime an image."""
+        wait_until("containerd's socket", CONTAINERD_SOCKET.exists, 20)
+        self.ctr("images", "import", str(archive))
+
     def _import_image(self) -> None:
         archive = STATE / "image.tar"
         image.write_image(archive, IMAGE, ["/bin/sh", "-c", manifests.SLEEP])
-        wait_until("containerd's socket", CONTAINERD_SOCKET.exists, 20)
-        self.ctr("images", "import", str(archive))
+        self.import_image(archive)
         archive.unlink()
 
     def _start_control_plane(self) -> None:
@@ -148,6 +172,7 @@ class Cluster:
              f"--cert-dir={STATE / 'pki'}", f"--token-auth-file={users}", "--authorization-mode=Node,RBAC",
              f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
              "--service-account-issuer=https://e2e.invalid", "--service-cluster-ip-range=10.96.0.0/24",
+             f"--audit-policy-file={self._audit_policy()}", f"--audit-log-path={AUDIT_LOG}",
              f"--disable-admission-plugins={ADMISSION_OFF}", "--allow-privileged=true"],
         )  # fmt: skip
         self._import_image()
@@ -159,6 +184,26 @@ class Cluster:
         )  # fmt: skip
         for path, body in manifests.agent_rights():
             self.api.request("POST", path, body)
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        self.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", account)
+
+    def _audit_policy(self) -> Path:
+        path = STATE / "audit.yaml"
+        path.write_text(json.dumps(manifests.AUDIT))
+        return path
+
+    def start_controllers(self) -> None:
+        """Starts what makes pods of DaemonSets and Deployments, and namespaces' accounts."""
+        self.processes.start(
+            "kube-controller-manager",
+            [self._binaries / "controllers" / "kube-controller-manager", f"--kubeconfig={self.kubeconfig('admin')}",
+             f"--controllers={','.join(manifests.CONTROLLERS)}", "--leader-elect=false", "--secure-port=0",
+             f"--root-ca-file={self._authority}", f"--service-account-private-key-file={STATE / 'pki' / 'accounts.key'}"],
+        )  # fmt: skip
+
+    def stop_controllers(self) -> None:
+        """Ends them: the other tests' pods have no owner, and their DaemonSets are to stay on paper."""
+        self.processes.stop("kube-controller-manager")
 
     def _api_ready(self) -> bool:
         self.processes.check("kube-apiserver")

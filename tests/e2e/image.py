@@ -1,18 +1,14 @@
 """A busybox image, made without Docker: an OCI image layout in a tar file, which `ctr images import` takes."""
 
-import hashlib
 import io
-import json
-import platform
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import Any
+
+from .oci import Layer, write_archive
 
 BUSYBOX = Path("/bin/busybox")
-ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_KIND = "application/vnd.oci.image."
 
 
 def _folder(name: str) -> tarfile.TarInfo:
@@ -42,35 +38,4 @@ def _layer() -> bytes:
 
 def write_image(out: Path, name: str, command: list[str]) -> None:
     """Writes the image `name` to `out`; `command` is what it runs when a container names nothing else."""
-    blobs: dict[str, bytes] = {}
-
-    def put(data: bytes, kind: str) -> dict[str, Any]:
-        digest = hashlib.sha256(data).hexdigest()
-        blobs[f"blobs/sha256/{digest}"] = data
-        return {"mediaType": _KIND + kind, "digest": f"sha256:{digest}", "size": len(data)}
-
-    layer = put(_layer(), "layer.v1.tar")
-    config = {
-        "architecture": ARCHITECTURE,
-        "os": "linux",
-        "config": {"Cmd": command, "Env": [PATH]},
-        "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
-        "history": [],
-    }
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": _KIND + "manifest.v1+json",
-        "config": put(json.dumps(config).encode(), "config.v1+json"),
-        "layers": [layer],
-    }
-    entry = put(json.dumps(manifest).encode(), "manifest.v1+json") | {
-        "platform": {"architecture": ARCHITECTURE, "os": "linux"},
-        "annotations": {"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name},
-    }
-    index = {"schemaVersion": 2, "manifests": [entry]}
-    files = {"oci-layout": b'{"imageLayoutVersion":"1.0.0"}', "index.json": json.dumps(index).encode(), **blobs}
-    with tarfile.open(out, "w") as tar:
-        for path, data in files.items():
-            info = tarfile.TarInfo(path)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    write_archive(out, name, [Layer.of(_layer())], {"Cmd": command, "Env": [PATH]})

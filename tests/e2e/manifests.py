@@ -41,6 +41,24 @@ Root = "{STATE}/runc"
 # The node is Ready only with a network; every pod here uses the host's, so this one carries nothing.
 CNI: Json = {"cniVersion": "0.4.0", "name": "none", "plugins": [{"type": "loopback"}]}
 
+#: Who asked for what, of service accounts only: an agent in a pod is one.
+AUDIT: Json = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived", "ResponseStarted"],
+    "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}],
+}
+#: Of the controller manager's many: those that the tests need. None of them judges nodes or evicts pods.
+CONTROLLERS = (
+    "daemonset-controller",
+    "deployment-controller",
+    "replicaset-controller",
+    "serviceaccount-controller",
+    "root-ca-certificate-publisher-controller",
+    "namespace-controller",
+    "garbage-collector-controller",
+)
+
 
 def kubelet_config(port: int) -> Json:
     """The kubelet's settings: those of an ordinary node, less what a test machine lacks."""

@@ -21,15 +21,21 @@ KUBELET_ROOT: Final = STATE / "kubelet"
 POD_RESOURCES: Final = KUBELET_ROOT / "pod-resources" / "kubelet.sock"
 POD_LOGS: Final = STATE / "pod-logs"
 CONTAINER_LOGS: Final = Path("/var/log/containers")
-CONTAINERD_SOCKET: Final = STATE / "containerd.sock"
+#: In a folder of its own: an agent in a pod has that folder mounted.
+CONTAINERD_SOCKET: Final = STATE / "cri" / "containerd.sock"
+#: What service accounts asked of the API server, one JSON document a line.
+AUDIT_LOG: Final = STATE / "logs" / "audit.log"
 #: The agent's folder for sockets and regions; as on a real node it is memory.
 RUN_DIR: Final = STATE / "run"
+#: Tells one boot of the machine from the next; a test that boots it in play mounts a file of its own here.
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 HERE: Final = Path(__file__).resolve().parent
 PROJECT: Final = HERE.parent.parent
 GO: Final = HERE / "go"
 GO_CDI: Final = HERE / "go_cdi"
+GO_HELM: Final = HERE / "go_helm"
 
 
 def cache() -> Path:

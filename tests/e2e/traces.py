@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .devices import remove_devices
-from .places import AGENT_STATE, CGROUPS, CONTAINER_LOGS, CONTAINERD_SOCKET, DEVICE_PLUGINS, POD_LOGS, STATE
+from .places import AGENT_STATE, BOOT_ID, CGROUPS, CONTAINER_LOGS, CONTAINERD_SOCKET, DEVICE_PLUGINS, POD_LOGS, STATE
 from .processes import end_recorded, kill_and_wait
 
 RECORD = STATE / "processes"
@@ -62,6 +62,15 @@ def remove() -> None:
         for path in reversed([Path(line) for line in FOLDERS.read_text().splitlines()]):
             _remove_folder(path)
     shutil.rmtree(STATE)
+
+
+def lose_power() -> None:
+    """What ends with a node's power, with kubelet and runtime killed before: containers, mounts, cgroups, memory."""
+    _end_containers()
+    _unmount()
+    _remove_cgroups()
+    for folder in (STATE / "containerd" / "state", STATE / "runc"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_folder(path: Path) -> None:
@@ -121,7 +130,7 @@ def _end_containers() -> None:
 def _unmount() -> None:
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     for mount in reversed(mounts):
-        if mount.startswith(f"{STATE}/"):
+        if mount.startswith(f"{STATE}/") or mount == str(BOOT_ID):
             subprocess.run(["umount", "--lazy", mount], check=False, stderr=subprocess.DEVNULL)
 
 

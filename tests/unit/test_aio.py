@@ -5,7 +5,17 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.aio import DaemonExitedError, Latest, every, finish_shielded, forever, run_shielded
+from gpumgr.aio import (
+    BUG_AGAIN_SECONDS,
+    Bugs,
+    DaemonExitedError,
+    Latest,
+    every,
+    finish_shielded,
+    forever,
+    persistently,
+    run_shielded,
+)
 
 
 async def test_a_reader_sees_the_current_value_first() -> None:
@@ -115,6 +125,44 @@ async def test_a_failure_that_nobody_waits_for_is_logged() -> None:
 async def test_a_daemon_that_returns_is_an_error() -> None:
     with pytest.raises(DaemonExitedError, match="the daemon sweeper returned"):
         await forever("sweeper", lambda: asyncio.sleep(0))
+
+
+async def test_a_daemon_that_must_not_end_the_agent_goes_on_after_its_bugs() -> None:
+    ends = iter([LookupError("a bug"), None, ValueError("another one")])
+    steady = asyncio.Event()
+
+    async def work() -> None:
+        end = next(ends, steady)
+        if isinstance(end, Exception):
+            raise end
+        if end is steady:
+            steady.set()
+            await asyncio.Event().wait()
+
+    with capture_logs() as logs:
+        daemon = asyncio.create_task(persistently("teller", work, pause_seconds=0))
+        await steady.wait()
+        daemon.cancel()
+        await asyncio.wait([daemon])
+    assert daemon.cancelled()
+    (told,) = logs
+    assert (told["event"], told["log_level"], told["daemon"], told["error"]) == (
+        "daemon_failed",
+        "error",
+        "teller",
+        "LookupError('a bug')",
+    )
+    assert isinstance(told["exc_info"], LookupError)
+    assert told["exc_info"].__traceback__ is not None
+
+
+def test_of_bugs_one_a_minute_is_told_with_their_number() -> None:
+    now = 0.0
+    bugs = Bugs("teller", clock=lambda: now)
+    with capture_logs() as logs:
+        for now in (0.0, 1.0, BUG_AGAIN_SECONDS - 1, BUG_AGAIN_SECONDS, BUG_AGAIN_SECONDS + 1):  # noqa: B007
+            bugs.tell(LookupError("a bug"))
+    assert [line["number"] for line in logs] == [1, 4]
 
 
 async def test_every_retries_weather_and_tells_each_text_once() -> None:

@@ -38,8 +38,8 @@ class Mps:
     """`limits`: both kinds, or only "core" to leave memory to the driver. A tenant that also has the mechanism nvml-memory is bound by
     both then, at the same size: what its container is answered can't depend on that. `state_dir` is on a disk, `run_dir` on a tmpfs.
 
-    `program` is a path, or a name that PATH finds. `obstacle` tells what else the node lacks (MIG, GPUs older than Volta). `transient`:
-    what `unavailable` said last may pass by itself.
+    `program` is a path, or a name that PATH finds. `obstacle` tells what else the node lacks (MIG, GPUs older than Volta).
+    `in_pod`: the agent is a container of the kubelet's. `transient`: what `unavailable` said last may pass by itself.
     """
 
     name: Final[BackendName] = "mps"
@@ -60,13 +60,14 @@ class Mps:
         timeout_seconds: float = 5.0,
         how: launch.Launch | None = None,
         obstacle: Callable[[], str | None] = lambda: None,
+        in_pod: bool = False,
     ) -> None:
         self.limits: Final = frozenset(limits)
         self._root, self._state_dir = run_dir / "mps", state_dir
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
-        self._how, self._obstacle = how or launch.best(), obstacle
+        self._how, self._obstacle, self._in_pod = how or launch.best(), obstacle, in_pod
         self._keep = True
         self._supervisor: Supervisor | None = None
         self.transient = False
@@ -99,6 +100,11 @@ class Mps:
             return f"names of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
         if (reason := self._obstacle()) is not None:
             return reason
+        if self._in_pod and self._how != "systemd":
+            return (
+                "the agent runs in a pod, and its MPS daemons would end with that pod, and their clients with them; they can outlive it as "
+                "units of the host's systemd, for which the pod needs systemd-run, /run/systemd and /run/dbus"
+            )
         try:
             control = Control(Path(program), timeout_seconds=self._timeout_seconds)
             await asyncio.to_thread(self._settle, control, await control.abilities())

@@ -23,11 +23,13 @@ _PACE = Pace(pause_seconds=(0.005, 0.01))
 
 
 class Cluster:
-    """`look` moves time on and lets the announcing look; its daemon does not run."""
+    """`look` moves time on and lets the announcing look; its daemon does not run. `timing`: what the writer has for a clock."""
 
-    def __init__(self, world: World, api: SimApiServer, server: ApiServer, **settings: Any) -> None:
+    def __init__(
+        self, world: World, api: SimApiServer, server: ApiServer, timing: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
         self.world, self.api = world, api
-        self.cache, self.announcer = PodCache(server, api.node_name, pace=_PACE), Announcer(server, api.node_name)
+        self.cache, self.announcer = PodCache(server, api.node_name, pace=_PACE), Announcer(server, api.node_name, **timing or {})
         self.daemons: list[asyncio.Task[NoReturn]] = []
         self.described = 0
         self.settings = settings

@@ -89,9 +89,13 @@ class MemoryBackends:
 @dataclass
 class MemoryAnnouncer:
     evictions: list[tuple[PodKey, str, str]] = field(default_factory=list)
+    cancelled: list[tuple[str, str | None]] = field(default_factory=list)
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
         self.evictions.append((pod, uid, reason))
+
+    def cancel_evict(self, uid: str, *, reason: str | None = None) -> None:
+        self.cancelled.append((uid, reason))
 
 
 @dataclass

@@ -3,11 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from gpumgr.allocator.annotations import pod_annotations
+from gpumgr.allocator.history import HISTORY_ENTRIES
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.app import announcing
 from gpumgr.app.announcing import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
+from gpumgr.app.podside import tell_refused_eviction
+from gpumgr.kubeapi.cache import PodCache
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from gpumgr.topology.devices import NodeSnapshot, Topology
 from tests.component.stage.stage import snapshot
@@ -197,7 +206,7 @@ async def test_a_container_on_a_gpu_that_the_driver_does_not_show_waits(cluster:
 
 
 async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
-    world, announcing = cluster.world, cluster.announcing
+    world, told = cluster.world, cluster.announcing
     for number in range(5):
         pod = await cluster.run(world.pod(f"web-{number}", app()))
         await cluster.look()
@@ -209,15 +218,68 @@ async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
     await cluster.look()
     assert not world.ledger.allocations
     kept = (
-        announcing._due,
-        announcing._untold,
-        announcing._evaluators,
-        announcing._written,
-        announcing._late,
-        announcing._renamed,
+        told._due,
+        told._untold,
+        told._evaluators,
+        told._written,
+        told._late,
+        told._renamed,
     )
     assert [len(each) for each in kept] == [0] * 6
     assert cluster.writes.count("pod") == cluster.writes.count("event") == 5
+
+
+async def test_a_pod_that_runs_on_keeps_its_evaluator_however_much_happens(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    await cluster.look()
+    await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
+    for number in range(2 * HISTORY_ENTRIES):
+        cluster.tell(what="freed", id=f"other-{number}")
+    cluster.announcing = cluster.announce()
+    await cluster.look()
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    assert cluster.allocations(pod)[0]["evaluator"] == "share"
+
+
+# -- bugs --------------------------------------------------------------------------------------------------------------------
+
+
+class BuggyPods(PodCache):
+    """Stumbles over one pod."""
+
+    def get(self, pod: PodKey) -> PodView | None:
+        if pod == ("team", "odd"):
+            raise LookupError("a bug")
+        return super().get(pod)
+
+
+async def test_a_bug_fails_nobody_who_tells_us_something(cluster: Cluster) -> None:
+    cluster.cache.__class__ = BuggyPods
+    with capture_logs() as logs:
+        cluster.tell(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
+        cluster.tell(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="b")
+    assert [(line["event"], line["daemon"]) for line in logs] == [("daemon_failed", "announcing")]
+    cluster.tell(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
+    await cluster.written()
+    assert [event["reason"] for event in cluster.events] == ["GpuLost"]
+
+
+async def test_a_bug_over_one_pod_keeps_nothing_from_the_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(view: PodView, *arguments: Any, **named: Any) -> dict[str, str]:
+        if view.name == "odd":
+            raise LookupError("a bug")
+        return pod_annotations(view, *arguments, **named)
+
+    monkeypatch.setattr(announcing, "pod_annotations", odd)
+    await cluster.run(cluster.world.pod("odd", app()))
+    web = await cluster.run(cluster.world.pod("web", app()))
+    with pytest.raises(LookupError):
+        await cluster.look()
+    assert cluster.described == 1
+    await cluster.look()
+    assert cluster.allocations(web)[0]["container"] == "main"
+    assert cluster.described == 2
 
 
 # -- refused and other news --------------------------------------------------------------------------------------------------
@@ -249,6 +311,32 @@ async def test_what_a_pod_is_told_besides(cluster: Cluster) -> None:
         ("GpuMemoryOverLimit", "Warning", pod.uid),
         ("GpuLimitBroken", "Warning", pod.uid),
     ]
+
+
+async def test_that_nothing_keeps_a_container_is_said_where_it_was_placed_and_costs_nothing_more(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    (held,) = cluster.world.ledger.allocations.values()
+    assert held.mechanisms == ("none",)
+    cluster.tell(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuLimitNotEnforced", why="nothing keeps it")
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    (event,) = cluster.events
+    assert (event["reason"], event["type"]) == ("GpuPlaced", "Normal")
+    assert "; GpuLimitNotEnforced: nothing on this node keeps container main within its share" in event["message"]
+
+
+async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app()))
+    cluster.api.forbidden.add(("create", "pods/eviction"))
+    cluster.announcer.on_refused_eviction = partial(tell_refused_eviction, cluster.history)
+    for _ in range(2):
+        cluster.announcer.evict(("team", "web"), pod.uid, reason="GPU0 is drained")
+        await cluster.written()
+    (told,) = cluster.history.entries()
+    assert (told.what, told.code, told.pod, told.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
+    assert told.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
+    assert told.why.endswith("create on pods/eviction")
+    assert [(event["reason"], event["type"]) for event in cluster.events] == [("GpuPodNotEvicted", "Warning")]
 
 
 async def test_a_static_pods_events_are_where_kubectl_looks_for_them(cluster: Cluster) -> None:

@@ -82,6 +82,21 @@ def test_what_passes_by_itself_or_was_wished_is_no_trouble() -> None:
     assert Node(held).condition() == WELL
 
 
+def test_a_gpu_that_is_split_by_mig_is_no_trouble() -> None:
+    split = up(view=view_of(closed={uuid_of(1): "MIG is enabled"}), reasons={uuid_of(1): "mig"})
+    assert Node(split).condition() == WELL
+
+
+def test_a_driver_that_is_away_for_a_moment_is_no_trouble_of_its_gpus() -> None:
+    node = Node(up())
+    node.look()
+    gone = view_of(failed={uuid_of(0): AWAY, uuid_of(1): AWAY})
+    reasons = {uuid_of(0): "nvml_down", uuid_of(1): "nvml_down"}
+    told = node.condition(nvml_up=False, not_ready=(AWAY,), view=gone, reasons=reasons)
+    assert told == WELL
+    assert node.condition(nvml_up=True, not_ready=(), view=view_of(), reasons={}) == WELL
+
+
 def test_a_start_is_waited_for_and_a_kubelet_that_restarts_is_no_trouble() -> None:
     node = Node(up(nvml_up=False, not_ready=("no driver was found yet", UNREGISTERED)))
     node.look()

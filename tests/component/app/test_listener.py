@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpumgr.agent.inventory import Inventory
+from gpumgr.allocator.history import Entry
 from gpumgr.app.listener import News
 from gpumgr.nvml.health import GpuHealth, Reason, State
 from gpumgr.proc import HostProcesses
@@ -18,14 +20,25 @@ Told = tuple[str | None, tuple[str, ...], str]
 class Listening:
     def __init__(self, device_root: Path | None = None) -> None:
         self.world = World(NODE)
-        self.news = News(
+        self._device_root = device_root
+        self.news = self._listen()
+
+    def _listen(self) -> News:
+        return News(
             self.world.books,
             HostProcesses(),
-            device_root=str(device_root) if device_root else None,
+            device_root=str(self._device_root) if self._device_root else None,
             before_snapshot=self._ignore,
             on_processes=self._ignore,
             on_sample=lambda _sample: None,
         )
+
+    async def restart(self, health: Mapping[str, GpuHealth], node: NodeSnapshot = NODE) -> None:
+        """The agent starts again: what it was told before is in the history, and the driver is asked anew."""
+        self.world.books.inventory = Inventory()
+        self.news = self._listen()
+        await self.news.health_changed(health)
+        await self.news.snapshot_taken(node)
 
     async def _ignore(self, _what: NodeSnapshot | NodeSample, _started: Mapping[int, int] | None = None) -> None:
         pass
@@ -79,6 +92,13 @@ async def test_what_an_operator_does_is_his_to_tell_and_hides_nothing() -> None:
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
 
 
+async def test_mig_is_a_setting_and_no_illness() -> None:
+    node = await started()
+    await node.turn("unhealthy", "mig", "MIG is enabled")
+    await node.turn("healthy")
+    assert node.told == []
+
+
 async def test_a_gpu_that_is_ill_from_the_start_is_told_once_it_has_a_name() -> None:
     node = Listening()
     await node.turn("unhealthy", "xid", "XID 79", uuid=ZERO)
@@ -99,3 +119,20 @@ async def test_a_missing_device_node_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "nvidia1").touch()
     await node.news.sample_taken(NodeSample())
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+LOST = GpuHealth(state="unhealthy", reason="lost", message="the GPU is lost", since=0.0)
+WELL = GpuHealth(state="healthy", since=0.0)
+
+
+async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_comes_back_later() -> None:
+    node = await started()
+    await node.turn("unhealthy", "lost", "the GPU is lost")
+    node.world.books.history.add(Entry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
+    await node.restart({ONE: LOST, ZERO: WELL})
+    await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver lists it no more
+    assert [code for code, _, _ in node.told] == ["lost", "cordoned"]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert [(code, gpus) for code, gpus, _ in node.told[2:]] == [("back", ("00000001",))]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert len(node.told) == 3

@@ -9,8 +9,9 @@ from structlog.testing import capture_logs
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.findings import SAME_FINDING_SECONDS
+from gpumgr.app.offenders import EVICT_AGAIN_SECONDS
 from gpumgr.app.owners import ASK_AGAIN_SECONDS
-from gpumgr.app.truth import CALM_PERIOD_SECONDS, EVICT_AGAIN_SECONDS
+from gpumgr.app.truth import CALM_PERIOD_SECONDS
 from gpumgr.enforcement.backend import Finding, FindingCode
 from gpumgr.units import BLOCK_BYTES
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
@@ -199,10 +200,12 @@ async def test_a_container_over_its_memory_is_told_once_with_numbers() -> None:
     (told,) = node.told
     assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
     assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU0,), 7.0)
-    assert f"uses 812 MiB of memory on {uuid_of(0)} and was granted 512 MiB" in told.why
+    assert f"was granted 512 MiB of memory on {uuid_of(0)} and used more than that and 0 MiB that are tolerated" in told.why
     assert "evicted" not in told.why
     assert not node.announcer.evictions
-    assert [(entry["event"], entry["holder"]) for entry in logs] == [("container_over_limit", "team/web (main)")]
+    assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
+        ("container_over_limit", "team/web (main)", 812 * MIB)
+    ]
 
 
 async def test_coming_back_is_told_too() -> None:
@@ -225,6 +228,43 @@ async def test_an_offenders_pod_is_evicted_if_that_was_chosen() -> None:
     assert "; the pod is evicted" in over.why
     assert (evicted.what, evicted.code, evicted.id, evicted.pod, evicted.pod_uid) == ("event", "GpuPodEvicted", "a", WEB, "uid-a")
     assert evicted.why == "the pod is evicted: container main stayed over its GPU memory"
+
+
+async def test_each_crossing_is_told_in_the_same_words_so_that_it_is_one_event() -> None:
+    node = sharing()
+    for used in (LIMIT + 1, LIMIT, LIMIT + 5 * MIB, LIMIT, LIMIT + 300 * MIB):
+        for _ in range(3):
+            await node.sampled(sample({11: used}, {}))
+    assert node.meter.over == 3
+    assert len({told.why for told in node.told}) == 1
+
+
+async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() -> None:
+    node = Node(share(), share("b", TRAIN), evict=True)
+    node.runs(container("a", WEB), 11)
+    node.runs(container("b", TRAIN), 21)
+    both = sample({11: LIMIT + 1, 21: LIMIT + 1}, {})
+    for _ in range(3):
+        await node.sampled(both)
+    assert [uid for _, uid, _ in node.announcer.evictions] == ["uid-a", "uid-b"]
+    for _ in range(2):
+        await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
+    assert node.announcer.cancelled == []
+    await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
+    reason = "container main stayed over its GPU memory"
+    assert node.announcer.cancelled == [("uid-a", reason)]
+    node.frees("b")
+    await node.sampled(sample({11: LIMIT}, {}))
+    assert node.announcer.cancelled[1:] == [("uid-b", reason)]
+
+
+async def test_an_operator_who_changes_his_mind_spares_the_offenders() -> None:
+    node = sharing(evict=True)
+    for _ in range(3):
+        await node.sampled(sample({11: LIMIT + 1}, {}))
+    node.truth.over_limit = replace(node.truth.over_limit, evict=False)
+    await node.sampled(sample({11: LIMIT + 1}, {}))
+    assert [uid for uid, _ in node.announcer.cancelled] == ["uid-a"]
 
 
 async def test_an_eviction_that_is_asked_for_again_is_no_news() -> None:

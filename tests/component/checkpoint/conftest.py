@@ -1,6 +1,6 @@
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ async def open_checkpoint(tmp_path: Path) -> AsyncIterator[Open]:
     """Opens checkpoints in tmp_path; they are closed at the end."""
     opened: list[SqliteCheckpoint] = []
 
-    def opener(folder: Path = tmp_path) -> SqliteCheckpoint:
-        opened.append(SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0))
+    def opener(folder: Path = tmp_path, *, outlive: Collection[str] = ()) -> SqliteCheckpoint:
+        opened.append(SqliteCheckpoint.open(folder, outlive=outlive, wall_clock=lambda: 0.0))
         return opened[-1]
 
     yield opener

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,47 @@ async def test_the_damaged_row_is_named(tmp_path: Path, open_checkpoint: Open) -
     assert open_checkpoint().load().why == "the row of allocation 'id-b' can't be read: its checksum is wrong"
 
 
+#: What happens to the file -> whether the note can be read still, and whether the missing one is told of.
+SALVAGED = {
+    "UPDATE allocations SET record = '{}'": ({"cordons": "GPU-1 \N{SNOWMAN}"}, False),
+    "UPDATE notes SET value = 'w' WHERE key = 'k'": ({"cordons": "GPU-1 \N{SNOWMAN}"}, False),
+    "UPDATE notes SET value = CAST(x'fffe' AS TEXT) WHERE key = 'k'": ({"cordons": "GPU-1 \N{SNOWMAN}"}, False),
+    "DROP TABLE schema": ({"cordons": "GPU-1 \N{SNOWMAN}"}, False),
+    "UPDATE notes SET value = 'GPU-2' WHERE key = 'cordons'": ({}, True),
+    "UPDATE notes SET key = CAST(x'fffe' AS TEXT) WHERE key = 'cordons'": ({}, True),
+    "DROP TABLE notes": ({}, True),
+}
+
+
+@pytest.mark.parametrize("damage", SALVAGED)
+async def test_notes_that_are_to_outlive_a_corrupt_file_do(damage: str, tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    checkpoint = open_checkpoint()
+    await checkpoint.save_note("cordons", "GPU-1 \N{SNOWMAN}")
+    await checkpoint.close()
+    execute(tmp_path / NAME, damage)
+    before = (tmp_path / NAME).read_bytes()
+    checkpoint = open_checkpoint(outlive=("cordons",))
+    loaded = checkpoint.load()
+    assert (loaded.lost, loaded.ledger, loaded.set_aside) == (True, Ledger(), tmp_path / ASIDE)
+    assert (dict(loaded.notes), loaded.notes_lost) == SALVAGED[damage]
+    assert (tmp_path / ASIDE).read_bytes() == before
+    again = (await reopened(open_checkpoint, checkpoint)).load()
+    assert (again.lost, again.notes) == (False, SALVAGED[damage][0])
+
+
+async def test_where_there_was_no_such_note_none_is_lost(tmp_path: Path, open_checkpoint: Open) -> None:
+    await filled(open_checkpoint)
+    execute(tmp_path / NAME, "UPDATE allocations SET record = '{}'")
+    loaded = open_checkpoint(outlive=("cordons",)).load()
+    assert (loaded.set_aside, loaded.notes, loaded.notes_lost) == (tmp_path / ASIDE, {}, False)
+
+
+async def test_of_a_file_that_is_no_database_notes_may_be_lost(tmp_path: Path, open_checkpoint: Open) -> None:
+    (tmp_path / NAME).write_text("hello")
+    assert open_checkpoint(outlive=("cordons",)).load().notes_lost
+
+
 @pytest.mark.parametrize("content", [b"\0", b"hello", b'{"PodGPUMapping":{}}' * 500, b"SQLite format 3\0" + b"\xff" * 4096])
 async def test_a_file_that_is_no_database_is_set_aside_whole(content: bytes, tmp_path: Path, open_checkpoint: Open) -> None:
     (tmp_path / NAME).write_bytes(content)
@@ -236,7 +278,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
     await filled(open_checkpoint)
     execute(tmp_path / NAME, "UPDATE schema SET version = 8")
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one knows 3\): start that version again"):
+    with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 8, this one knows 2\): start that version again"):
         open_checkpoint()
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -323,29 +365,93 @@ async def test_the_history_comes_back_as_it_was_and_is_bounded(tmp_path: Path, o
     assert read_checkpoint(tmp_path).history == (told,)
     checkpoint = open_checkpoint()
     assert checkpoint.load().history == (told,)
-    await checkpoint.save(Change(entries=tuple(entry(number) for number in range(2, HISTORY_ENTRIES + 51))))
-    await checkpoint.close()
-    numbers = [each.number for each in read_checkpoint(tmp_path).history]
-    assert numbers == list(range(51, HISTORY_ENTRIES + 51))
+    numbers = [*range(2, 51), *range(2051, 2051 + HISTORY_ENTRIES)]  # a restart leaves a gap
+    await checkpoint.save(Change(entries=tuple(entry(number) for number in numbers[:-1])))
+    assert len(read_checkpoint(tmp_path).history) == HISTORY_ENTRIES
+    await checkpoint.save(Change(entries=(entry(numbers[-1]),)))
+    assert [each.number for each in read_checkpoint(tmp_path).history] == numbers[-HISTORY_ENTRIES:]
 
 
-async def test_a_damaged_entry_costs_itself_and_not_the_ledger(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_grants_of_living_allocations_stay(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1, id="id-a"), entry(2, id="id-b"))))
+    refused = replace(entry(3, id="id-a"), what="refused")
+    more = tuple(replace(entry(number), what="event") for number in range(4, HISTORY_ENTRIES + 4))
+    await checkpoint.save(Change(entries=(refused, *more)))
+    assert [each.number for each in read_checkpoint(tmp_path).history[:3]] == [1, 2, 4]
+    await checkpoint.save(Change(drop=("id-a",)))
+    await checkpoint.save(Change(entries=(replace(entry(HISTORY_ENTRIES + 4), what="freed"),)))
+    assert [each.number for each in read_checkpoint(tmp_path).history[:3]] == [2, 5, 6]
+
+
+async def test_a_note_and_its_entry_are_one_transaction(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save_note("k", "v", (entry(1),))
+    unsayable = replace(entry(2), why="\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        await checkpoint.save_note("k", "w", (unsayable,))
+    loaded = read_checkpoint(tmp_path)
+    assert (loaded.notes, loaded.history) == ({"k": "v"}, (entry(1),))
+
+
+@pytest.mark.parametrize("rubbish", ["'rubbish'", "x'fffe'", "CAST(x'fffe' AS TEXT)", "7", "''"])
+async def test_a_damaged_entry_costs_itself_and_not_the_ledger(rubbish: str, tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.save(Change(entries=(entry(1), entry(2), entry(3))))
     await checkpoint.close()
-    execute(tmp_path / NAME, "UPDATE history SET record = 'rubbish' WHERE number = 2")
+    execute(tmp_path / NAME, f"UPDATE history SET record = {rubbish} WHERE number = 2")
     loaded = open_checkpoint().load()
     assert (loaded.lost, loaded.unreadable, [each.number for each in loaded.history]) == (False, 1, [1, 3])
     assert loaded.ledger == LEDGER
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("ALTER TABLE history DROP COLUMN record",),
+        ("ALTER TABLE history ADD COLUMN more TEXT NOT NULL DEFAULT ''",),
+        ("DROP TABLE history", "CREATE TABLE history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"),
+        ("DROP TABLE history", "CREATE TABLE history (what)", "INSERT INTO history VALUES (x'fffe')"),
+        ("DROP TABLE history",),
+    ],
+)
+async def test_a_history_of_another_make_is_made_anew(damage: tuple[str, ...], tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1),)))
+    await checkpoint.close()
+    execute(tmp_path / NAME, *damage)
+    assert read_checkpoint(tmp_path).ledger == LEDGER
+    checkpoint = open_checkpoint()
+    loaded = checkpoint.load()
+    assert (loaded.lost, loaded.ledger) == (False, LEDGER)
+    await checkpoint.save(Change(entries=(entry(2),)))
+    assert read_checkpoint(tmp_path).history == (entry(2),)
+
+
+async def test_an_older_gpumgr_may_write_the_file_meanwhile(tmp_path: Path, open_checkpoint: Open) -> None:
+    """It takes any schema up to 2, knows these four tables and their columns, and nothing of a history."""
+    checkpoint = open_checkpoint()
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1, id="id-a"), entry(2, id="id-b"))))
+    await checkpoint.close()
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as older:
+        assert older.execute("SELECT version FROM schema").fetchall() == [(2,)]
+        older.execute("INSERT OR REPLACE INTO cards SELECT place, name, uuid, memory_blocks, sum FROM cards")
+        older.execute("INSERT OR REPLACE INTO allocations SELECT id, record, sum FROM allocations")
+        older.execute("INSERT OR REPLACE INTO notes SELECT key, value, sum FROM notes")
+        older.execute("DELETE FROM allocations WHERE id = 'id-a'")
+    checkpoint = open_checkpoint()
+    assert list(checkpoint.load().ledger.allocations) == ["id-b"]
+    assert [each.number for each in checkpoint.load().history] == [1, 2]
+    await checkpoint.save(Change(entries=tuple(entry(number) for number in range(3, HISTORY_ENTRIES + 3))))
+    assert [each.number for each in read_checkpoint(tmp_path).history[:2]] == [2, 3]
 
 
 async def test_a_file_of_before_the_history_is_taken_over(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.close()
-    execute(tmp_path / NAME, "DROP TABLE history")
-    execute(tmp_path / NAME, "UPDATE schema SET version = 2")
+    execute(tmp_path / NAME, "DROP TABLE history", "UPDATE schema SET version = 1")
     assert read_checkpoint(tmp_path).ledger == LEDGER
     checkpoint = open_checkpoint()
     assert checkpoint.load().ledger == LEDGER

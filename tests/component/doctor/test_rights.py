@@ -15,7 +15,8 @@ from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Right
 
-ORDINARY = "list pods, watch pods, patch pods, create events, patch events, get nodes, patch nodes, patch nodes/status"
+NODE = "get nodes, patch nodes, patch nodes/status"
+ORDINARY = f"list pods, watch pods, create pods/eviction, patch pods, create events, patch events, {NODE}"
 
 
 @pytest.fixture
@@ -36,13 +37,13 @@ async def test_all_rights_are_there(sim: SimApiServer, tmp_path: Path) -> None:
     found = await look_at_rights(settings(kubeconfig), timeout_seconds=5)
     assert (found.check, found.state, found.message) == ("rbac", "ok", ORDINARY)
     found = await look_at_rights(settings(kubeconfig, evict=True, delete=True), timeout_seconds=5)
-    assert found.message == ORDINARY.replace("watch pods,", "watch pods, create pods/eviction, delete pods,")
+    assert found.message == ORDINARY.replace("patch pods,", "delete pods, patch pods,", 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "asked"),
     [
-        ({"annotate_pods": False}, ORDINARY.replace("patch pods, ", "")),
+        ({"annotate_pods": False}, ORDINARY.replace("patch pods, ", "", 1)),
         ({"write_events": False}, ORDINARY.replace("create events, patch events, ", "")),
         ({"describe_node": False}, ORDINARY.replace("get nodes, ", "").replace(", patch nodes/status", "")),
         ({"describe_node": False, "node_labels": ("zone=a",)}, ORDINARY.replace(", patch nodes/status", "")),
@@ -74,7 +75,8 @@ def test_the_example_grants_exactly_what_is_used() -> None:
         ({("create", "events"), ("patch", "nodes")}, False, "warning", "not allowed: create events, patch nodes"),
         ({("watch", "pods"), ("patch", "nodes")}, False, "error", "not allowed: watch pods, patch nodes"),
         ({("create", "pods/eviction")}, True, "error", "not allowed: create pods/eviction"),
-        ({("create", "pods/eviction"), ("delete", "pods")}, False, "ok", ORDINARY),
+        ({("create", "pods/eviction"), ("delete", "pods")}, False, "warning", "not allowed: create pods/eviction"),
+        ({("delete", "pods")}, False, "ok", ORDINARY),
     ],
 )
 async def test_missing_rights_are_named(

@@ -57,7 +57,7 @@ class Life:
             health=self.monitor,
             checkpoint=checkpoint,
             pods=MemoryPods(),
-            evict=None,
+            announcer=None,
             reset=lambda uuid: reset_gpu(self.monitor, uuid, program=program),
         )
         self.maintenance.restore(loaded.notes)

@@ -1,7 +1,7 @@
 """A node in one event loop: simulated kubelet, our servers, the agent; the durable side and the API server are plain memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,6 +15,7 @@ from gpumgr.agent.offers import Offers
 from gpumgr.agent.writer import Agent
 from gpumgr.aio import Latest
 from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.allocator.offer import Offer
@@ -47,7 +48,7 @@ class MemoryCheckpoint:
         self.allocations.update({a.id: a for a in change.put})
         self.cards = change.cards or self.cards
 
-    async def save_note(self, key: str, value: str) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
         pass
 
 

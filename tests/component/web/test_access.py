@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -11,7 +12,7 @@ from gpumgr.errors import SettingsError
 from gpumgr.web.pages import PATHS
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import BEYOND, Scene, get, parsed, say
+from tests.component.web.scene import BEYOND, CERTIFICATES, Scene, get, parsed, say
 
 READABLE = [path.format(namespace="team", pod="share") for path in PATHS if not path.startswith(("/api/gpus", "/api/stream"))]
 
@@ -113,6 +114,59 @@ async def test_a_new_token_counts_at_once_and_an_empty_file_lets_nobody_in(serve
     assert [line["event"] for line in logs] == ["token_unusable", "token_unusable"]
     file.write_text("third")
     assert await opens("third")
+
+
+def asked_as(host: str, path: str = "/") -> bytes:
+    return get(path).replace(b"Host: localhost", b"Host: " + host.encode())
+
+
+async def test_a_browser_can_be_led_here_by_no_foreign_name(serve: Serve, tmp_path: Path) -> None:
+    server = await serve(unix_socket=tmp_path / "agent.sock", names=("node-1",))
+    for path in ("/api/state", "/metrics", "/healthz", "/debug/stacks", "/nowhere"):
+        status, told = parsed(await say(server.address, asked_as("evil.example:80", path)))
+        assert (status, set(told)) == (403, {"error"})
+        assert "no name of this host" in told["error"]
+    for host in ("localhost:1234", "node-1", "127.0.0.1:15990", "[::1]:15990"):
+        assert parsed(await say(server.address, asked_as(host, "/api/state")))[0] == 200
+    assert parsed(await say(server.address, asked_as("gpumgr.svc", "/healthz"), source=BEYOND))[0] == 200
+    connector = aiohttp.UnixConnector(str(tmp_path / "agent.sock"))
+    async with aiohttp.ClientSession("http://evil.example", connector=connector) as root, root.get("/api/state") as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(("path", "reasons"), [("/healthz", "ailments"), ("/readyz", "obstacles")])
+async def test_strangers_are_told_how_many_reasons_there_are_and_not_which(
+    serve: Serve, scene: Scene, tmp_path: Path, path: str, reasons: str
+) -> None:
+    getattr(scene, reasons).append("/var/lib/kubelet/device-plugins/kubelet.sock is not there")
+    (tmp_path / "token").write_text("s3cret")
+    whole = {"status": "failing", "reasons": ["/var/lib/kubelet/device-plugins/kubelet.sock is not there"]}
+    for settings in ({}, {"token_file": tmp_path / "token"}):
+        server = await serve(**settings)
+        assert parsed(await say(server.address, get(path))) == (503, whole)
+        assert parsed(await say(server.address, get(path), source=BEYOND)) == (503, {"status": "failing", "reason_count": 1})
+    wrong, right = (get(path, f"Authorization: Bearer {token}") for token in ("wrong", "s3cret"))
+    assert parsed(await say(server.address, wrong, source=BEYOND)) == (503, {"status": "failing", "reason_count": 1})
+    assert parsed(await say(server.address, right, source=BEYOND)) == (503, whole)
+    getattr(scene, reasons).clear()
+    assert parsed(await say(server.address, get(path), source=BEYOND)) == (200, {"status": "ok", "reason_count": 0})
+
+
+async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    tls = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
+
+    async def warnings(**settings: Any) -> list[dict[str, Any]]:
+        with capture_logs() as logs:
+            await serve(**settings)
+        return [dict(line) for line in logs if line["event"] == "token_in_plain_http"]
+
+    (warning,) = await warnings(host="0.0.0.0", token_file=tmp_path / "token")
+    assert (warning["log_level"], warning["addresses"]) == ("warning", ["0.0.0.0"])
+    assert "http.tls_cert_file" in warning["remedy"]
+    assert await warnings(host="127.0.0.1", token_file=tmp_path / "token", unix_socket=tmp_path / "agent.sock") == []
+    assert await warnings(host="0.0.0.0", token_file=tmp_path / "token", **tls) == []
+    assert await warnings(host="0.0.0.0") == []
 
 
 @pytest.mark.parametrize(

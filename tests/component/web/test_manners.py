@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.web.server import WebServer
-from tests.component.web.scene import get, parsed, say
+from tests.component.web.scene import Scene, get, parsed, say
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,8 @@ async def _goes_on_in_silence(server: WebServer, caplog: pytest.LogCaptureFixtur
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
         b"GET / HTTP/1.1\r\nContent-Length: many\r\n\r\n",
         b"GET / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: nonsense\r\n\r\n",
-        b"POST /api/gpus/0/drain HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: nonsense\r\n\r\n",
+        b"POST /api/gpus/0/drain HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"<html>" * 10_000,
     ],
 )
@@ -113,7 +112,7 @@ async def upload(server: WebServer, head: str, chunk: bytes) -> tuple[int, bytes
 )
 @pytest.mark.parametrize("request_line", ["POST /metrics", "GET /healthz", "GET /nowhere"])
 async def test_a_huge_body_is_refused_while_it_comes(server: WebServer, request_line: str, head: str, chunk: bytes) -> None:
-    sent, answer = await upload(server, f"{request_line} HTTP/1.1\r\nHost: a\r\n{head}\r\n\r\n", chunk)
+    sent, answer = await upload(server, f"{request_line} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n", chunk)
     assert sent < HUGE
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     assert parsed(answer) == (413, {"error": "the body has more than 4096 bytes"})
@@ -137,3 +136,40 @@ async def test_who_has_said_all_still_gets_the_answer(server: WebServer, path: s
     assert parsed(await say(server.address, get(path), half_close=True))[0] == 200
     keep = get(path).replace(b"Connection: close\r\n", b"")
     assert (await say(server.address, keep, keep, half_close=True)).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("many", [64, 199, 10_000])
+async def test_too_many_headers_are_told(server: WebServer, many: int) -> None:
+    lines = b"".join(b"X-%d: 1\r\n" % number for number in range(many))
+    answer = await say(server.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n", half_close=True)
+    assert parsed(answer) == (431, {"error": "the request has more than 64 headers"})
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/nowhere"])
+@pytest.mark.parametrize("body", [b"", b"x" * 100])
+async def test_an_expectation_that_nobody_knows(server: WebServer, path: str, body: bytes) -> None:
+    answer = await say(server.address, get(path, "Expect: a miracle", f"Content-Length: {len(body)}") + body)
+    assert parsed(answer) == (417, {"error": "of Expect only 100-continue is understood"})
+
+
+@pytest.mark.parametrize(
+    "early",
+    [b"hello\r\n\r\n", get("/" + "x" * 20_000), get("/", *["a: b"] * 200), get("/", "Expect: a miracle"), get("/nowhere")],
+    ids=["no HTTP", "too long", "too many headers", "expectation", "nowhere"],
+)
+async def test_what_goes_wrong_early_tells_no_version_and_has_the_same_headers(server: WebServer, early: bytes) -> None:
+    head = (await say(server.address, early)).partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    headers = dict(line.split(": ", 1) for line in head)
+    assert headers["Server"] == "gpumgr"
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+
+
+async def test_a_stream_for_one_who_has_said_all_ends_with_the_first_state(server: WebServer, scene: Scene) -> None:
+    keep = get("/api/stream").replace(b"Connection: close\r\n", b"")
+    answer = await asyncio.wait_for(say(server.address, keep, half_close=True), 10)
+    assert answer.count(b"event: state\ndata: ") == 1
+    assert scene.states.readers == 0

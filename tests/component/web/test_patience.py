@@ -53,8 +53,8 @@ async def hang_up_of(server: WebServer, *said: bytes) -> bytes:
     [
         b"",
         b"G",
-        b"GET /healthz HTTP/1.1\r\nHost: a\r\nX-Slow: ",
-        b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf",
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+        b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf",
     ],
     ids=["nothing", "a letter", "half a header", "half a body"],
 )
@@ -103,7 +103,7 @@ async def test_an_answer_must_be_taken(serve: Serve, scene: Scene, security: dic
     server = await serve(**security, patience=patience(unsent_seconds=0.05))
     secured = ssl._create_unverified_context() if security else None
     reader, writer = await asyncio.open_connection(*server.address, ssl=secured, limit=1024)
-    writer.write(get("/api/state"))
+    writer.write(get("/api/state").replace(b"Connection: close\r\n", b""))
     assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
     await until(lambda: server.connections == 0)
     with contextlib.suppress(ConnectionError, ssl.SSLError):

@@ -55,12 +55,25 @@ class Driver:
         return "GPU 00000000:00:00.0 was successfully reset."
 
 
+class Announced:
+    """The kubeapi station's side: who is to be evicted, and for which reason; who is not any more is taken off."""
+
+    def __init__(self) -> None:
+        self.evicted: list[tuple[PodKey, str, str]] = []
+
+    def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
+        self.evicted.append((pod, uid, reason))
+
+    def cancel_evict(self, uid: str, *, reason: str | None = None) -> None:
+        self.evicted = [each for each in self.evicted if each[1] != uid or reason not in (None, each[2])]
+
+
 class Bench:
     """A node of `gpus` GPUs with 16 blocks each, and the maintenance of it."""
 
     def __init__(self, world: World, *, api_server: bool = True) -> None:
         self.world, self.driver = world, Driver(world)
-        self.evicted: list[tuple[PodKey, str, str]] = []
+        self.announcer = Announced()
         self.kept_by: str | None = None
         self.use: NodeUse | None = None
         self._api_server = api_server
@@ -78,14 +91,22 @@ class Bench:
             health=self.driver,
             checkpoint=world.checkpoint,
             pods=world.pods,
-            evict=self._evict if self._api_server else None,
+            announcer=self.announcer if self._api_server else None,
             reset=self.driver.reset,
             kept_by=lambda _uuid: self.kept_by,
             use=lambda: self.use,
         )
 
-    def _evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
-        self.evicted.append((pod, uid, reason))
+    async def restart(self) -> None:
+        """The agent is killed and starts again; the API server has answered."""
+        self.announcer.evicted.clear()
+        self.maintenance = self.again()
+        self.maintenance.restore(self.world.checkpoint.notes)
+        await self.maintenance.evict_again()
+
+    @property
+    def evicted(self) -> list[tuple[PodKey, str, str]]:
+        return self.announcer.evicted
 
     async def order(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
         answer = await self.maintenance.follow(Order(action=action, gpu=gpu, **more))
@@ -151,6 +172,15 @@ async def test_a_cordon_that_can_not_be_remembered_is_not_made() -> None:
     assert (bench.unfit, bench.told, bench.maintenance.cordons) == ([], [], {})
 
 
+async def test_a_confirmed_order_is_on_disk_with_its_entry() -> None:
+    bench = await Bench.made()
+    await bench.order("cordon", reason="broken fan")
+    await bench.order("uncordon")
+    assert [(entry.code, entry.number) for entry in bench.world.checkpoint.entries] == [("cordoned", 1), ("uncordoned", 2)]
+    await bench.world.books.history.flush()
+    assert len(bench.world.checkpoint.entries) == 2
+
+
 async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
     bench = await Bench.made()
     first = await bench.order("cordon", reason="broken fan")
@@ -176,6 +206,8 @@ async def test_a_cordon_outlives_the_agent() -> None:
 
 def test_no_note_is_no_cordon_and_a_damaged_one_is_an_error() -> None:
     assert decode_cordons("{}") == {}
+    old = '{"GPU-0": {"draining": true, "reason": "", "since": 1.0}}'
+    assert decode_cordons(old) == {"GPU-0": Cordon(since=1.0, draining=True, evict=False)}
     for damaged in ('["GPU-0"]', '{"GPU-0": {}}', "{", '{"GPU-0": {"reason": "", "since": null, "draining": false}}'):
         with pytest.raises(CheckpointError, match="cordon the GPUs again"):
             decode_cordons(damaged)
@@ -289,7 +321,57 @@ async def test_who_has_no_known_name_is_not_evicted_and_told() -> None:
     assert (await bench.order("drain", evict=True))["evicting"] == ["team/first"]
     bench.world.end(pod, None)
     answer = await bench.order("drain", evict=True)
-    assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main)"])
+    assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): nobody knows which pod it is"])
+
+
+@pytest.mark.parametrize("ledger_has", ["the mirror's UID", "the kubelet's UID", "no name"])
+async def test_a_static_pod_is_not_evicted_for_that_would_end_its_mirror_only(ledger_has: str) -> None:
+    bench = await Bench.made()
+    pod = await bench.run("first")
+    view = bench.world.pods.views["team", "first"]
+    bench.world.pods.views["team", "first"] = replace(view, runtime_uid="of-the-file")
+    (allocation,) = bench.world.ledger.allocations.values()
+    if ledger_has == "the kubelet's UID":
+        bench.world.books.put(bench.world.ledger.occupy(replace(allocation, uid="of-the-file")))
+    elif ledger_has == "no name":
+        bench.world.books.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+    answer = await bench.order("drain", evict=True)
+    assert (answer["evicting"], bench.evicted) == ([], [])
+    (who,) = answer["not_evicted"]
+    assert who.endswith("(main): it is a static pod, which ends with its manifest on the node only")
+    assert [row["uid"] for row in answer["containers"]] == [pod.uid]
+
+
+async def test_who_is_not_gone_when_the_gpu_is_given_back_may_stay() -> None:
+    bench = await Bench.made(2)
+    await bench.run("both", 200, 0)
+    await bench.order("drain", "0", evict=True)
+    await bench.order("drain", "0", evict=True, reason="broken fan")
+    await bench.order("drain", "1", evict=True)
+    assert len(bench.evicted) == 3
+    await bench.order("uncordon", "0")
+    assert [reason for _, _, reason in bench.evicted] == ["GPU1 (00000001) is drained"]
+    await bench.order("uncordon", "1")
+    assert bench.evicted == []
+
+
+async def test_evictions_outlive_the_agent_and_an_uncordon_ends_them() -> None:
+    bench = await Bench.made(2)
+    pod = await bench.run("first")
+    await bench.order("drain", "0", reason="broken fan")
+    await bench.restart()
+    assert bench.evicted == []
+    await bench.order("drain", "0", evict=True)
+    await bench.order("drain", "0")
+    await bench.order("cordon", "0")
+    told = [entry.code for entry in bench.world.books.history.entries()]
+    await bench.restart()
+    assert bench.evicted == [(("team", "first"), pod.uid, "GPU0 (00000000) is drained: broken fan")]
+    assert [entry.code for entry in bench.world.books.history.entries()] == told
+    await bench.order("uncordon", "0")
+    assert bench.evicted == []
+    await bench.restart()
+    assert bench.evicted == []
 
 
 async def test_without_an_api_server_nobody_can_be_evicted_and_nothing_is_changed() -> None:

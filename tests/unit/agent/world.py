@@ -15,6 +15,7 @@ from gpumgr.agent.housekeeping import Housekeeping
 from gpumgr.agent.offers import Offers
 from gpumgr.agent.writer import Agent
 from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
@@ -50,19 +51,22 @@ class LatePods(MemoryPods):
 
 @dataclass
 class NotedCheckpoint(MemoryCheckpoint):
-    """With the notes in it, and an event for each try to write."""
+    """With the notes and entries in it, and an event for each try to write."""
 
     notes: dict[str, str] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def save(self, change: Change) -> None:
         self.tried.set()
         await super().save(change)
+        self.entries += change.entries
 
-    async def save_note(self, key: str, value: str) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
         if self.full:
             raise CheckpointError("no space left on the disk of the checkpoint")
         self.notes[key] = value
+        self.entries += entries
 
 
 class _Plugin:

@@ -41,9 +41,18 @@ def test_the_age_of_the_oldest_counts_from_when_it_was_due_whatever_failed_since
     assert (box.oldest_seconds(95.0), box.attempts("e1"), box.next(89.0)) == (5.0, 0, None)
 
 
+def test_what_is_held_on_purpose_counts_as_waiting_only_from_its_time_on() -> None:
+    box = outbox()
+    box.put("state", 10.0)
+    box.hold("state", 100.0)
+    assert (box.next(99.0), box.oldest_seconds(99.0)) == (None, 0.0)
+    assert (box.next(100.0), box.oldest_seconds(107.0)) == ("state", 7.0)
+
+
 def test_what_is_gone_is_nobodys() -> None:
     box = outbox()
     box.done("e1")
     box.postpone("e1", 1.0)
     box.again("e1", 1.0)
+    box.hold("e1", 1.0)
     assert (len(box), box.failed("e1"), box.attempts("e1"), "e1" in box) == (0, 1, 0, False)

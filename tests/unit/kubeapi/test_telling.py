@@ -1,8 +1,11 @@
 """Entries of the history as notices for people."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ledger import Allocation
 from gpumgr.kubeapi.condition import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.kubeapi.notices import pod_subject
 from gpumgr.kubeapi.telling import gpu_news, placement, pod_news, refusal
@@ -25,6 +28,25 @@ def test_a_placement_tells_of_all_containers_of_the_pod() -> None:
         "train: GPU0 (00000000), GPU1 (00000001), 2 whole GPUs, 4096 MiB (a test)",
     ]
     assert (notice.reason, notice.warning, notice.allocations) == ("GpuPlaced", False, ("a", "b", "d", "c"))
+
+
+def test_a_placement_names_the_containers_that_nothing_keeps_within_their_shares() -> None:
+    share = replace(allocation("a", WEB, cores={1: 0b11111}, blocks={1: 0b11}), mechanisms=("none",))
+    exempt = replace(share, id="b", container="side", mechanisms=("mps-open",))
+    kept = replace(share, id="c", container="kept", mechanisms=("nvml-memory", "none"))
+    view = view_of()
+
+    def cautions(*allocations: Allocation) -> list[str]:
+        notice = placement(ABOUT, allocations, view.ledger.cards, view.node.label)
+        assert (notice.reason, notice.warning) == ("GpuPlaced", False)
+        return notice.message.split("; ")[len(allocations) :]
+
+    remedy = "`gpumgr doctor` on the node says what could"
+    one = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
+    assert cautions(share) == [one, remedy]
+    two = "GpuLimitNotEnforced: nothing on this node keeps containers main, side within their shares"
+    assert cautions(share, kept, exempt) == [f"{two} (enforcement backend none, mps-open)", remedy]
+    assert cautions(kept, replace(whole("d", WEB, 0), mechanisms=("none",))) == []
 
 
 def test_a_refusal_has_its_sentence_and_a_name_of_its_own() -> None:

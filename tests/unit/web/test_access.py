@@ -94,3 +94,41 @@ def test_a_denial_says_what_to_do(room: Room, keys: Keys, status: int, words: st
 )
 def test_whence(family: int, peer: Any, seen: Whence) -> None:
     assert whence(family, peer) == seen
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "127.0.0.1:15990",
+        "[::1]:15990",
+        "[::1]",
+        "10.1.2.3:1",
+        "localhost",
+        "LOCALHOST:80",
+        "localhost.",
+        "Node-1",
+        "node-1:5",
+    ],
+)
+def test_on_the_loopback_addresses_and_own_names_will_do(host: str) -> None:
+    assert decide("page", Caller(whence="loopback", hosts=(host,)), Keys(), ("node-1",)) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:15990", "127.0.0.1.evil.example", "localhost.evil.example", "", ":80", "[evil]", "[::1", "node-2", "::1",
+     "127.0.0.1:80:80", "localhost:x", "user@localhost"],
+)  # fmt: skip
+def test_on_the_loopback_no_other_name_will_do(host: str) -> None:
+    for hosts in ((host,), ("localhost", host)):
+        denial = decide("metrics", Caller(whence="loopback", hosts=hosts), Keys(), ("node-1",))
+        assert denial is not None
+        assert denial.status == 403
+        assert "no name of this host" in denial.sentence
+
+
+def test_elsewhere_names_do_not_matter() -> None:
+    assert decide("order", Caller(whence="unix", hosts=("agent",)), Keys()) is None
+    assert decide("metrics", Caller(whence="beyond", hosts=("gpumgr.monitoring.svc",)), Keys()) is None
+    assert decide("page", Caller(whence="loopback"), Keys()) is None  # HTTP/1.0

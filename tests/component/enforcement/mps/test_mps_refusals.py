@@ -136,3 +136,10 @@ async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     assert "can't be put in compute mode EXCLUSIVE_PROCESS" in said
     assert "Insufficient Permissions; run gpumgr as root, or set mps.exclusive_process to false" in said
     assert place.daemon_pid() is None
+
+
+async def test_in_a_pod_daemons_must_outlive_the_agent(place: Place) -> None:
+    alone = await place.agent(in_pod=True)
+    assert "MPS daemons would end with that pod" in str(await alone.unavailable())
+    with_the_hosts_systemd = await place.agent(in_pod=True, how="systemd")
+    assert await with_the_hosts_systemd.unavailable() is None

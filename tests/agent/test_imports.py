@@ -1,0 +1,46 @@
+"""What the running agent has imported: nothing that only tests or other commands need."""
+
+import re
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Final
+
+from packaging.utils import canonicalize_name
+
+from gpumgr.demo.process import AgentProcess
+from tests.supply import at_run_time
+
+from .stage import app, stage
+
+#: Python's own account, one line for each module (its documentation, `-X importtime`).
+_TOLD: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)")
+#: Not for a daemon: a terminal's colours, the tools of tests, gRPC's C core, generated models by the hundred.
+UNWANTED: Final = (
+    *("rich", "pygments", "markdown_it", "pytest", "hypothesis", "playwright", "psutil", "jsonschema", "requests", "jinja2"),
+    *("grpc", "google", "kubernetes_asyncio.client.models", "kubernetes_asyncio.client.api", "setuptools", "pip"),
+    *("gpumgr.demo", "gpumgr.doctor", "gpumgr.migrate", "gpumgr.cli.usage", "gpumgr.cli.doctor", "gpumgr.cli.demo"),
+)
+#: structlog asks for it, and is told that it is not there (gpumgr.cli.main).
+_ASKED_FOR: Final = {"rich"}
+#: Where they happen to be there, structlog tells greenlets apart, and setuptools has a hook in each interpreter's start.
+_IF_THERE: Final = {"greenlet", "setuptools"}
+
+
+def imported(agent: AgentProcess) -> set[str]:
+    """All modules that it asked for, those of the interpreter's start among them."""
+    lines = (line["text"] for line in agent.journal.lines if line["event"] == "text")
+    return {found[1] for found in map(_TOLD.match, lines) if found}
+
+
+async def test_the_agent_imports_what_it_needs_and_no_more(folder: Path) -> None:
+    async with stage(folder) as node:
+        await node.start_agent({"PYTHONPROFILEIMPORTTIME": "1"})
+        await node.run(node.pod("a", app(30, 4)))
+        await node.metrics()
+        assert await node.agent.stop() == 0
+    modules = imported(node.agent)
+    assert {"gpumgr.app.lifecycle", "gpumgr.kubeapi.announcer", "aiohttp.web", "grpclib.server"} - modules == set()
+    assert {each for each in modules if f"{each}.".startswith(tuple(f"{name}." for name in UNWANTED))} - _ASKED_FOR == set()
+    homes = packages_distributions()
+    packages = {canonicalize_name(home) for module in modules - _ASKED_FOR for home in homes.get(module.partition(".")[0], ())}
+    assert packages - {*at_run_time(), "gpumgr", *_IF_THERE} == set()

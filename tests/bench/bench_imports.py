@@ -1,0 +1,54 @@
+"""What the agent is before it has done anything: `python -m tests.bench.bench_imports [--rounds N]` prints one JSON object.
+
+`gpumgr run` imports its command, and the API server's library when it connects. Beside it stands the interpreter alone; both in processes
+of their own, bytecode there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from statistics import median
+from typing import Any, Final
+
+#: As gpumgr.cli.main and the command do it.
+AGENT: Final = (
+    "import sys; sys.modules['rich'] = None; import gpumgr.cli.run, gpumgr.kubeapi.library as l; assert l.load_library().slim"
+)
+NOTHING: Final = "import sys"
+_TELL: Final = """
+import time; began = time.perf_counter()
+{imports}
+seconds = time.perf_counter() - began
+resident = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+print(len(sys.modules), resident, seconds)
+"""
+
+
+def footprint(imports: str) -> tuple[int, float, float]:
+    """Modules, resident MiB, milliseconds of the imports."""
+    command = [sys.executable, "-c", _TELL.format(imports=imports)]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    return int(told[0]), int(told[1]) / 1024, 1000 * float(told[2])
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Medians of `rounds`."""
+    footprint(AGENT)  # bytecode and page cache
+    agent, nothing = zip(*((footprint(AGENT), footprint(NOTHING)) for _ in range(rounds)), strict=True)
+    return {name: _middle(taken) for name, taken in (("agent", agent), ("interpreter", nothing))}
+
+
+def _middle(taken: tuple[tuple[int, float, float], ...]) -> dict[str, float | int]:
+    modules, mebibytes, milliseconds = (median(column) for column in zip(*taken, strict=True))
+    return {"modules": int(modules), "resident_mib": round(mebibytes, 1), "milliseconds": round(milliseconds, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    print(json.dumps(measure(parser.parse_args().rounds)))
+
+
+if __name__ == "__main__":
+    main()

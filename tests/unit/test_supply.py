@@ -1,0 +1,105 @@
+"""What the agent is made of: every package locked by hash, whole as installed, under a licence that may be shipped."""
+
+import json
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+
+import pytest
+
+from tests.supply import (
+    ACCEPTED,
+    LOCK,
+    PROJECT,
+    Package,
+    altered,
+    at_run_time,
+    is_permissive,
+    license_list,
+    license_of,
+    packages,
+    pins,
+    sbom,
+)
+
+
+@cache
+def made_of() -> tuple[Package, ...]:
+    return packages(LOCK.read_text(encoding="utf-8"))
+
+
+def test_it_runs_on_the_packages_that_the_project_declares_and_what_they_need() -> None:
+    names = at_run_time()
+    assert {"aiohttp", "betterproto", "grpclib", "hpack", "nvidia-ml-py", "pyyaml"} <= set(names)
+    assert not {"pytest", "grpcio", "grpcio-tools", "mypy", "ruff", "playwright", "uv", "hatchling"} & set(names)
+
+
+@pytest.mark.parametrize("name", at_run_time())
+def test_every_package_is_locked_by_hash_and_installed_as_locked(name: str) -> None:
+    pin = next(each.pin for each in made_of() if each.pin.name == name)
+    assert version(name) == pin.version
+    assert pin.hashes
+    assert all(text.startswith("sha256:") and len(text) == len("sha256:") + 64 for text in pin.hashes)
+
+
+@pytest.mark.parametrize("name", at_run_time())
+def test_no_file_of_a_package_was_altered_since_it_was_installed(name: str) -> None:
+    assert list(altered(name)) == []
+
+
+@pytest.mark.parametrize("name", at_run_time())
+def test_every_licence_is_permissive_or_accepted_by_name(name: str) -> None:
+    assert is_permissive(license_of(name)) != (name in ACCEPTED)
+
+
+def test_no_licence_is_accepted_for_nothing() -> None:
+    assert set(ACCEPTED) <= set(at_run_time())
+
+
+def test_the_image_has_the_same_packages() -> None:
+    image = pins((PROJECT / "config" / "image" / "requirements.lock").read_text(encoding="utf-8"))
+    assert [each.pin for each in made_of()] == sorted(image.values(), key=lambda pin: pin.name)
+
+
+@pytest.mark.parametrize(
+    ("expression", "permissive"),
+    [("MIT", True), ("Apache-2.0 AND BSD-2-Clause", True), ("MPL-2.0", False), ("MIT OR GPL-3.0-only", False)],
+)
+def test_an_expression_is_as_strict_as_its_strictest_part(expression: str, permissive: bool) -> None:
+    assert is_permissive(expression) is permissive
+
+
+def test_a_lock_is_read_with_markers_and_comments() -> None:
+    text = 'a-b==1.0 ; python_version < "4" \\\n    --hash=sha256:00 \\\n    --hash=sha256:11\n    # via c==2\nC.d==2\n'
+    read = pins(text)
+    assert [(pin.name, pin.version, pin.hashes) for pin in read.values()] == [
+        ("a-b", "1.0", ("sha256:00", "sha256:11")),
+        ("c-d", "2", ()),
+    ]
+
+
+def test_the_bill_of_materials_holds_together() -> None:
+    bill = sbom(made_of(), version="1.2.3", made_at=None)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    references = [part["bom-ref"] for part in bill["components"]]
+    ours = bill["metadata"]["component"]["bom-ref"]
+    assert ours == "pkg:pypi/gpumgr@1.2.3"
+    assert len(set(references)) == len(references) == len(made_of())
+    assert [each["ref"] for each in bill["dependencies"]] == [ours, *references]
+    assert {name for each in bill["dependencies"] for name in each["dependsOn"]} == set(references)
+
+
+def test_the_same_lock_makes_the_same_bill() -> None:
+    first, again = (json.dumps(sbom(made_of(), version="1", made_at=None)) for _ in range(2))
+    assert first == again
+    dated = sbom(made_of(), version="1", made_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    assert dated["metadata"]["timestamp"] == "2026-01-02T03:04:05Z"
+    assert "timestamp" not in first
+
+
+def test_the_list_has_every_package_and_its_text() -> None:
+    text = license_list(made_of())
+    head = text[: text.index("=" * 20)]
+    assert len(head.split("\n")) - 2 == len(made_of())
+    assert text.count("=" * 100) >= len(made_of())
+    assert "Permission is hereby granted, free of charge" in text
