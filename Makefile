@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check docs sbom audit chart lock wheel clean
+.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check docs sbom audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -85,9 +85,15 @@ audit: venv ## known vulnerabilities of what runs on nodes (network; pip-audit i
 lock: venv ## resolve the dependencies anew into requirements.lock (network)
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes \
 	  --no-emit-index-url --no-header pyproject.toml -o requirements.lock
+	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --no-annotate pyproject.toml -c requirements.lock -o config/image/requirements.lock
 
 wheel: venv ## build the wheel into dist/
 	@$(VENV)/bin/hatchling build -t wheel
+
+image: ## build the image with Docker
+	@rm -f dist/gpumgr-*.whl && $(MAKE) --no-print-directory wheel
+	@version=$$($(VENV)/bin/hatchling version) && docker build -f config/image/Dockerfile --build-arg VERSION=$$version -t gpumgr:$$version .
 
 clean: ## remove what was made here: the environment, caches, builds
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

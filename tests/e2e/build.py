@@ -71,13 +71,14 @@ def _helm_flags(major: str, minor: str) -> str:
 
 
 def build() -> Path:
-    """Builds what the cache lacks; answers the cache's folder with `kubernetes/`, `floor/`, `cdi/` and `helm/` in it."""
+    """Builds what the cache lacks; answers the cache's folder with `kubernetes/`, `controllers/`, `floor/`, `cdi/` and `helm/` in it."""
     root = cache()
     modules = [GO / "go.mod", GO / "go.sum"]
     major, minor, _ = KUBERNETES.split(".")
     version = "k8s.io/component-base/version"
     ldflags = f"-s -w -X {version}.gitVersion=v{KUBERNETES} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
+    _go_build(root / "controllers", _stamp(modules), ["k8s.io/kubernetes/cmd/kube-controller-manager"], ldflags)
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
     files = [GO_CDI / name for name in ("go.mod", "go.sum", "main.go")]
     _go_build(root / "cdi", _stamp(files), ["."], "-s -w", GO_CDI)

@@ -1,0 +1,251 @@
+"""The agent as users install it: the chart's DaemonSet, from the image, with a service account of its own.
+
+On this machine's simulated GPUs, which the image knows nothing of: the node's files and the library in the driver's place are made outside
+and mounted. What else differs from the chart's defaults is said in `_values` and `_on_this_machine`.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from gpumgr.checkpoint import files
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.library import compile_library, prepare
+
+from . import chart, image_agent
+from .agent import SIM, Agent, agent_config
+from .cluster import Cluster
+from .manifests import CORE, MEMORY, Json
+from .places import AGENT_STATE, NODE, POD_LOGS
+from .processes import StartError, kill_and_wait, start_time, wait_until
+
+NAMESPACE: Final = chart.NAMESPACE
+#: Not the chart's default name: its roles would take the place of those that the agent as a process has.
+NAME: Final = "e2e-gpumgr"
+ACCOUNT: Final = f"system:serviceaccount:{NAMESPACE}:{NAME}"
+LABEL: Final = "nvidia.com/gpu.present"
+STATE: Final = AGENT_STATE / "daemonset"
+SIM_DIR: Final = STATE / "sim"
+RUN: Final = AGENT_STATE / "daemonset-run"
+_SELECTOR: Final = "labelSelector=app.kubernetes.io%2Fname%3Dgpumgr"
+_PODS: Final = f"/api/v1/namespaces/{NAMESPACE}/pods"
+
+
+class Installed(Agent):
+    """The DaemonSet, with the face that the tests know of the agent's process."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        STATE.mkdir(parents=True, exist_ok=True)
+        super().__init__(cluster, STATE / "gpumgr.yaml")
+        self.control = SimControl(SIM_DIR / "control.txt")
+
+    # -- what is installed
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The agent's settings: its folders are below one of the harness's, the rest is the chart's."""
+        settings = agent_config(Path("/none"), self.port)
+        del settings["kubernetes"], settings["node"]
+        settings["checkpoint"] |= {"dir": str(STATE / "ledger")}
+        settings["process"] = {"lock_path": str(STATE / "ledger" / "agent.lock")}
+        settings["container"] |= {"allocation_dir": str(STATE / "vm")}
+        settings["enforcement"] |= {"run_dir": str(RUN)}
+        settings["http"] |= {"address": "127.0.0.1", "socket": str(RUN / "agent.sock")}
+        settings["display"] = {"socket": str(RUN / "display.sock")}
+        return settings
+
+    def configure(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        settings = self.settings()
+        for section, values in changes.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        self._settings = settings
+        self._config.write_text(yaml.safe_dump(settings))
+
+    def _values(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The image by the name it was imported under; the simulated GPUs; an API server that no Service leads to; no pod network."""
+        host, _, port = self._cluster.url.removeprefix("https://").partition(":")
+        return {
+            "image": {
+                "repository": image_agent.NAME.partition(":")[0],
+                "tag": image_agent.NAME.partition(":")[2],
+                "pullPolicy": "Never",
+            },
+            "fullnameOverride": NAME,
+            "settings": self._settings,
+            "hostNetwork": True,
+            "extraArgs": ["--sim", SIM, "--sim-dir", str(SIM_DIR)],
+            "extraEnv": [
+                {"name": "KUBERNETES_SERVICE_HOST", "value": host},
+                {"name": "KUBERNETES_SERVICE_PORT", "value": port},
+                {"name": "XDG_CACHE_HOME", "value": str(SIM_DIR / "cache")},
+            ],
+            "extraVolumes": [{"name": "sim", "hostPath": {"path": str(SIM_DIR)}}, *changes.pop("more_volumes", ())],
+            "extraVolumeMounts": [{"name": "sim", "mountPath": str(SIM_DIR)}, *changes.pop("more_mounts", ())],
+            **changes,
+        }
+
+    def objects(self, **changes: Any) -> list[Json]:
+        """The chart's objects with `changes` of its values."""
+        made = [each for each in yaml.safe_load_all(chart.render(self._values(changes))) if each]
+        for each in made:
+            if each["kind"] == "DaemonSet":
+                _on_this_machine(each)
+        return made
+
+    def apply(self, objects: Iterable[Json]) -> None:
+        """As `kubectl apply --server-side` does it."""
+        text = "---\n".join(json.dumps(each) + "\n" for each in objects)
+        self._cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+
+    # -- life
+
+    def prepare(self) -> None:
+        """The image and the node: what an administrator has before he installs anything. And the node's simulated GPUs."""
+        self._cluster.start_controllers()
+        self._cluster.import_image(image_agent.build_image())
+        prepare(SIM, SIM_DIR)
+        library = compile_library()
+        (SIM_DIR / "cache" / "gpumgr").mkdir(parents=True, exist_ok=True)
+        (SIM_DIR / "cache" / "gpumgr" / library.name).write_bytes(library.read_bytes())
+        self._cluster.kubectl("label", "node", NODE, f"{LABEL}=true", "--overwrite")
+
+    def leave(self) -> None:
+        """The node and the cluster as they were: other tests apply DaemonSets that nobody is to run."""
+        self._cluster.kubectl("label", "node", NODE, f"{LABEL}-")
+        self._cluster.stop_controllers()
+
+    def start(self, wait: bool = True, *, slow: bool = False, **changes: Any) -> None:
+        """Installs the chart, or changes what is installed."""
+        assert not slow, "only the agent as a process can be slowed down"
+        self.apply(self.objects(**changes))
+        self.running = True
+        if wait:
+            self.wait_offered()
+
+    def stop(self) -> int | None:
+        """Uninstalls."""
+        self.running = False
+        text = "---\n".join(json.dumps(each) + "\n" for each in self.objects())
+        self._cluster.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
+        wait_until("no pod of the DaemonSet", lambda: not self.agents(), 60)
+        return None
+
+    def kill(self) -> None:
+        """SIGKILL to the container's process; the kubelet starts another."""
+        kill_and_wait([self.pid()])
+
+    def ensure(self) -> None:
+        if not self.running:
+            self.start()
+
+    def wait_offered(self, timeout: float = 60) -> float:
+        try:
+            return super().wait_offered(timeout)
+        except TimeoutError as error:
+            raise StartError(f"{error}; the pod's log:\n{self.log_text()[-4000:]}") from error
+
+    def check(self) -> None:
+        """Nothing: a container that ends is started again by the kubelet."""
+
+    # -- what is seen of it
+
+    def agents(self) -> list[Json]:
+        """Its pods, the newest last."""
+        pods = self._cluster.api.request("GET", f"{_PODS}?{_SELECTOR}")["items"]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+    def _container(self) -> str:
+        """The running container's id; the API server hears of it a moment after the kubelet's resources are there."""
+        found: list[str] = []
+
+        def runs() -> bool:
+            statuses = self.agents()[-1]["status"].get("containerStatuses", [])
+            found[:] = [str(each["containerID"]).rpartition("/")[2] for each in statuses if "running" in each["state"]]
+            return bool(found)
+
+        wait_until("the agent's container", runs, 30)
+        return found[0]
+
+    def pid(self) -> int:
+        """The host's process id of the agent."""
+        identity = self._container()
+        lines = [line.split() for line in self._cluster.ctr("tasks", "list").splitlines()]
+        return next(int(line[1]) for line in lines if line[0] == identity)
+
+    def started(self) -> float:
+        """When (monotonic clock) the agent's process was made, to a hundredth of a second."""
+        ticks = start_time(self.pid())
+        assert ticks is not None
+        ago = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - ago
+
+    def offers(self) -> bool:
+        """Whether the kubelet has healthy ids of both resources: a plugin that answers stands behind them."""
+        offered = self.offered()
+        return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
+
+    def renew(self) -> None:
+        """Deletes its pod, as `kubectl delete pod` does; back when the DaemonSet's next one runs."""
+        old = self.agents()[-1]["metadata"]
+        self._cluster.api.request("DELETE", f"{_PODS}/{old['name']}")
+        self.wait_rolled(old["uid"])
+
+    def wait_rolled(self, old: str) -> None:
+        """Waits until another pod than that with the uid `old` runs alone."""
+
+        def rolled() -> bool:
+            pods = self.agents()
+            return len(pods) == 1 and pods[0]["metadata"]["uid"] != old and pods[0]["status"].get("phase") == "Running"
+
+        wait_until("the DaemonSet's next pod", rolled, 90)
+
+    def checkpoint(self) -> Path:
+        """The ledger's file."""
+        return STATE / "ledger" / files.NAME
+
+    def lose_memory(self) -> None:
+        """A boot: the folder that is a tmpfs on a real node is empty."""
+        shutil.rmtree(RUN, ignore_errors=True)
+
+    def run_inside(self, *command: str) -> str:
+        """Runs a command in the agent's container, as `kubectl exec` does."""
+        identity = self._container()
+        return self._cluster.ctr("tasks", "exec", "--exec-id", f"e2e-{time.monotonic_ns()}", identity, *command)
+
+    def log_text(self) -> str:
+        """What its containers wrote, all pods that there are, in order."""
+        lines: list[str] = []
+        for path in sorted(POD_LOGS.glob(f"{NAMESPACE}_{NAME}-*/*/*.log"), key=lambda path: path.stat().st_ctime):
+            lines += [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
+        return "\n".join(lines)
+
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log_text().splitlines() if line.startswith("{")]
+
+
+def _on_this_machine(daemonset: Json) -> None:
+    """The agent listens on loopback alone, where the kubelet's probes then have to ask."""
+    for container in daemonset["spec"]["template"]["spec"]["containers"]:
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            container[probe]["httpGet"]["host"] = "127.0.0.1"
+
+
+@contextmanager
+def installed(cluster: Cluster, process: Agent) -> Iterator[Installed]:
+    """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself."""
+    process.stop()
+    agent = Installed(cluster)
+    try:
+        agent.prepare()
+        agent.start()
+        yield agent
+    finally:
+        agent.stop()
+        agent.close()
+        agent.leave()

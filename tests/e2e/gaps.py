@@ -1,0 +1,58 @@
+"""How long something is away: the longest time between two signs of life. And where such figures are kept."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+from .places import PROJECT
+
+#: Read by whoever prints the project's figures.
+FIGURES: Final = PROJECT / "build" / "installation.json"
+
+
+class Gap:
+    """Asks `alive` again and again in a thread, while the block lasts. Times are of the monotonic clock, in seconds."""
+
+    def __init__(self, alive: Callable[[], bool], every_seconds: float = 0.01) -> None:
+        self._alive, self._every = alive, every_seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        #: When the longest gap began and ended, by the signs of life around it.
+        self.longest: tuple[float, float] = (0.0, 0.0)
+        self.signs = 0
+
+    def __enter__(self) -> "Gap":
+        assert self._alive(), "it must live when the watch begins"
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Length of the longest gap so far."""
+        return self.longest[1] - self.longest[0]
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stopping.wait(self._every):
+            if not self._alive():
+                continue
+            now = time.monotonic()
+            self.signs += 1
+            if now - last > self.seconds:
+                self.longest = (last, now)
+            last = now
+
+
+def keep_figures(figures: dict[str, Any]) -> None:
+    """Prints figures, and adds them to those of the tests before."""
+    print(json.dumps(figures))
+    FIGURES.parent.mkdir(exist_ok=True)
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    FIGURES.write_text(json.dumps(known | figures, indent=2, sort_keys=True) + "\n")

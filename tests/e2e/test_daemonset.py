@@ -1,0 +1,391 @@
+"""The agent as a DaemonSet, from its image: what it takes, what it may do, and that updates, downgrades and boots lose no pod."""
+
+import contextlib
+import json
+import sqlite3
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.sim.control import SimProcess
+
+from . import daemonset, image_agent, oci, tenants, traces
+from .agent import Agent
+from .cluster import Cluster
+from .daemonset import ACCOUNT, NAME, Installed
+from .gaps import Gap, keep_figures
+from .manifests import SHOW, Json, container, gpu_pod
+from .node import Node
+from .places import AUDIT_LOG, BOOT_ID, STATE
+from .processes import wait_until
+
+MIB = 1 << 20
+GPU = 6
+CAP_SYS_PTRACE = 19
+LARGEST_IMAGE = 120 * MIB
+DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
+Right = tuple[str, str, str]
+
+
+@pytest.fixture(scope="module")
+def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
+    with daemonset.installed(cluster, running_agent) as agent:
+        yield agent
+
+
+@pytest.fixture
+def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
+    agent.ensure()
+    node = Node(cluster, agent)
+    for each in cluster.api.request("GET", DEPLOYMENTS)["items"]:
+        cluster.api.request("DELETE", f"{DEPLOYMENTS}/{each['metadata']['name']}?propagationPolicy=Foreground")
+    wait_until("no deployment", lambda: not cluster.api.request("GET", DEPLOYMENTS)["items"], 60)
+    node.clear()
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def deployment(name: str, replicas: int, cores: int, memory: int) -> Json:
+    """Pods that a controller replaces, left to the scheduler."""
+    spec = {
+        "hostNetwork": True,
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "containers": [container(cores=cores, memory=memory)],
+    }
+    labels = {"app": name}
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template},
+    }
+
+
+def deploy(node: Node, wanted: Json) -> None:
+    node.cluster.api.request("POST", DEPLOYMENTS, wanted)
+
+
+def scale(node: Node, name: str, replicas: int) -> None:
+    node.cluster.kubectl("scale", "deployment", name, f"--replicas={replicas}")
+
+
+def of(node: Node, name: str, phase: str = "Running") -> list[Json]:
+    """A deployment's pods in this phase that are to stay."""
+    pods = node.cluster.pods.all().values()
+    mine = [each for each in pods if each["metadata"].get("labels", {}).get("app") == name]
+    return [each for each in mine if each["status"].get("phase") == phase and "deletionTimestamp" not in each["metadata"]]
+
+
+def wait_replicas(node: Node, name: str, replicas: int, timeout: float = 90) -> None:
+    wait_until(f"{replicas} replicas of {name}", lambda: len(of(node, name)) == replicas, timeout, every=0.1)
+
+
+def lives(node: Node, names: Iterable[str]) -> dict[str, tuple[str, str, int]]:
+    """Pod -> its container, when that started, how often it was started anew: the same as long as nobody disturbs it."""
+    pods = node.cluster.pods.all()
+    statuses = {name: pods[name]["status"]["containerStatuses"][0] for name in names}
+    return {
+        name: (str(each["containerID"]), str(each["state"]["running"]["startedAt"]), int(each["restartCount"]))
+        for name, each in statuses.items()
+    }
+
+
+def residents(node: Node) -> list[str]:
+    """Pods of many kinds that run; their names."""
+    node.offer_all()
+    node.run([gpu_pod("share", 20, 20), gpu_pod("whole", 100), gpu_pod("pair", 200)])
+    deploy(node, deployment("resident", 4, 20, 16))
+    wait_replicas(node, "resident", 4)
+    node.check()
+    return ["share", "whole", "pair", *(each["metadata"]["name"] for each in of(node, "resident"))]
+
+
+def test_the_image_is_small_and_holds_only_the_agent(agent: Installed) -> None:
+    archive = image_agent.build_image()
+    size = sum(oci.compressed_bytes(archive).values())
+    keep_figures({"image_compressed_bytes": size})
+    assert size < LARGEST_IMAGE
+    alien = "find / -xdev -name pip -o -xdev -name cc1 -o -xdev -name conftest.py"
+    found = agent.run_inside("/bin/sh", "-c", f"ls /opt/gpumgr/bin; {alien}")
+    assert found.split() == ["gpumgr", "python", "python3", "python3.11"]
+
+
+def test_the_images_own_healthcheck_agrees(agent: Installed) -> None:
+    """Kubernetes has its probes; Docker and podman run this."""
+    command = image_agent.healthcheck_command()
+    agent.run_inside("/usr/bin/env", f"GPUMGR_HTTP_PORT={agent.port}", *command)
+
+
+def test_it_registers_soon_after_its_container_starts(node: Node, agent: Installed) -> None:
+    took = []
+    for _ in range(3):
+        with Gap(agent.offers) as gap:
+            agent.renew()
+            agent.wait_offered()
+            time.sleep(0.1)
+        took.append(round(gap.longest[1] - agent.started(), 3))
+    keep_figures({"container_start_to_registered_seconds": sorted(took)})
+    node.check()
+
+
+def test_pods_get_gpus(node: Node) -> None:
+    node.offer_all()
+    node.run([gpu_pod("share", 30, 16, command=SHOW), gpu_pod("whole", 100), gpu_pod("pair", 200)])
+    node.check()
+    node.wait_log("share", "shown")
+    assert "NVIDIA_VISIBLE_DEVICES=GPU-" in node.cluster.log_of("share")
+    deploy(node, deployment("scheduled", 3, 25, 20))
+    wait_replicas(node, "scheduled", 3)
+    node.check()
+
+
+def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
+    """Running pods keep containers and GPUs; one that comes in the gap may be refused by the kubelet, its replacement runs."""
+    names = residents(node)
+    before, ledger, old = lives(node, names), agent.ledger(), agent.agents()[-1]["metadata"]["uid"]
+    deploy(node, deployment("arriving", 0, 10, 8))
+    with Gap(agent.offers) as gap:
+        agent.start(wait=False, podAnnotations={"e2e/round": "second"})
+        for replicas in range(1, 9):
+            scale(node, "arriving", replicas)
+            node.cluster.create([gpu_pod(f"bare-{replicas}", 5, 4)])
+            time.sleep(0.4)
+        agent.wait_rolled(old)
+        agent.wait_offered()
+    wait_replicas(node, "arriving", 8)
+    assert lives(node, names) == before
+    assert {each for each in agent.ledger() if each.place[1] in names} == set(ledger)
+    node.check()
+    bare = [each for name, each in node.cluster.pods.all().items() if name.startswith("bare-")]
+    refused = [each["status"] for each in [*bare, *of(node, "arriving", "Failed")] if each["status"]["phase"] == "Failed"]
+    assert {each["reason"] for each in refused} <= {"UnexpectedAdmissionError"}
+    keep_figures({"rolling_update_gap_seconds": round(gap.seconds, 3), "rolling_update_refused_pods": len(refused)})
+
+
+def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) -> None:
+    """What Kubernetes itself takes for the same update: the floor under the agent's gap."""
+    folder = STATE / "idle"
+    folder.mkdir(exist_ok=True)
+    beat = folder / "beat"
+    applied = idle(str(folder), "first")
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(applied))
+    wait_until("a first beat", beat.exists, 60)
+    seen = [0]
+
+    def fresh() -> bool:
+        last, seen[0] = seen[0], beat.stat().st_mtime_ns
+        return seen[0] != last
+
+    try:
+        with Gap(fresh) as gap:
+            time.sleep(1)
+            cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(idle(str(folder), "second")))
+            wait_until("the second round", lambda: (folder / "second").exists(), 60)
+            time.sleep(1)
+        keep_figures({"rolling_update_gap_of_idle_seconds": round(gap.seconds, 3)})
+        assert gap.signs > 0
+    finally:
+        cluster.kubectl("delete", "daemonset", "idle")
+        wait_until("no pod of it", lambda: not of(node, "idle"), 60)
+
+
+def idle(folder: str, marker: str) -> Json:
+    """A DaemonSet that shows that it lives, and no more."""
+    labels = {"app": "idle"}
+    beating = f"trap 'exit 0' TERM; : > /beat/{marker}; while :; do : > /beat/beat; usleep 10000; done"
+    main = container(command=beating, volumeMounts=[{"name": "beat", "mountPath": "/beat"}])
+    spec = {"hostNetwork": True, "containers": [main], "volumes": [{"name": "beat", "hostPath": {"path": folder}}]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "idle", "namespace": "default"},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }
+
+
+def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> None:
+    """Told in its pod's log; nothing is changed, pods run on, and with the right version all is as it was."""
+    node.run([gpu_pod("share", 20, 20)])
+    ledger = agent.ledger()
+    agent.stop()
+    known = schema_version(agent, None)
+    schema_version(agent, known + 1)
+    agent.start(wait=False)
+    wanted = f"was written by a newer gpumgr (schema {known + 1}, this one knows {known})"
+    wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 60, every=0.2)
+    (ended, *_) = [line for line in agent.log() if line["event"] == "ended"]
+    assert ended["exit_code"] == 4
+    assert lives(node, ["share"])
+    agent.stop()
+    assert schema_version(agent, known) == known + 1
+    agent.start()
+    assert set(agent.ledger()) == set(ledger)
+    node.check()
+
+
+def schema_version(agent: Installed, new: int | None) -> int:
+    """The checkpoint's version, before it is set to `new`."""
+    with contextlib.closing(sqlite3.connect(agent.checkpoint())) as connection, connection:
+        (version,) = connection.execute("SELECT version FROM schema").fetchone()
+        if new is not None:
+            connection.execute("UPDATE schema SET version = ?", (new,))
+    return int(version)
+
+
+@contextlib.contextmanager
+def booted_anew(cluster: Cluster, agent: Installed) -> Iterator[str]:
+    """The power goes and comes back: every process of the node is gone, and all that was in memory. Inside the new boot's id."""
+    processes = cluster.processes
+    processes.kill("kubelet")
+    processes.kill("containerd")
+    traces.lose_power()
+    agent.lose_memory()
+    other = STATE / "boot_id"
+    other.write_text(f"{uuid.uuid4()}\n")
+    subprocess.run(["mount", "--bind", other, BOOT_ID], check=True)
+    try:
+        cluster.start_containerd()
+        cluster.wait_containerd()
+        cluster.start_kubelet()
+        yield other.read_text().strip()
+    finally:
+        subprocess.run(["umount", BOOT_ID], check=True)
+
+
+def test_the_node_boots(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """All that ran is gone, the ledger is not; who comes back gets GPUs, and nothing is held for those who don't.
+
+    The agent reads the boot's id for MPS alone, whose daemons and compute modes a boot ends (tests/unit/enforcement); it goes by
+    what the kubelet and the container runtime say of pods. The kubelet reads the id to tell a boot from its own restart.
+    """
+    residents(node)
+    old = cluster.node()["status"]["nodeInfo"]["bootID"]
+    with booted_anew(cluster, agent) as boot:
+        cluster.wait_ready(90)
+        wait_until("the node's new boot id", lambda: cluster.node()["status"]["nodeInfo"]["bootID"] == boot != old, 60)
+        agent.wait_offered(120)
+        wait_replicas(node, "resident", 4, 120)
+        wait_until("the bare pods have ended", lambda: not {"share", "whole", "pair"} & running(node), 60)
+        node.check(patience=30)
+        node.run([gpu_pod("later", 100)])
+        node.check()
+
+
+def running(node: Node) -> set[str]:
+    return {name for name, each in node.cluster.pods.all().items() if each["status"].get("phase") == "Running"}
+
+
+def rights_used(since: int) -> tuple[set[Right], set[Right]]:
+    """(group, resource, verb) that the agent's account was granted, and refused, after that many bytes of the audit log."""
+    used: dict[bool, set[Right]] = {True: set(), False: set()}
+    for line in AUDIT_LOG.read_bytes()[since:].splitlines():
+        entry: dict[str, Any] = json.loads(line)
+        if entry["user"]["username"] == ACCOUNT:
+            about = entry["objectRef"]
+            resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
+            refused = entry["responseStatus"]["code"] in (401, 403)
+            used[not refused].add((about.get("apiGroup", ""), resource, entry["verb"]))
+    return used[True], used[False]
+
+
+def rights_granted(cluster: Cluster) -> set[Right]:
+    """What the chart's role grants."""
+    rules = cluster.api.request("GET", f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{NAME}")["rules"]
+    return {
+        (group, what, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for what in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def prove_rights(cluster: Cluster, since: int) -> None:
+    """Every granted right was used, and no other was asked for."""
+    wait_until("every granted right used", lambda: rights_granted(cluster) <= rights_used(since)[0], 120, every=0.5)
+    used, refused = rights_used(since)
+    assert used == rights_granted(cluster)
+    assert not refused
+
+
+def test_every_right_that_the_chart_grants_is_used(node: Node, agent: Installed, cluster: Cluster) -> None:
+    since = AUDIT_LOG.stat().st_size
+    agent.renew()
+    agent.wait_offered()
+    node.run([gpu_pod("share", 20, 20)])
+    for _ in range(2):
+        agent.control.lose_gpu(GPU)
+        wait_until("the node's trouble", lambda: trouble(cluster) == "True", 30)
+        agent.control.restore_gpu(GPU)
+        wait_until("no trouble any more", lambda: trouble(cluster) == "False", 60)
+    prove_rights(cluster, since)
+
+
+def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """Offenders are evicted, refused pods removed, if the operator wants that; the chart grants it then, not before."""
+    plain = rights_granted(cluster)
+    changes: dict[str, dict[str, Any]] = {
+        "kubernetes": {"delete_failed_pods": True},
+        "enforcement": {"evict": True, "over_limit_samples": 2, "over_limit_slack_mebibytes": 0},
+    }
+    since, old = AUDIT_LOG.stat().st_size, agent.agents()[-1]["metadata"]["uid"]
+    agent.configure(changes)
+    try:
+        agent.start(wait=False)
+        agent.wait_rolled(old)
+        agent.wait_offered()
+        more = {("", "pods", "delete"), ("", "pods/eviction", "create")}
+        assert rights_granted(cluster) - plain == more
+        node.run([gpu_pod("greedy", 30, 16)])
+        process = SimProcess(pid=tenants.pids(node, "greedy")[-1], memory_bytes=20 * tenants.BLOCK)
+        agent.control.set_processes(tenants.gpu_index(node, "greedy"), [process])
+        cluster.wait_gone(["greedy"], 30)
+        deploy(node, deployment("odd", 1, 150, 0))
+        wait_until("both used", lambda: more <= rights_used(since)[0], 60, every=0.3)
+        used, refused = rights_used(since)
+        assert used <= rights_granted(cluster)
+        assert not refused
+    finally:
+        cluster.kubectl("delete", "deployment", "odd", "--ignore-not-found", "--cascade=foreground")
+        agent.control.clear()
+        agent.configure({})
+        agent.start()
+
+
+def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
+    """The capabilities that the chart keeps are enough. Device nodes come from where NVIDIA's container runtime would bring them."""
+    node.offer_all()
+    old = agent.agents()[-1]["metadata"]["uid"]
+    nodes = sorted(path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device())
+    volumes = [{"name": name, "hostPath": {"path": f"/dev/{name}", "type": "CharDevice"}} for name in nodes]
+    mounts = [{"name": name, "mountPath": f"/dev/{name}"} for name in nodes]
+    try:
+        agent.start(wait=False, privileged=False, more_volumes=volumes, more_mounts=mounts)
+        agent.wait_rolled(old)
+        agent.wait_offered()
+        status = Path(f"/proc/{agent.pid()}/status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert f"CapEff:\t{1 << CAP_SYS_PTRACE:016x}" in status
+        node.run([gpu_pod("share", 30, 16, command=SHOW), gpu_pod("whole", 100)])
+        node.check()
+        node.wait_log("share", "shown")
+    finally:
+        agent.start()
+
+
+def trouble(cluster: Cluster) -> str | None:
+    conditions = cluster.node()["status"]["conditions"]
+    return next((str(each["status"]) for each in conditions if each["type"] == "GpuTrouble"), None)
