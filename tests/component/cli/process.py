@@ -11,9 +11,11 @@ import termios
 from typing import Final, Self
 
 _WAIT_SECONDS: Final = 20.0
-#: The child makes the terminal its own first, so that Ctrl-C reaches it as from a keyboard.
+#: The child makes the terminal its own first, so that Ctrl-C reaches it as from a keyboard, and hears SIGINT, which a shell makes its
+#: background jobs ignore, whatever the tests were started by.
 _PROGRAM: Final = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "terminal":
     import fcntl, termios
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

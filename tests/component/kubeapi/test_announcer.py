@@ -495,8 +495,8 @@ async def test_a_job_with_a_bug_does_not_hold_up_the_others(sim: SimApiServer, s
         await stage.announcer.run()
     assert stage.announcer.state().waiting == 2
     stage.begin()
-    await stage.until(lambda: bool(sim.written.events))
-    assert stage.announcer.state().waiting == 1
+    await stage.until(lambda: stage.announcer.state().waiting == 1)
+    assert sim.written.events
 
 
 # -- outages -----------------------------------------------------------------------------------------------------------------
