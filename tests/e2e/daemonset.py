@@ -241,6 +241,8 @@ def installed(cluster: Cluster, process: Agent) -> Iterator[Installed]:
     """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself."""
     process.stop()
     agent = Installed(cluster)
+    # The same node. At first it may offer less: without a ledger of its own it takes over what the kubelet remembers of ended pods.
+    agent.offer = dict(process.offer)
     try:
         agent.prepare()
         agent.start()
