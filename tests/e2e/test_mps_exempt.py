@@ -13,10 +13,10 @@ def test_who_is_excepted_goes_through_the_daemon_without_limits(cluster: Cluster
         "mps": {"control_program": str(PROGRAM), "protocol": "2", "idle_seconds": 1},
     }
     with limited(cluster, running_agent, changes) as node:
-        node.run([tenant("free", f"env | grep CUDA_MPS | sort; echo shown; {SLEEP}")])
-        wait_line(node, "free", "shown")
-        assert [line.split("=")[0] for line in lines(node, "free") if "CUDA_MPS" in line] == ["CUDA_MPS_PIPE_DIRECTORY"]
-        said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
-        assert said in node.event("free", "GpuPlaced")
-        assert exclusive() == [gpu_index(node, "free")]
+        node.run([tenant("excepted", f"env | grep CUDA_MPS | sort; echo shown; {SLEEP}")])
+        wait_line(node, "excepted", "shown")
+        assert [line.split("=")[0] for line in lines(node, "excepted") if "CUDA_MPS" in line] == ["CUDA_MPS_PIPE_DIRECTORY"]
+        said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend mps-open)"
+        assert said in node.event("excepted", "GpuPlaced")
+        assert exclusive() == [gpu_index(node, "excepted")]
     end_daemons()

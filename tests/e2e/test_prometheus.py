@@ -55,11 +55,11 @@ class Scene:
             self.node.delete(pod)
 
     async def linger(self) -> int:
-        """A pod comes and goes, and a process that began meanwhile stays on its GPU; its pid."""
-        pod = await self.share("lingering", cores=1, blocks=1)
-        (gpu,) = self.node.gpus_of(pod)
-        for other in [other for other in list(self.node.pods.values()) if other is not pod and gpu in self.node.gpus_of(other)]:
+        """All pods go; another comes and goes, and a process that began meanwhile stays on its GPU. Its pid."""
+        for other in list(self.node.pods.values()):
             self.node.delete(other)
+        pod = await self.share("lingering")
+        (gpu,) = self.node.gpus_of(pod)
         pid = self.node.stray(self.node.indices[gpu], memory_bytes=GIB)
         await self.node.journal.until("gpu_stranger", pid=pid)
         self.node.delete(pod)
@@ -153,9 +153,11 @@ async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
                 await step.play()
             async with at_work(Life(node, work)):
                 await until_all_have_data(stage.prometheus, queries)
-            # The one thing that the demo does not show: an ended pod's process that stays.
+            # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
             await stage.linger()
             await stage.until_fires("GpumgrGpuQuarantined")
+            node.control.lose_gpu(7)
+            await stage.until_fires("GpumgrGpuLost")
             await until_all_have_data(stage.prometheus, operands())
 
 
