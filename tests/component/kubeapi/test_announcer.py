@@ -336,7 +336,7 @@ async def test_labels_that_no_longer_hold_are_taken_away(sim: SimApiServer, stag
 async def test_labels_are_kept_up(sim: SimApiServer, stage: Stage) -> None:
     stage.begin()
     stage.announcer.label_node(LABELS)
-    await stage.until(lambda: sim.written.labels == LABELS)
+    await stage.until(lambda: sim.written.labels == LABELS and stage.announcer.state().waiting == 0)  # and it knows
     sim.written.labels.clear()
     for _ in range(10):
         stage.announcer.label_node(LABELS)
