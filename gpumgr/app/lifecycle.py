@@ -70,10 +70,7 @@ async def run(
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
-        if loaded.set_aside is not None:
-            log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
-        if loaded.notes_lost:
-            log.error("cordons_lost", consequence="GPUs that were cordoned may take pods again: look, and cordon them again")
+        _tell_damage(loaded)
         podside = await stack.enter_async_context(PodSide.open(settings))
         station = Station(
             settings,
@@ -86,8 +83,6 @@ async def run(
         stack.push_async_callback(station.close)
         history = station.books.history
         history.restore(loaded.history, living=loaded.ledger.allocations)
-        if loaded.unreadable:
-            log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
         await station.enforcing.open(station.books, lost=loaded.lost)
         if TAKEN_OVER not in loaded.notes:
             _take_over_first(station, checkpoint)
@@ -120,11 +115,13 @@ async def run(
                 station.books.tell()
                 station.offers.start()
                 station.housekeeping.soon()
-                daemons.append(group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"))
-                daemons.append(group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"))
-                daemons.append(group.create_task(station.link.run(), name="kubelet_link"))
-                daemons.append(group.create_task(_report(station, notifier), name="report"))
-                daemons.append(group.create_task(_evict_again(podside, maintenance), name="evict_again"))
+                daemons += [
+                    group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"),
+                    group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"),
+                    group.create_task(station.link.run(), name="kubelet_link"),
+                    group.create_task(_report(station, notifier), name="report"),
+                    group.create_task(_evict_again(podside, maintenance), name="evict_again"),
+                ]
                 on_up(station, web.url)
                 await stop.wait()
             finally:
@@ -134,6 +131,16 @@ async def run(
                 for daemon in daemons:
                     daemon.cancel()
     log.info("stopped")
+
+
+def _tell_damage(loaded: Loaded) -> None:
+    """What of the checkpoint could not be read, and what comes of it."""
+    if loaded.set_aside is not None:
+        log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
+    if loaded.notes_lost:
+        log.error("cordons_lost", consequence="GPUs that were cordoned may take pods again: look, and cordon them again")
+    if loaded.unreadable:
+        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
 
 
 def _take_over_first(station: Station, checkpoint: SqliteCheckpoint) -> None:
