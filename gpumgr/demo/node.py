@@ -108,6 +108,16 @@ class Node:
         self.labels |= {gpu[key]: f"GPU{gpu['index']}" for gpu in shown for key in ("name", "uuid")}
         return gpus
 
+    async def order(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
+        """What `gpumgr gpu` does, over the socket that only root may use. Raises aiohttp.ClientError if it is refused."""
+        connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
+        async with (
+            aiohttp.ClientSession(connector=connector, raise_for_status=True) as http,
+            http.post(f"http://agent/api/gpus/{gpu}/{action}", json={"reason": reason, "evict": False}) as answer,
+        ):
+            done: Facts = await answer.json()
+            return done
+
     async def metrics(self) -> Metrics:
         """Those of the last rendering."""
         async with self._http.get(f"{self.url}/metrics") as answer:

@@ -63,6 +63,7 @@ class Script:
             Step(name="room is reused", play=self.reuse),
             Step(name="a GPU fails", play=self.failure),
             Step(name="the GPU recovers", play=self.recovery),
+            Step(name="a GPU is cordoned", play=self.cordon),
             Step(name="usage is told", play=self.usage),
             Step(name="the metrics tell", play=self.metrics),
         )
@@ -177,6 +178,20 @@ class Script:
         names = await self._granted_to("trusting", _app(CORES_PER_GPU))
         _expect(names == {sick["name"]}, f"the pod went to {names} instead of {_label(sick)}")
         return f"{_label(sick)} answers well again and is offered; the next pod runs there"
+
+    async def cordon(self) -> str:
+        """An operator takes a GPU out of service and gives it back; who is on it goes on."""
+        node, reason = self._node, "its fan is loud"
+        (gpu,) = node.gpus_of(self._pods["careful"])
+        before = node.ledger()
+        await node.order("cordon", gpu, reason=reason)
+        label = _label(await self._gpu(gpu))
+        told = await self.refused("unlucky", _app(10, 4), f"cordoned by the operator: {reason}")
+        await node.order("uncordon", gpu)
+        while (await self._gpu(gpu))["takes_nothing_new"]:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(SAMPLE_PERIOD_SECONDS)
+        _expect(node.ledger() == before, "the ledger is another one than before")
+        return f"{label}, because {reason}: its pod went on, the next pod was {told}; given back"
 
     async def usage(self) -> str:
         """Every container's memory on each of its GPUs, as the driver and the container runtime tell of it."""
