@@ -75,9 +75,9 @@ class Api:
             self.close()
             raise
 
-    def events(self, pod: str) -> list[Json]:
-        """The events about one pod."""
-        query = urlencode({"fieldSelector": f"involvedObject.name={pod},involvedObject.kind=Pod"})
+    def events(self, pod: str, uid: str) -> list[Json]:
+        """The events about one life of a pod: pods of before that had its name have left theirs behind."""
+        query = urlencode({"fieldSelector": f"involvedObject.name={pod},involvedObject.uid={uid},involvedObject.kind=Pod"})
         items: list[Json] = self.request("GET", f"/api/v1/namespaces/{NAMESPACE}/events?{query}")["items"]
         return items
 

@@ -76,12 +76,17 @@ class Node:
         self.cluster.delete(names)
         self.cluster.wait_gone(names)
 
+    def events(self, name: str, reason: str) -> list[Json]:
+        """A pod's events with this reason."""
+        uid = self.cluster.pods.all()[name]["metadata"]["uid"]
+        return [each for each in self.cluster.api.events(name, uid) if each["reason"] == reason]
+
     def event(self, name: str, reason: str, timeout: float = 10) -> str:
         """The message of a pod's event with this reason: what `kubectl describe pod` shows."""
         messages: list[str] = []
 
         def there() -> bool:
-            messages[:] = [str(each["message"]) for each in self.cluster.api.events(name) if each["reason"] == reason]
+            messages[:] = [str(each["message"]) for each in self.events(name, reason)]
             return bool(messages)
 
         wait_until(f"event {reason} of {name}", there, timeout, every=0.1)

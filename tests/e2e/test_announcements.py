@@ -51,7 +51,7 @@ def test_a_pod_carries_what_it_was_given_under_one_name(node: Node) -> None:
     assert told["tencent.com/predicate-time"].isdecimal()
     message = node.event("share", "GpuPlaced")
     assert held.allocation in message
-    (event,) = [each for each in node.cluster.api.events("share") if each["reason"] == "GpuPlaced"]
+    (event,) = node.events("share", "GpuPlaced")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == held.allocation
     assert any(line.get("allocation") == held.allocation for line in node.agent.log())
     assert {entry["id"] for entry in history("--pod", "default/share") if entry["what"] == "granted"} == {held.allocation}
@@ -62,7 +62,7 @@ def test_a_refusal_is_told_with_its_reason_and_remembered(node: Node) -> None:
     node.wait_phase("odd", "Failed")
     assert "must be a multiple of 100" in node.event("odd", "GpuRefused")
     (entry,) = history("--pod", "default/odd", "--refused")
-    (event,) = [each for each in node.cluster.api.events("odd") if each["reason"] == "GpuRefused"]
+    (event,) = node.events("odd", "GpuRefused")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == entry["id"]
     assert entry["code"] == "invalid_request"
 

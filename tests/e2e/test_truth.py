@@ -14,7 +14,9 @@ def test_nothing_enforces_and_the_pods_event_says_so(node: Node) -> None:
     node.run([gpu_pod("free", 30, 16)])
     said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
     assert said in node.event("free", "GpuPlaced")
-    assert [each["reason"] for each in node.cluster.api.events("free") if each["reason"].startswith("Gpu")] == ["GpuPlaced"]
+    uid = node.cluster.pods.all()["free"]["metadata"]["uid"]
+    reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
+    assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
     assert node.cluster.node()["metadata"]["annotations"]["gpumgr.io/enforcement"] == "none"
 
 
@@ -41,7 +43,7 @@ def test_a_container_over_its_memory_is_told_and_strangers_are_seen(cluster: Clu
             }
             assert used == {"greedy": 20 * BLOCK, "modest": 2 * BLOCK}
             assert any(line["event"] == "gpu_stranger" and line["pid"] == 1 for line in node.agent.log())
-            assert not [each for each in node.cluster.api.events("modest") if each["reason"] == "GpuMemoryOverLimit"]
+            assert not node.events("modest", "GpuMemoryOverLimit")
         finally:
             control().clear()
 
