@@ -72,7 +72,7 @@ class Maintenance:
     """`restore` comes before the first GPU is offered.
 
     `announcer` None: there is no API server. `kept_by` says of a UUID, in words that follow "can't be reset:", what of our own has the GPU
-    in use (an MPS daemon), None if nothing has. `use` is the latest look at who uses what.
+    in use (an MPS daemon), None if nothing has. `use` is the latest look at who uses what, None before the first.
     """
 
     def __init__(
@@ -185,16 +185,20 @@ class Maintenance:
     # -- who is there ------------------------------------------------------------------------------------------------------
 
     def _state(self, card: Card) -> dict[str, Any]:
-        """`gpu`, `cordon`, and what is on it: `containers` as /api/state has them, `strangers`, and whether it is `empty`."""
+        """`gpu`, `cordon`, and what is on it: `containers` as /api/state has them, `strangers`, and whether it is `empty`.
+
+        It is not while nobody looked: after a restart, who sits there without an allocation is not known for a moment.
+        """
         indices = {gpu.uuid: gpu.index for gpu in self._books.inventory.snapshot.gpus}
         cordon = self._cordons.get(card.uuid)
         containers = [container_row(card, holder, self._pods) for holder in self._books.ledger.on(card.name)]
-        strangers = stranger_rows(card, self._use())
+        use = self._use()
+        strangers = stranger_rows(card, use)
         return {
             "at": self._books.history.now(),
             "gpu": {"uuid": card.uuid, "name": card.name, "index": indices.get(card.uuid)},
             "cordon": asdict(cordon) if cordon else None,
-            "empty": not containers and not strangers,
+            "empty": use is not None and not containers and not strangers,
             "containers": containers,
             "strangers": strangers,
         }

@@ -166,10 +166,10 @@ def _cordoned(answer: Answer) -> list[str]:
 def _drained(answer: Answer) -> list[str]:
     if answer.empty:
         return [f"{answer.label} is cordoned and empty"]
-    lines = [
-        f"{answer.label} is cordoned; still on it: {counted(len(answer.containers), len(answer.strangers))}",
-        *_rows(answer),
-    ]
+    still = (
+        counted(len(answer.containers), len(answer.strangers)) or "nobody that is known, but its processes were not looked at yet"
+    )
+    lines = [f"{answer.label} is cordoned; still on it: {still}", *_rows(answer)]
     if answer.evicting:
         lines.append(f"to be evicted as soon as their disruption budgets allow it: {', '.join(answer.evicting)}")
     if answer.not_evicted:

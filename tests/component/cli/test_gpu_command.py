@@ -38,6 +38,8 @@ class Agent:
         self.cordon: dict[str, Any] | None = None
         self.refusal: tuple[int, str] | None = None
         self.leaving = False
+        #: Orders that come before the agent looked at the GPU's processes.
+        self.unlooked = 0
         self.uncordoned_meanwhile = False
         self.stale = 0
         self.missing = False
@@ -65,10 +67,11 @@ class Agent:
             "gpu": {"uuid": UUID, "name": "0fe1c342", "index": 3},
             "cordon": self.cordon,
             "changed": changed,
-            "empty": not self.on and not self.strangers,
+            "empty": not self.unlooked and not self.on and not self.strangers,
             "containers": self.on,
             "strangers": self.strangers,
         }
+        self.unlooked = max(0, self.unlooked - 1)
         answer |= {"evicting": ["team/train"], "not_evicted": []} if body["evict"] else {}
         answer |= {"said": "GPU 00000000:18:00.0 was successfully reset.\nAll done."} if action == "reset" else {}
         return web.json_response(answer)
@@ -176,6 +179,16 @@ async def test_a_drain_tells_who_is_in_the_way(agent: Agent) -> None:
         "processes that no allocation lets be there are yours to end",
     ]
     assert agent.orders == [("drain", "3", "", True)]
+
+
+async def test_a_drain_of_a_gpu_that_was_not_looked_at_yet_is_not_done(agent: Agent) -> None:
+    agent.unlooked = 1
+    result = await agent.run("drain", "3")
+    assert result.exit_code == 1
+    assert "its processes were not looked at yet" in result.stdout
+    agent.unlooked = 2
+    result = await agent.run("drain", "3", "--wait")
+    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
 
 
 async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent: Agent) -> None:

@@ -75,7 +75,7 @@ class Bench:
         self.world, self.driver = world, Driver(world)
         self.announcer = Announced()
         self.kept_by: str | None = None
-        self.use: NodeUse | None = None
+        self.use: NodeUse | None = NodeUse(taken_at=0.0)
         self._api_server = api_server
         self.maintenance = self.again()
 
@@ -295,6 +295,15 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     bench.use = NodeUse(taken_at=1.0, strangers={(each.gpu, each.pid): each for each in strangers})
     answer = await bench.order("drain")
     assert (answer["empty"], answer["strangers"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
+
+
+async def test_a_gpu_is_not_empty_before_anybody_looked() -> None:
+    """After a restart: what would block a reset may well be there."""
+    bench = await Bench.made()
+    bench.use = None
+    assert not (await bench.order("drain"))["empty"]
+    bench.use = NodeUse(taken_at=1.0)
+    assert (await bench.order("drain"))["empty"]
 
 
 async def test_each_pod_is_evicted_once_and_its_story_tells_why() -> None:
