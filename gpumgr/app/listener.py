@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import structlog
 
@@ -80,15 +80,16 @@ class News:
         self.known.set()
 
     async def _tell(self) -> None:
-        bad = {uuid: health for uuid, health in self._health.items() if not health.offered}
+        held = {uuid: health.held for uuid, health in self._health.items() if health.held is not None}
+        bad = {uuid: health for uuid, health in self._health.items() if not health.well}
         failed = {uuid: _why(health) for uuid, health in bad.items() if health.reason not in CLOSING_REASONS}
         closed = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
-        await self._books.set_fitness(failed={**self._nodeless, **failed}, closed=closed)
-        self._tell_history(bad)
+        await self._books.set_fitness(failed={**self._nodeless, **failed}, closed={**closed, **held})
+        self._tell_history(bad, held)
 
-    def _tell_history(self, bad: Mapping[str, GpuHealth]) -> None:
+    def _tell_history(self, bad: Mapping[str, GpuHealth], held: Collection[str]) -> None:
         """Which GPUs are lost, unhealthy and back, once each. What an operator does with one he tells himself, MIG is a setting of
-        his, and how it was before counts on meanwhile. A GPU that was never offered has no name to tell yet."""
+        his, and one that he holds is not back before he releases it. A GPU that was never offered has no name to tell yet."""
         books = self._books
         if self._told is None:
             self._told = _told_before(books.history.entries(), books.ledger.cards)
@@ -101,6 +102,8 @@ class News:
                 code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
             elif uuid in self._nodeless:
                 code, why = "unhealthy", self._nodeless[uuid]
+            elif uuid in held:
+                continue
             elif before is not None and uuid in shown:  # of one that the driver has not shown since our start nobody knows
                 code, why = "back", "it is well again and takes pods"
             else:

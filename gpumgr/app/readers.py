@@ -61,7 +61,7 @@ class Readers:
 
     def picture(self) -> Picture:
         station = self._station
-        reasons = {uuid: health.reason for uuid, health in station.monitor.health.items() if health.reason is not None}
+        reasons = {uuid: health.word for uuid, health in station.monitor.health.items() if health.word is not None}
         connections, refused = self.connections()
         return Picture(
             view=station.view(),

@@ -8,9 +8,9 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-What an operator holds stays unhealthy until he releases it, whatever the looks say. Not every XID is a fault of the GPU's: those
-that an application causes are ignored (the list that NVIDIA's device plugin uses), some only say that something was recorded and
-leave the verdict to the next look.
+What an operator holds is not offered until he releases it, whatever its state, which the looks go on judging; then a well one
+begins in probation. Not every XID is a fault of the GPU's: those that an application causes are ignored (the list that NVIDIA's
+device plugin uses), some only say that something was recorded and leave the verdict to the next look.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +62,8 @@ class HealthRules:
 class GpuHealth:
     """`reason` is a bounded label, `message` a sentence, `since` the seconds (of the caller's clock) when `state` began.
 
-    `streak` counts the looks in a row that speak for leaving suspect or probation.
+    `streak` counts the looks in a row that speak for leaving suspect or probation. `held`: why an operator holds the GPU (None: he
+    does not).
     """
 
     state: State
@@ -70,11 +71,22 @@ class GpuHealth:
     message: str = ""
     since: float
     streak: int = 0
+    held: str | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing but an operator may keep this GPU from being handed out."""
+        return self.state in ("healthy", "suspect")
 
     @property
     def offered(self) -> bool:
         """Whether the kubelet may hand this GPU out."""
-        return self.state in ("healthy", "suspect")
+        return self.well and self.held is None
+
+    @property
+    def word(self) -> Reason | None:
+        """Why it is not offered, or doubted; what ails the GPU itself goes before a hold."""
+        return self.reason if self.held is None or not self.well else "operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +151,12 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     """The next state. `now` is by any one clock; it only dates the states."""
     rules = rules or HealthRules()
     if isinstance(observation, Held):
-        return _turn(health, "unhealthy", _Verdict("operator", observation.message), now)
+        return replace(health, held=observation.message)
     if isinstance(observation, Released):
-        return (
-            _turn(health, "probation", _Verdict("operator", "released by the operator"), now)
-            if health.reason == "operator"
-            else health
-        )
-    if health.reason == "operator" and health.state == "unhealthy":
-        return health
+        released = replace(health, held=None)
+        if health.held is None or not health.well:
+            return released
+        return _turn(released, "probation", _Verdict("operator", "released by the operator"), now)
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
@@ -191,11 +200,11 @@ def _improve(health: GpuHealth, now: float, rules: HealthRules) -> GpuHealth:
         case "healthy":
             return health
         case "suspect":
-            return GpuHealth(state="healthy", since=now)
+            return _turn(health, "healthy", _Verdict(), now)
         case "unhealthy" | "probation":
             streak = health.streak + 1 if health.state == "probation" else 1
             if streak >= rules.good_looks:
-                return GpuHealth(state="healthy", since=now)
+                return _turn(health, "healthy", _Verdict(), now)
             return replace(health, state="probation", streak=streak, since=health.since if health.state == "probation" else now)
 
 
@@ -212,4 +221,4 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
 
 def _turn(health: GpuHealth, state: State, verdict: _Verdict, now: float) -> GpuHealth:
     since = health.since if health.state == state else now
-    return GpuHealth(state=state, reason=verdict.reason, message=verdict.message, since=since)
+    return GpuHealth(state=state, reason=verdict.reason, message=verdict.message, since=since, held=health.held)

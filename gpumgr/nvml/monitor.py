@@ -262,8 +262,14 @@ class Monitor:
             before = self._told.get(uuid)
             if _shown(before) != _shown(health) and (before is not None or not health.offered):
                 tell = log.info if health.offered else log.warning
-                tell("gpu_health_changed", gpu=uuid, state=health.state, reason=health.reason, message=health.message)
+                tell(
+                    "gpu_health_changed",
+                    gpu=uuid,
+                    state="held" if health.well and health.held is not None else health.state,
+                    reason=health.word,
+                    message="; ".join(filter(None, (health.held, health.message))),
+                )
 
 
-def _shown(health: GpuHealth | None) -> tuple[str, str | None, str] | None:
-    return None if health is None else (health.state, health.reason, health.message)
+def _shown(health: GpuHealth | None) -> tuple[str | None, ...]:
+    return () if health is None else (health.state, health.reason, health.message, health.held)

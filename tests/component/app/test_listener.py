@@ -43,8 +43,10 @@ class Listening:
     async def _ignore(self, _what: NodeSnapshot | NodeSample, _started: Mapping[int, int] | None = None) -> None:
         pass
 
-    async def turn(self, state: State, reason: Reason | None = None, message: str = "", *, uuid: str = ONE) -> None:
-        await self.news.health_changed({uuid: GpuHealth(state=state, reason=reason, message=message, since=0.0)})
+    async def turn(
+        self, state: State, reason: Reason | None = None, message: str = "", *, uuid: str = ONE, held: str | None = None
+    ) -> None:
+        await self.news.health_changed({uuid: GpuHealth(state=state, reason=reason, message=message, since=0.0, held=held)})
 
     @property
     def told(self) -> list[Told]:
@@ -81,12 +83,17 @@ async def test_what_gets_worse_is_told_again() -> None:
 
 async def test_what_an_operator_does_is_his_to_tell_and_hides_nothing() -> None:
     node = await started()
-    await node.turn("unhealthy", "operator", "swap the fan")
+    await node.turn("healthy", held="swap the fan")
     await node.turn("probation", "operator", "released by the operator")
     await node.turn("healthy")
     assert node.told == []
     await node.turn("unhealthy", "xid", "XID 79")
-    await node.turn("unhealthy", "operator", "swap the card")
+    await node.turn("unhealthy", "xid", "XID 79", held="swap the card")
+    inventory, card = node.world.books.inventory, node.world.books.ledger.cards.by_uuid[ONE]
+    assert inventory.failures(node.world.books.ledger.cards) == {card.name: "XID 79"}
+    await node.turn("healthy", held="swap the card")
+    assert node.world.books.inventory.closures(node.world.books.ledger.cards) == {card.name: "swap the card"}
+    assert [code for code, _, _ in node.told] == ["unhealthy"]
     await node.turn("probation", "operator", "released by the operator")
     await node.turn("healthy")
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]

@@ -77,9 +77,9 @@ class Listener:
 
     @property
     def states(self) -> list[tuple[str, str | None]]:
-        """State and reason of the first snapshot's GPUs, in their order."""
+        """State, and the word for why it is so, of the first snapshot's GPUs, in their order."""
         gpus = self.snapshots[0].gpus if self.snapshots else ()
-        return [(self.health[gpu.uuid].state, self.health[gpu.uuid].reason) for gpu in gpus]
+        return [(self.health[gpu.uuid].state, self.health[gpu.uuid].word) for gpu in gpus]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20), self._news:

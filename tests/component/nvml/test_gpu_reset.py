@@ -43,7 +43,7 @@ async def test_a_reset_cures_the_gpu_and_what_happens_later_is_heard_again(node:
         said = await reset_gpu(monitor, uuid, program=smi(sim))
         assert said.splitlines()[1:] == ["All done."]
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
-        assert monitor.health[uuid].reason == "operator"
+        await listener.until(lambda: monitor.health[uuid].word == "operator")
         monitor.release(uuid)
         await listener.until(lambda: monitor.health[uuid].state == "healthy")
         sim.control.xid(3, 119)
@@ -81,7 +81,7 @@ async def test_while_the_driver_is_let_go_nobodys_health_changes_and_calls_wait(
         assert "successfully reset" in await reset
         assert await asyncio.gather(*waiting) == [0, ()]
         await listener.rounds(2)
-        assert listener.states == [WELL, ("unhealthy", "operator")]
+        assert listener.states == [WELL, ("healthy", "operator")]
         assert kept[0].call_errors == errors
     assert listener.outages == []
     assert len(listener.snapshots) == 2
@@ -166,6 +166,7 @@ async def test_what_was_held_before_it_was_seen_is_held_from_the_first_word(node
         monitor.hold(uuid, "broken fan")
         sim.control.load_driver()
         await listener.rounds(1)
-        assert (listener.history[0][uuid].reason, listener.history[0][uuid].message) == ("operator", "broken fan")
+        first = listener.history[0][uuid]
+        assert (first.held, first.word, first.offered) == ("broken fan", "operator", False)
         monitor.release(uuid)
         await listener.until(lambda: listener.states == [WELL, WELL])

@@ -90,9 +90,9 @@ async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> 
         await listener.rounds(1)
         uuid = sim.description.uuid_of(0)
         monitor.hold(uuid, "broken fan")
-        await listener.until(lambda: listener.states[0] == ("unhealthy", "operator"))
+        await listener.until(lambda: listener.states[0] == ("healthy", "operator"))
         await listener.rounds(4)
-        assert listener.health[uuid].message == "broken fan"
+        assert (listener.health[uuid].held, listener.health[uuid].offered) == ("broken fan", False)
         monitor.release(uuid)
         await listener.until(lambda: listener.states[0] == WELL)
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import reduce
 from typing import get_args
 
@@ -49,7 +50,6 @@ def after(*observations: Observation, rules: HealthRules | None = None) -> GpuHe
         (Looked(recovery_action=1), "reset"),
         (Looked(recovery_action=99), "reset"),
         (Looked(double_bit_errors=2), "ecc"),
-        (Held(message="broken fan"), "operator"),
     ],
 )
 def test_a_certain_fault_withdraws_the_gpu_at_once(observation: Observation, reason: str) -> None:
@@ -109,10 +109,20 @@ def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> Non
 
 def test_only_the_operator_ends_a_hold() -> None:
     held = Held(message="broken fan")
-    assert after(held, *[GOOD] * 9, LOST).reason == "operator"
+    health = after(held, *[GOOD] * 9)
+    assert (health.offered, health.held, health.word) == (False, "broken fan", "operator")
     assert after(held, Released()).state == "probation"
-    assert after(held, Released(), *[GOOD] * 3).state == "healthy"
-    assert after(LOST, Released()).reason == "lost"
+    assert after(held, Released(), *[GOOD] * 3) == replace(new_health(0.0), since=5.0)
+    assert after(LOST, Released()) == after(LOST)
+
+
+def test_a_hold_hides_no_fault() -> None:
+    """Neither one of before, for which the operator may have taken it out, nor one that comes meanwhile."""
+    held = Held(message="broken fan")
+    for health in (after(held, LOST), after(LOST, held)):
+        assert (health.offered, health.held, health.word, health.message) == (False, "broken fan", "lost", LOST.message)
+    assert after(held, LOST, *[GOOD] * 3).word == "operator"
+    assert after(held, LOST, Released()) == after(GOOD, LOST)
 
 
 reasons = st.sampled_from([reason for reason in get_args(Reason) if reason != "operator"])
@@ -138,6 +148,8 @@ def test_every_gpu_comes_back_after_enough_good_looks(history: list[Observation]
 def test_what_is_shown_agrees_with_the_state(history: list[Observation]) -> None:
     health = after(*history)
     assert (health.reason is None) == (health.state == "healthy")
+    assert (health.word is None) == (health.state == "healthy" and health.held is None)
+    assert health.offered == (health.well and health.held is None)
     assert 0.0 <= health.since <= len(history)
 
 
