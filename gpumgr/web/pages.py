@@ -15,13 +15,13 @@ import gpumgr
 from gpumgr.agent.maintenance import Action, Order
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.web.access import Keys, Room
 from gpumgr.web.answers import add_headers, failure, json_answer, json_bytes
-from gpumgr.web.connection import Connection
 from gpumgr.web.debug import profile, stacks
+from gpumgr.web.door.access import Keys, Room
+from gpumgr.web.door.connection import Connection
+from gpumgr.web.door.guard import MOST_BODY_BYTES, make_guard
 from gpumgr.web.front import Front
 from gpumgr.web.graph import graph_data, graph_text
-from gpumgr.web.guard import MOST_BODY_BYTES, make_guard
 from gpumgr.web.sources import Sources
 from gpumgr.web.stream import Streams
 

@@ -11,14 +11,14 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
-from gpumgr.web.access import Keys, Whence, whence
-from gpumgr.web.connection import Connection
-from gpumgr.web.credentials import Certificates, TokenFile
-from gpumgr.web.doorman import PATIENCE, Doorman, Patience, Visit
+from gpumgr.web.door.access import Keys, Whence, whence
+from gpumgr.web.door.connection import Connection
+from gpumgr.web.door.credentials import Certificates, TokenFile
+from gpumgr.web.door.doorman import PATIENCE, Doorman, Patience, Visit
+from gpumgr.web.door.listening import ListenError, UnixListener, listen_tcp
+from gpumgr.web.door.reception import Reception
 from gpumgr.web.front import PAGE, Front
-from gpumgr.web.listening import ListenError, UnixListener, listen_tcp
 from gpumgr.web.pages import make_app
-from gpumgr.web.reception import Reception
 from gpumgr.web.sources import Sources
 from gpumgr.web.stream import HEARTBEAT_SECONDS, Streams
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gpumgr.aio import Subscription
 from gpumgr.web.answers import failure
-from gpumgr.web.connection import Connection
+from gpumgr.web.door.connection import Connection
 from gpumgr.web.sources import Sources
 
 MOST_STREAMS: Final = 64

@@ -13,7 +13,7 @@ from gpumgr.aio import Latest
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
-from gpumgr.web.access import Whence, whence
+from gpumgr.web.door.access import Whence, whence
 from tests.unit.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"

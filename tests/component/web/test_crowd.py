@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.web.connection import Connection
-from gpumgr.web.doorman import Patience
+from gpumgr.web.door.connection import Connection
+from gpumgr.web.door.doorman import Patience
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import BEYOND, CERTIFICATES, Scene, get, parsed, say

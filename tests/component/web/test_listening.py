@@ -5,7 +5,7 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.web.listening import ListenError, listen_tcp
+from gpumgr.web.door.listening import ListenError, listen_tcp
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import get, parsed, say
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.web.connection import Connection
-from gpumgr.web.doorman import Patience
+from gpumgr.web.door.connection import Connection
+from gpumgr.web.door.doorman import Patience
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import CERTIFICATES, Scene, get, parsed, say

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from gpumgr.web.doorman import Patience
+from gpumgr.web.door.doorman import Patience
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import Scene, get, parsed, say

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from gpumgr.web.access import Caller, Keys, Room, Whence, decide, whence
+from gpumgr.web.door.access import Caller, Keys, Room, Whence, decide, whence
 
 ROOMS: tuple[Room, ...] = get_args(Room)
 TOKEN = Keys(takes_token=True, token=b"s3cret")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.web.doorman import Doorman, Patience, Stage, Visit
+from gpumgr.web.door.doorman import Doorman, Patience, Stage, Visit
 
 PATIENCE = Patience(request_seconds=10, idle_seconds=75, unsent_seconds=30, half_closed_seconds=1)
 

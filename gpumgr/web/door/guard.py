@@ -9,9 +9,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gpumgr.errors import GpumgrError, InputError, Refusal
-from gpumgr.web.access import Caller, Keys, Room, decide
 from gpumgr.web.answers import failure
-from gpumgr.web.connection import Connection
+from gpumgr.web.door.access import Caller, Keys, Room, decide
+from gpumgr.web.door.connection import Connection
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from gpumgr.web.doorman import Doorman, Visit
+from gpumgr.web.door.doorman import Doorman, Visit
 
 _log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from gpumgr.errors import InputError
-from gpumgr.web.reception import BACKLOG
+from gpumgr.web.door.reception import BACKLOG
 
 _log = structlog.get_logger(__name__)
 

@@ -10,9 +10,9 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
-from gpumgr.web.access import Whence, whence
 from gpumgr.web.answers import dress, failure
-from gpumgr.web.doorman import Doorman, Visit
+from gpumgr.web.door.access import Whence, whence
+from gpumgr.web.door.doorman import Doorman, Visit
 
 _log = structlog.get_logger(__name__)
 
