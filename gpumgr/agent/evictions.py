@@ -20,7 +20,7 @@ EVICTED = "GpuDrained"
 
 
 class Announcer(Protocol):
-    """Asks the API server, without waiting for it (gpumgr.kubeapi.announcer.Announcer)."""
+    """Asks the API server, without waiting for it (gpumgr.kubeapi.writer.announcer.Announcer)."""
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
 

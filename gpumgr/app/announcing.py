@@ -22,9 +22,9 @@ from gpumgr.allocator.annotations import ALLOCATIONS, pod_annotations
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.kubeapi import telling
-from gpumgr.kubeapi.announcer import Announcer
-from gpumgr.kubeapi.notices import Subject, pod_subject
+from gpumgr.kubeapi.writer import telling
+from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.writer.notices import Subject, pod_subject
 
 #: The kubelet's calls for one pod come within milliseconds of each other.
 SETTLE_SECONDS: Final = 0.3

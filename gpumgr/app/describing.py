@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from gpumgr.agent.picture import Picture
-from gpumgr.kubeapi.condition import Condition, condition_of
+from gpumgr.kubeapi.writer.condition import Condition, condition_of
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.topology.labels import gpu_labels
 
@@ -17,7 +17,7 @@ _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
 class NodeSide(Protocol):
-    """Neither call waits; both may be repeated at will (gpumgr.kubeapi.announcer.Announcer)."""
+    """Neither call waits; both may be repeated at will (gpumgr.kubeapi.writer.announcer.Announcer)."""
 
     def label_node(self, labels: dict[str, str]) -> None: ...
 

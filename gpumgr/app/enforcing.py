@@ -29,8 +29,8 @@ from gpumgr.enforcement.nothing import Nothing
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
 from gpumgr.errors import InputError
-from gpumgr.kubeapi.announcer import Announcer
-from gpumgr.kubeapi.telling import NOT_ENFORCED
+from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.writer.telling import NOT_ENFORCED
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings

@@ -25,7 +25,10 @@ Tell = Callable[[AllocationId, str, str, GpuName], None]
 
 
 class Announcer(Protocol):
-    """Asks the API server, without waiting for it (gpumgr.kubeapi.announcer.Announcer). What pods are told, it has from the history."""
+    """Asks the API server, without waiting for it (gpumgr.kubeapi.writer.announcer.Announcer).
+
+    What pods are told, it has from the history.
+    """
 
     def evict(self, pod: PodKey, uid: str, *, reason: str) -> None: ...
 

@@ -19,10 +19,10 @@ from gpumgr.app.describing import Describing
 from gpumgr.app.readers import Readers
 from gpumgr.app.station import Station
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.notices import Eviction
+from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.writer.notices import Eviction
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubernetesSettings
 

@@ -26,7 +26,7 @@ from gpumgr.app.listener import News
 from gpumgr.app.truth import OverLimit, Truth
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
-from gpumgr.kubeapi.announcer import Announcer
+from gpumgr.kubeapi.writer.announcer import Announcer
 from gpumgr.metrics.live import Metrics
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import HealthRules

@@ -39,7 +39,7 @@ async def test_the_agent_imports_what_it_needs_and_no_more(folder: Path) -> None
         await node.metrics()
         assert await node.agent.stop() == 0
     modules = imported(node.agent)
-    assert {"gpumgr.app.lifecycle", "gpumgr.kubeapi.announcer", "aiohttp.web", "grpclib.server"} - modules == set()
+    assert {"gpumgr.app.lifecycle", "gpumgr.kubeapi.writer.announcer", "aiohttp.web", "grpclib.server"} - modules == set()
     assert {each for each in modules if f"{each}.".startswith(tuple(f"{name}." for name in UNWANTED))} - _ASKED_FOR == set()
     homes = packages_distributions()
     packages = {canonicalize_name(home) for module in modules - _ASKED_FOR for home in homes.get(module.partition(".")[0], ())}

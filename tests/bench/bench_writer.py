@@ -23,11 +23,11 @@ import structlog
 
 from gpumgr.app.announcing import Announcing
 from gpumgr.app.enforcing import Enforcing
-from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.notices import annotations_patch
-from gpumgr.kubeapi.telling import NOT_ENFORCED
+from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.writer.notices import annotations_patch
+from gpumgr.kubeapi.writer.telling import NOT_ENFORCED
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings

@@ -11,9 +11,9 @@ from gpumgr.app.enforcing import NODE_ANNOTATION
 from gpumgr.app.findings import OVER_LIMIT
 from gpumgr.app.offenders import EVICTED
 from gpumgr.app.podside import NOT_EVICTED
-from gpumgr.kubeapi import condition, telling
-from gpumgr.kubeapi.node_labels import LABELS_ANNOTATION
-from gpumgr.kubeapi.notices import ALLOCATION_ANNOTATION, Notice
+from gpumgr.kubeapi.writer import condition, telling
+from gpumgr.kubeapi.writer.node_labels import LABELS_ANNOTATION
+from gpumgr.kubeapi.writer.notices import ALLOCATION_ANNOTATION, Notice
 from gpumgr.topology.labels import MODEL
 from gpumgr.units import CORE_LIMIT_ANNOTATION
 from tests.docs.markdown import code, table

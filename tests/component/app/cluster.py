@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from gpumgr.agent.history import History
 from gpumgr.allocator.history import Entry
 from gpumgr.app.announcing import Announcing
-from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Pace
+from gpumgr.kubeapi.writer.announcer import Announcer
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import PodStatus, SimPod

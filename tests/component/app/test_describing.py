@@ -7,7 +7,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.picture import Picture
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.app.describing import PATIENCE_SECONDS, Describing
-from gpumgr.kubeapi.condition import Condition
+from gpumgr.kubeapi.writer.condition import Condition
 from tests.component.stage.stage import Clock
 from tests.unit.metrics.pictures import name_of, uuid_of, view_of
 

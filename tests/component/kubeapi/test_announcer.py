@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.kubeapi.announcer import Announcer
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.condition import Condition
-from gpumgr.kubeapi.notices import Eviction, Notice, node_subject, pod_subject
-from gpumgr.kubeapi.pace import Pace
+from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.writer.condition import Condition
+from gpumgr.kubeapi.writer.notices import Eviction, Notice, node_subject, pod_subject
+from gpumgr.kubeapi.writer.pace import Pace
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod

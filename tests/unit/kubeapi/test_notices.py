@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpumgr.kubeapi.notices import (
+from gpumgr.kubeapi.writer.notices import (
     MAX_MESSAGE_BYTES,
     Count,
     Notice,

@@ -1,6 +1,6 @@
 """What waits: events within a bound, state without one, each thing once, the oldest with its age."""
 
-from gpumgr.kubeapi.outbox import Outbox
+from gpumgr.kubeapi.writer.outbox import Outbox
 
 
 def outbox(capacity: int = 2) -> Outbox[str]:

@@ -6,9 +6,9 @@ import pytest
 
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.kubeapi.condition import MAX_MESSAGE_BYTES, condition_of
-from gpumgr.kubeapi.notices import pod_subject
-from gpumgr.kubeapi.telling import gpu_news, placement, pod_news, refusal
+from gpumgr.kubeapi.writer.condition import MAX_MESSAGE_BYTES, condition_of
+from gpumgr.kubeapi.writer.notices import pod_subject
+from gpumgr.kubeapi.writer.telling import gpu_news, placement, pod_news, refusal
 from tests.unit.metrics.pictures import allocation, view_of, whole
 
 WEB = ("team", "web")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.kubeapi.notices import Eviction, Notice
+from gpumgr.kubeapi.writer.notices import Eviction, Notice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from gpumgr.allocator.annotations import memory_mebibytes
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.kubeapi.notices import Notice, Subject, node_subject
+from gpumgr.kubeapi.writer.notices import Notice, Subject, node_subject
 from gpumgr.units import CORES_PER_GPU, GpuName
 
 PLACED: Final = "GpuPlaced"

@@ -7,9 +7,9 @@ import aiohttp
 import msgspec
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.kubeapi import notices
 from gpumgr.kubeapi.client import AnswerError, ApiServer, Method, PatchKind, answer_error
-from gpumgr.kubeapi.notices import Body, Count, Eviction, Notice
+from gpumgr.kubeapi.writer import notices
+from gpumgr.kubeapi.writer.notices import Body, Count, Eviction, Notice
 
 #: The API server itself tries for ten seconds before it says that an eviction meant another life of the pod.
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)

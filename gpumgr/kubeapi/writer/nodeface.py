@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gpumgr.kubeapi.condition import Condition, Told, condition_patch, parse_told, told_next
-from gpumgr.kubeapi.jobs import Job, NodeJob
-from gpumgr.kubeapi.node_labels import labels_patch
-from gpumgr.kubeapi.notices import annotations_patch
-from gpumgr.kubeapi.outbox import Outbox
-from gpumgr.kubeapi.pace import Pace
-from gpumgr.kubeapi.writes import Writes
+from gpumgr.kubeapi.writer.condition import Condition, Told, condition_patch, parse_told, told_next
+from gpumgr.kubeapi.writer.jobs import Job, NodeJob
+from gpumgr.kubeapi.writer.node_labels import labels_patch
+from gpumgr.kubeapi.writer.notices import annotations_patch
+from gpumgr.kubeapi.writer.outbox import Outbox
+from gpumgr.kubeapi.writer.pace import Pace
+from gpumgr.kubeapi.writer.writes import Writes
 
 _NEVER: Final = float("-inf")
 

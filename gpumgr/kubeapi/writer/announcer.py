@@ -20,16 +20,16 @@ from gpumgr.agent.picture import OutboxState
 from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import SettingsError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
-from gpumgr.kubeapi.condition import Condition
-from gpumgr.kubeapi.evictions import Evictions
-from gpumgr.kubeapi.jobs import RIGHTS, Job, PodNote, droppable, rank
-from gpumgr.kubeapi.nodeface import NodeFace
-from gpumgr.kubeapi.notices import Eviction, Notice
-from gpumgr.kubeapi.outbox import Outbox, TokenBucket
-from gpumgr.kubeapi.pace import Pace
-from gpumgr.kubeapi.series import Series
-from gpumgr.kubeapi.weather import Weather
-from gpumgr.kubeapi.writes import Writes
+from gpumgr.kubeapi.writer.condition import Condition
+from gpumgr.kubeapi.writer.evictions import Evictions
+from gpumgr.kubeapi.writer.jobs import RIGHTS, Job, PodNote, droppable, rank
+from gpumgr.kubeapi.writer.nodeface import NodeFace
+from gpumgr.kubeapi.writer.notices import Eviction, Notice
+from gpumgr.kubeapi.writer.outbox import Outbox, TokenBucket
+from gpumgr.kubeapi.writer.pace import Pace
+from gpumgr.kubeapi.writer.series import Series
+from gpumgr.kubeapi.writer.weather import Weather
+from gpumgr.kubeapi.writer.writes import Writes
 
 _log = structlog.get_logger(__name__)
 

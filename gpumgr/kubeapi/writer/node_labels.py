@@ -7,7 +7,7 @@ Law 2. Which labels are ours stands in an annotation, so that those that no long
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gpumgr.kubeapi.notices import Body
+from gpumgr.kubeapi.writer.notices import Body
 
 #: The keys of our labels, joined by ",".
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"

@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 from gpumgr.kubeapi.client import AnswerError
-from gpumgr.kubeapi.jobs import Job, Word, remedy, what, word_of
+from gpumgr.kubeapi.writer.jobs import Job, Word, remedy, what, word_of
 
 _log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from gpumgr.kubeapi.notices import Body, cut, timestamp
+from gpumgr.kubeapi.writer.notices import Body, cut, timestamp
 
 TYPE: Final = "GpuTrouble"
 #: The API server takes 32 KiB; people don't.

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import structlog
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.kubeapi.jobs import Job
-from gpumgr.kubeapi.notices import Eviction
-from gpumgr.kubeapi.outbox import Outbox
-from gpumgr.kubeapi.writes import Writes
+from gpumgr.kubeapi.writer.jobs import Job
+from gpumgr.kubeapi.writer.notices import Eviction
+from gpumgr.kubeapi.writer.outbox import Outbox
+from gpumgr.kubeapi.writer.writes import Writes
 
 _log = structlog.get_logger(__name__)
 

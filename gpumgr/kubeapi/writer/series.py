@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from gpumgr.kubeapi.jobs import Job
-from gpumgr.kubeapi.notices import Count, Notice
-from gpumgr.kubeapi.outbox import Outbox
-from gpumgr.kubeapi.pace import Pace
-from gpumgr.kubeapi.writes import Writes
+from gpumgr.kubeapi.writer.jobs import Job
+from gpumgr.kubeapi.writer.notices import Count, Notice
+from gpumgr.kubeapi.writer.outbox import Outbox
+from gpumgr.kubeapi.writer.pace import Pace
+from gpumgr.kubeapi.writer.writes import Writes
 
 
 @dataclass(slots=True, kw_only=True)
