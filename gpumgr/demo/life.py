@@ -23,7 +23,7 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Life:
-    """Begins where the script ends: shares run on one GPU, and the pod `careful` makes room for what comes."""
+    """Begins where the script ends: shares run on one GPU, and the pod `patient` makes room for what comes."""
 
     def __init__(self, node: Node, work: Work, *, round_seconds: float = _ROUND_SECONDS) -> None:
         self._node, self._work, self._round_seconds = node, work, round_seconds
@@ -31,8 +31,8 @@ class Life:
         self._stray: int | None = None
 
     async def run(self) -> NoReturn:
-        self._node.delete(self._named("careful"))
-        await self._node.journal.until("allocation_freed", holder="demo/careful (main)")
+        self._node.delete(self._named("patient"))
+        await self._node.journal.until("allocation_freed", holder="demo/patient (main)")
         for number in itertools.count():
             await asyncio.sleep(self._round_seconds)
             self._misbehave(number % _CYCLE_ROUNDS)

@@ -180,18 +180,22 @@ class Script:
         return f"{_label(sick)} answers well again and is offered; the next pod runs there"
 
     async def cordon(self) -> str:
-        """An operator takes a GPU out of service and gives it back; who is on it goes on."""
+        """An operator takes a GPU out of service and gives it back; who is on it goes on until its end."""
         node, reason = self._node, "its fan is loud"
-        (gpu,) = node.gpus_of(self._pods["careful"])
-        before = node.ledger()
+        (gpu,), (other,) = (node.gpus_of(self._pods[name]) for name in ("careful", "trusting"))
+        before, labels = node.ledger(), {name: _label(await self._gpu(name)) for name in (gpu, other)}
         await node.order("cordon", gpu, reason=reason)
-        label = _label(await self._gpu(gpu))
-        told = await self.refused("unlucky", _app(10, 4), f"cordoned by the operator: {reason}")
-        await node.order("uncordon", gpu)
-        while (await self._gpu(gpu))["takes_nothing_new"]:  # noqa: ASYNC110 (it is another process)
-            await asyncio.sleep(SAMPLE_PERIOD_SECONDS)
         _expect(node.ledger() == before, "the ledger is another one than before")
-        return f"{label}, because {reason}: its pod went on, the next pod was {told}; given back"
+        for name in ("careful", "trusting"):
+            self._delete(name)
+            await node.journal.until("allocation_freed", holder=f"demo/{name} (main)")
+        names = await self._granted_to("lucky", _app(CORES_PER_GPU))
+        _expect(names == {other}, f"the pod went to {names} instead of {labels[other]}")
+        await node.order("uncordon", gpu)
+        await node.kubelet.until(lambda: node.healthy(gpu)["core"] == CORES_PER_GPU)
+        names = await self._granted_to("patient", _app(CORES_PER_GPU))
+        _expect(names == {gpu}, f"the pod went to {names} instead of {labels[gpu]}")
+        return f"{labels[gpu]}, because {reason}: its pod ran to its end, the next went to {labels[other]}; given back and used again"
 
     async def usage(self) -> str:
         """Every container's memory on each of its GPUs, as the driver and the container runtime tell of it."""

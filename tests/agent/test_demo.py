@@ -1,12 +1,15 @@
 """The demo as a user calls it."""
 
 import asyncio
+import errno
 import json
 import os
+import pty
 import re
 import signal
 import sys
 from asyncio.subprocess import PIPE
+from io import FileIO
 from pathlib import Path
 
 from gpumgr.demo.life import Life
@@ -25,6 +28,35 @@ async def test_every_step_comes_out_as_scripted() -> None:
     assert (document["ok"], process.returncode) == (True, 0)
     assert len(document["steps"]) >= 16
     assert "usage is told" in [step["name"] for step in document["steps"]]
+
+
+async def test_on_a_terminal_life_goes_on_after_the_script_until_ctrl_c() -> None:
+    ours, theirs = pty.openpty()
+    size = {**os.environ, "COLUMNS": "160", "LINES": "50"}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdin=theirs, stdout=theirs, env=size)
+    os.close(theirs)
+    told = bytearray()
+    with FileIO(ours) as terminal:
+        async with asyncio.timeout(60):
+            while b"demo/guest-0" not in told:
+                told += (some := await _some(terminal))
+                assert some, f"it ended:\n{told.decode()}"
+            process.send_signal(signal.SIGINT)
+            while some := await _some(terminal):
+                told += some
+            assert await process.wait() == 0, told.decode()
+    assert b"FAIL" not in told
+    assert b"ok    the agent stops" in told
+
+
+async def _some(terminal: FileIO) -> bytes:
+    """What a process wrote to its terminal; nothing once it has ended."""
+    try:
+        return await asyncio.to_thread(terminal.read, 65536) or b""
+    except OSError as error:
+        if error.errno == errno.EIO:
+            return b""
+        raise
 
 
 async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
@@ -51,7 +83,7 @@ async def test_life_goes_on_after_the_script(folder: Path) -> None:
     settings = {"enforcement": {"over_limit_samples": 2}}
     async with asyncio.timeout(40), open_node(folder, sim=SIM, settings=settings) as node:
         await node.start_agent()
-        for pod in (node.pod("a", app(40, 80)), node.pod("careful", app(100))):
+        for pod in (node.pod("a", app(40, 80)), node.pod("patient", app(100))):
             assert (await node.run(pod)).phase == "Running"
         work = Work(node)
         tasks = [asyncio.create_task(each.run()) for each in (work, Life(node, work, round_seconds=0.25))]
