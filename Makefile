@@ -80,7 +80,8 @@ sbom: venv ## what runs on nodes besides us: build/sbom.cdx.json (CycloneDX) and
 	@$(PYTHON) -m tests.supply
 
 audit: venv ## known vulnerabilities of what runs on nodes (network; pip-audit is fetched, and is not part of check)
-	@$(VENV)/bin/uv tool run pip-audit --strict --disable-pip --require-hashes --requirement config/image/requirements.lock
+	@$(VENV)/bin/uv tool run pip-audit@2.10.1 --strict --disable-pip --require-hashes --requirement config/image/requirements.lock || \
+	  { echo "make audit: something was found, or could not be asked: see above (it needs the network, and an index that tells vulnerabilities)" >&2; exit 1; }
 
 lock: venv ## resolve the dependencies anew into requirements.lock (network)
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes \

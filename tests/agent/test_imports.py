@@ -22,8 +22,9 @@ UNWANTED: Final = (
 )
 #: structlog asks for it, and is told that it is not there (gpumgr.cli.main).
 _ASKED_FOR: Final = {"rich"}
-#: Where they happen to be there, structlog tells greenlets apart, and setuptools has a hook in each interpreter's start.
-_IF_THERE: Final = {"greenlet", "setuptools"}
+#: Where they happen to be there, structlog tells greenlets apart, setuptools has a hook in each interpreter's start, and aiohttp looks for
+#: zstd in the folder of backports.
+_IF_THERE: Final = {"greenlet", "setuptools", "backports-tarfile"}
 
 
 def imported(agent: AgentProcess) -> set[str]:

@@ -29,7 +29,8 @@ SUITES: Final = {"docker.io/library/debian:12.": "bookworm"}
 _SLIM: Final = ("doc/*", "groff/*", "info/*", "linda/*", "lintian/*", "locale/*", "man/*")
 _MIRROR: Final = "http://deb.debian.org"
 _TIME: Final = int(os.environ.get("SOURCE_DATE_EPOCH", "1580601600"))
-_AUTHORITIES: Final = Path("/etc/ssl/certs/ca-certificates.crt")
+#: Those that this machine trusts.
+AUTHORITIES: Final = Path("/etc/ssl/certs/ca-certificates.crt")
 
 # A RUN sees the network as this machine does: its resolver, and its authorities for pip alone. Both are mounts that end with it.
 _RUN: Final = """
@@ -42,7 +43,7 @@ for pair in /etc/resolv.conf:/etc/resolv.conf AUTHORITIES:/authorities.crt; do
   mount --bind "${pair%%:*}" "$root${pair#*:}"
 done
 exec env --ignore-environment "$@" chroot "$root" /bin/sh -c "$line"
-""".replace("AUTHORITIES", str(_AUTHORITIES))
+""".replace("AUTHORITIES", str(AUTHORITIES))
 
 
 def _lay_out_context(context: Path) -> str:
@@ -76,6 +77,13 @@ def build_image(folder: Path | None = None) -> Path:
     return out
 
 
+def base_root() -> Path:
+    """The root that the image begins with, in the cache; made if it is missing there. The builder goes on from copies of it."""
+    folder = cache() / "image"
+    folder.mkdir(parents=True, exist_ok=True)
+    return _Builder(folder, {}).debian()
+
+
 def _put(path: Path, data: bytes) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_bytes(data)
@@ -99,6 +107,10 @@ class _Builder:
     def shipped(self) -> tuple[Path, str]:
         """The last stage's root, and its key."""
         return self._carry_out("shipped")
+
+    def debian(self) -> Path:
+        """The root that the first stage begins with."""
+        return self._debian(self._stages["base"].base)[0]
 
     def base(self) -> str:
         """The key of the root that the last stage begins with."""
@@ -252,7 +264,7 @@ def _run(root: Path, line: str, env: Mapping[str, str]) -> None:
     """One RUN in a root, with mounts of its own that end with it."""
     resolver, authorities = root / "etc" / "resolv.conf", root / "authorities.crt"
     names = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **env}
-    if _AUTHORITIES.exists():
+    if AUTHORITIES.exists():
         names["PIP_CERT"] = f"/{authorities.name}"
     command = ["unshare", "--mount", "--fork", "--pid", "--kill-child", "--", "/bin/sh", "-ec", _RUN, "run", str(root), line]
     _quietly([*command, *(f"{name}={value}" for name, value in names.items())])

@@ -36,6 +36,7 @@ PROJECT: Final = HERE.parent.parent
 GO: Final = HERE / "go"
 GO_CDI: Final = HERE / "go_cdi"
 GO_HELM: Final = HERE / "go_helm"
+GO_CRDS: Final = HERE / "go_crds"
 
 
 def cache() -> Path:

@@ -1,11 +1,15 @@
 """The chart and the kustomize base on the real API server: applied, installed, upgraded, rolled back, removed."""
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from .build import build
 from .chart import BASE, CHART, NAMESPACE, daemonset, helm, objects, render
 from .chart_values import SETS, Values
 from .cluster import Cluster
@@ -14,15 +18,41 @@ from .manifests import Json
 #: Not gpumgr: the harness has rights of this name.
 RELEASE = "chart-test"
 NAME = "chart-test-gpumgr"
+#: Of the chart's values: what comes beside either monitor.
+WATCHED = {"rules": {"enabled": True, "labels": {"release": "prom"}}, "dashboard": {"enabled": True}}
 
 
 def apply(cluster: Cluster, text: str, *flags: str) -> list[str]:
     """Server-side apply; answers one line for each object."""
-    return cluster.kubectl("apply", "--server-side", "--validate=strict", "--filename=-", *flags, stdin=text).splitlines()
+    strict = ["--validate=strict", "--warnings-as-errors"]
+    return cluster.kubectl("apply", "--server-side", *strict, "--filename=-", *flags, stdin=text).splitlines()
 
 
 def delete(cluster: Cluster, text: str) -> None:
     cluster.kubectl("delete", "--ignore-not-found", "--filename=-", stdin=text)
+
+
+@pytest.fixture(scope="module")
+def operator_kinds(cluster: Cluster) -> Iterator[None]:
+    """The API server knows what Prometheus Operator's own definitions say, as where that is installed."""
+    files = f"--filename={build() / 'crds'}"
+    cluster.kubectl("apply", "--server-side", files)
+    try:
+        cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", files)
+        yield
+    finally:
+        cluster.kubectl("delete", "--ignore-not-found", files)
+
+
+def holds(found: Any, sent: Any) -> bool:
+    """Whether all that was sent is found; the API server adds defaults of its own."""
+    match sent:
+        case dict():
+            return all(key in found and holds(found[key], value) for key, value in sent.items())
+        case list():
+            return len(found) == len(sent) and all(map(holds, found, sent))
+        case _:
+            return bool(found == sent)
 
 
 def found_daemonset(cluster: Cluster, name: str = NAME) -> Json:
@@ -43,6 +73,33 @@ def test_server_side_apply(values: Values, cluster: Cluster) -> None:
         assert found_daemonset(cluster, name)["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
     finally:
         delete(cluster, text)
+
+
+@pytest.mark.usefixtures("operator_kinds")
+@pytest.mark.parametrize("http", [{}, {"tokenSecret": "web-token", "tlsSecret": "web-tls"}], ids=["plain", "token and tls"])
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+def test_monitors_rules_and_dashboard_are_what_the_operator_defines(monitor: str, http: Values, cluster: Cluster) -> None:
+    """Whatever it does not define would be refused, and nothing that was sent is dropped."""
+    metrics = {**WATCHED, monitor: {"enabled": True, "interval": "15s", "labels": {"release": "prom"}}}
+    text = render({"metrics": metrics, "http": http}, release=RELEASE)
+    watched = {key: each for key, each in objects(text).items() if each["apiVersion"] == "monitoring.coreos.com/v1"}
+    assert {kind.lower() for kind, _ in watched} == {monitor.lower(), "prometheusrule"}
+    try:
+        assert len(apply(cluster, text)) == len(objects(text))
+        for (kind, name), each in watched.items():
+            path = f"/apis/{each['apiVersion']}/namespaces/{NAMESPACE}/{kind.lower()}s/{name}"
+            assert holds(cluster.api.request("GET", path), {"spec": each["spec"]})
+    finally:
+        delete(cluster, text)
+
+
+@pytest.mark.usefixtures("operator_kinds")
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+def test_the_operators_definitions_refuse_a_field_that_they_lack(monitor: str, cluster: Cluster) -> None:
+    text = render({"metrics": {monitor: {"enabled": True}}}, release=RELEASE).replace("jobLabel:", "jobLabels:")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        apply(cluster, text, "--dry-run=server")
+    assert ".spec.jobLabels: field not declared in schema" in caught.value.stderr
 
 
 def test_an_overlay_of_the_kustomize_base(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 """What the agent is made of: every package locked by hash, whole as installed, under a licence that may be shipped."""
 
 import json
+import tomllib
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.supply import (
     ACCEPTED,
@@ -42,6 +48,23 @@ def test_every_package_is_locked_by_hash_and_installed_as_locked(name: str) -> N
     assert all(text.startswith("sha256:") and len(text) == len("sha256:") + 64 for text in pin.hashes)
 
 
+def test_every_package_of_development_is_locked_by_hash_too_and_by_no_index() -> None:
+    text = LOCK.read_text(encoding="utf-8")
+    assert [pin.name for pin in pins(text).values() if not pin.hashes] == []
+    assert "://" not in text
+    assert not [line for line in text.splitlines() if line.startswith("-")]
+
+
+def test_the_lock_holds_what_the_project_asks_for() -> None:
+    """Someone who changes a range runs `make lock`."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    locked = pins(LOCK.read_text(encoding="utf-8"))
+    asked = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
+    assert [
+        str(each) for each in asked if not each.specifier.contains(locked[canonicalize_name(each.name)].version, prereleases=True)
+    ] == []
+
+
 @pytest.mark.parametrize("name", at_run_time())
 def test_no_file_of_a_package_was_altered_since_it_was_installed(name: str) -> None:
     assert list(altered(name)) == []
@@ -54,6 +77,16 @@ def test_every_licence_is_permissive_or_accepted_by_name(name: str) -> None:
 
 def test_no_licence_is_accepted_for_nothing() -> None:
     assert set(ACCEPTED) <= set(at_run_time())
+
+
+@pytest.mark.parametrize("license", ["GPL-3.0-only", "MIT AND Ours", "Other/Proprietary License"])
+def test_a_licence_that_nobody_read_is_refused(license: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "stranger-1.0.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text(f"Metadata-Version: 2.4\nName: stranger\nVersion: 1.0\nLicense-Expression: {license}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LookupError, match=r"^stranger tells no licence that is known: read it, and add"):
+        license_of("stranger")
 
 
 def test_the_image_has_the_same_packages() -> None:
@@ -87,6 +120,15 @@ def test_the_bill_of_materials_holds_together() -> None:
     assert len(set(references)) == len(references) == len(made_of())
     assert [each["ref"] for each in bill["dependencies"]] == [ours, *references]
     assert {name for each in bill["dependencies"] for name in each["dependsOn"]} == set(references)
+
+
+@pytest.mark.parametrize("made_at", [None, datetime(2026, 1, 2, tzinfo=UTC)])
+def test_the_bill_is_what_cyclonedx_defines(made_at: datetime | None) -> None:
+    bill = sbom(made_of(), version="1.2.3", made_at=made_at)
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(json.dumps(bill)) is None
+    wrong = {**bill, "components": [{**bill["components"][0], "licences": []}]}
+    assert "'licences' was unexpected" in str(validator.validate_str(json.dumps(wrong)))
 
 
 def test_the_same_lock_makes_the_same_bill() -> None:

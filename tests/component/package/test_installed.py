@@ -1,0 +1,76 @@
+"""The wheel once it is installed, beside nothing but its locked dependencies: all that it brings is found there, and works."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpumgr import __version__
+from gpumgr.web.front import PAGE
+from tests.supply import PROJECT
+
+from .conftest import Installed
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import gpumgr
+found = [each.name for each in pkgutil.walk_packages(gpumgr.__path__, "gpumgr.") if not each.name.endswith("__main__")]
+for name in found:
+    importlib.import_module(name)
+print(len(found), *sorted({sys.modules[name].__file__.partition("gpumgr")[0] for name in found}))
+"""
+INSTALL = """
+import sys
+from pathlib import Path
+from gpumgr.cli.install import Host, Program, install
+program = Path("/opt/gpumgr/bin/gpumgr")
+install(Host(root=Path(sys.argv[1])), Program(command=(str(program),), places=(program,)))
+"""
+
+
+def test_the_command_is_there(installed: Installed) -> None:
+    assert installed.run("gpumgr", "--version") == f"gpumgr, version {__version__}\n"
+    assert installed.run("python", "-m", "gpumgr", "--version") == f"gpumgr, version {__version__}\n"
+
+
+def test_every_module_needs_only_what_is_declared(installed: Installed) -> None:
+    """None of them leads to a tool of development, nor back to the source tree."""
+    number, *places = installed.run("python", "-c", IMPORT_ALL).split()
+    assert int(number) > 200
+    assert places == [f"{installed.packages}/"]
+
+
+def test_its_types_are_seen(installed: Installed, tmp_path: Path) -> None:
+    assert (installed.packages / "gpumgr" / "py.typed").is_file()
+    (tmp_path / "user.py").write_text("import gpumgr\n\nwrong: int = gpumgr.__version__\n")
+    python = f"--python-executable={installed.folder / 'bin' / 'python'}"
+    command = [sys.executable, "-m", "mypy", "--no-incremental", "--strict", "--config-file=", python, "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 'user.py:3: error: Incompatible types in assignment (expression has type "str"' in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+def test_it_brings_the_simulated_nodes(installed: Installed) -> None:
+    names = sorted(path.stem for path in (PROJECT / "gpumgr" / "sim" / "nodes").glob("*.yaml"))
+    assert names
+    for name in names:
+        assert installed.run("gpumgr", "topology", "--sim", name)
+    assert '"gpus":[0,1]' in installed.run("gpumgr", "place", "--sim", "hgx-h100-8", "--cores", "200")
+
+
+def test_it_brings_the_unit_and_the_settings(installed: Installed, tmp_path: Path) -> None:
+    program = tmp_path / "opt" / "gpumgr" / "bin" / "gpumgr"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    installed.run("python", "-c", INSTALL, tmp_path)
+    settings = tmp_path / "etc" / "gpumgr" / "gpumgr.yaml"
+    unit = tmp_path / "etc" / "systemd" / "system" / "gpumgr.service"
+    assert settings.read_bytes() == (PROJECT / "config" / "gpumgr.yaml").read_bytes()
+    assert unit.read_bytes() == (PROJECT / "systemd" / "gpumgr.service").read_bytes()
+    assert installed.run("gpumgr", "config", "check", settings) == "ok\n"
+
+
+def test_it_brings_the_page_and_the_programs_that_are_compiled_where_they_run(installed: Installed) -> None:
+    package = PROJECT / "gpumgr"
+    for path in (PAGE, package / "sim" / "nvml.c", package / "enforcement" / "vcuda" / "gpu-client.c"):
+        assert (installed.packages / path.relative_to(PROJECT)).read_bytes() == path.read_bytes()
