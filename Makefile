@@ -53,7 +53,7 @@ imports: venv ## the arrows between the modules
 	@$(VENV)/bin/lint-imports
 
 # Generated protobuf code: committed, never edited by hand.
-PROTO_APIS := deviceplugin/v1beta1 podresources/v1
+PROTO_APIS := deviceplugin/v1beta1
 PROTO_OUT ?= gpumgr/_pb
 
 proto: venv ## regenerate gpumgr/_pb from proto/

@@ -50,6 +50,7 @@ class Admission:
         #: Listed pod -> the look that showed it first (without a gap since: names recur).
         self._seen: dict[PodKey, int] = {}
         self._looks = 0
+        self._unavailable: str | None = None
         self._incomplete_until = float("-inf")
         self._spare_looks = SPARE_LOOKS_BURST
         self._spare_since = clock()
@@ -59,12 +60,15 @@ class Admission:
         self.pending: Pending | None = None
 
     async def look(self) -> Listing | None:
-        """PodResources now; None (and a log line) if the kubelet does not answer."""
+        """PodResources now; None if the kubelet does not answer (with a log line, one for each reason)."""
         try:
             listing = await self._pod_resources.list()
         except KubeletError as error:
-            log.warning("pod_resources_unavailable", error=str(error))
+            if self._unavailable != str(error):
+                self._unavailable = str(error)
+                log.warning("pod_resources_unavailable", error=self._unavailable)
             return None
+        self._unavailable = None
         self._looks += 1
         kept = self._seen if self._clock() < self._incomplete_until else {}
         self._seen = {**kept, **{pod: self._seen.get(pod, self._looks) for pod in listing.pods}}

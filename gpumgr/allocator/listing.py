@@ -14,9 +14,10 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The pods that the kubelet counts as active, in the order of its answer, and what their containers hold.
+    """The pods that the kubelet counts as active, in the order of its answer, and what their containers hold. Kubelets before 1.34 list
+    ended and refused pods, too, without ids, until they are deleted.
 
-    Ordinary init containers are not in it (kubelet 1.34 and later); sidecars are.
+    Ordinary init containers are not in it; sidecars are.
     """
 
     __slots__ = ("_known", "_read", "pods")

@@ -6,7 +6,8 @@ The kubelet frees an ended pod's ids at the next admission and offers them at on
 * `sweep`: a pod that has ended, or that `List` does not show, seen as often as `patience` asks (after a kubelet restart `List` is
   incomplete until the kubelet's sources are ready, so one look proves nothing).
 
-Ordinary init containers are missing in `List` on kubelet 1.34+: their ids are held as long as the pod is listed.
+Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
+until it is deleted, without ids: there an init container's go with those of its pod's other containers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -102,7 +103,20 @@ def sweep(
                 freed.append(a)
             else:
                 still_absent[a.id] = times
+    freed += _left_alone(ledger, freed)
     return Swept(ledger=ledger.free(a.id for a in freed), freed=tuple(freed), renamed=tuple(renamed), absent=still_absent)
+
+
+def _left_alone(ledger: Ledger, freed: Iterable[Allocation]) -> list[Allocation]:
+    """What `List` never shows of pods of which it showed something that is now `freed`: granted before that, or a later life's."""
+    order = {each: number for number, each in enumerate(ledger.allocations)}
+    ended = [a for a in freed if not unlisted(a)]
+    gone = {a.id for a in freed}
+    return [
+        a
+        for a in ledger.allocations.values()
+        if unlisted(a) and a.id not in gone and any(a.same_pod(g) and order[a.id] < order[g.id] for g in ended)
+    ]
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:

@@ -19,6 +19,8 @@ from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"
+#: grpc-go's word for a service that there is not; a method that a known service lacks has another.
+_NO_SERVICE: Final = "unknown service"
 
 
 def parse_listing(data: bytes) -> Listing:
@@ -53,7 +55,8 @@ def _pod_key(data: bytes, start: int, end: int) -> PodKey:
 
 
 def _read_container(data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]]) -> None:
-    """Adds one ContainerResources to `held`. Each id has an entry of its own, and one for each NUMA node it is on."""
+    """Adds one ContainerResources to `held`. Each id has an entry of its own, and one for each NUMA node it is on; on
+    kubelet 1.20 all ids of a node share one."""
     name = ""
     devices: dict[str, list[str]] = {}
     for number, entry_start, entry_end in wire.spans(data, start, end):
@@ -99,11 +102,26 @@ class PodResourcesClient:
                 raise KubeletError(f"can't read the pod resources from {self._socket}: {error}") from error
             except CALL_FAILURES as error:
                 if not _rate_limited(error) or asyncio.get_running_loop().time() >= deadline:
-                    raise kubelet_error("list the pod resources", self._socket, error) from error
+                    raise pod_resources_error("list the pod resources", self._socket, error) from error
             await asyncio.sleep(self._random.uniform(0.010, 0.020))
 
     def close(self) -> None:
         self._channel.close()
+
+
+def lacks_v1(error: Exception) -> bool:
+    """Whether the answer came from a kubelet before 1.20, which has v1alpha1 only."""
+    return isinstance(error, GRPCError) and error.status is Status.UNIMPLEMENTED and _NO_SERVICE in (error.message or "")
+
+
+def pod_resources_error(doing: str, socket: Path, error: Exception) -> KubeletError:
+    """A sentence for one of CALL_FAILURES, as kubelet_error's."""
+    if lacks_v1(error):
+        return KubeletError(
+            f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20; upgrade it: without that API nobody tells "
+            "gpumgr which pod a request is for, and which pods have ended"
+        )
+    return kubelet_error(doing, socket, error)
 
 
 def _rate_limited(error: Exception) -> bool:

@@ -1,25 +1,30 @@
-"""An embedded stand-in for the kubelet: enough of kubelet 1.35 to prove a device plugin against, without root or a cluster.
+"""An embedded stand-in for the kubelet: enough of one to prove a device plugin against, without root or a cluster.
+
+It is kubelet 1.35, or an older one (kubelet_shape).
 
 It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint,
 and admits pods one at a time with the real order of calls and choices. The demo and the tests drive it; the agent can't tell.
 """
 
 import asyncio
+import contextlib
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Literal, Self
 
-from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse, RegisterRequest
+from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.aio import Latest
-from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.allocator.response import ContainerResponse
 from gpumgr.rpc.server import DrainingServer
+from gpumgr.sim.kubelet_answers import merged
 from gpumgr.sim.kubelet_checkpoint import load_checkpoint, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
-from gpumgr.sim.kubelet_podresources import PodResources, encode_pod
+from gpumgr.sim.kubelet_podresources import PodResources
 from gpumgr.sim.kubelet_pods import PodStatus, ResourceStatus, SimContainer, SimKubeletError, SimPod
+from gpumgr.sim.kubelet_shape import V1_35, KubeletShape
 
 __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet", "SimKubeletError", "SimPod"]
 
@@ -35,6 +40,7 @@ class SimKubelet:
         self,
         folder: Path,
         *,
+        shape: KubeletShape = V1_35,
         seed: int = 0,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
@@ -46,13 +52,14 @@ class SimKubelet:
         self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
         self.registration_socket = self.plugin_folder / "kubelet.sock"
         self.checkpoint = self.plugin_folder / "kubelet_internal_checkpoint"
+        self.shape = shape
         self.statuses: dict[str, PodStatus] = {}
         self.register_error: str | None = None
         self.register_hangs = False
         self.registrations: list[str] = []
         self._random = Random(seed)
         self._devices = DeviceManager(
-            self._random, resource_order=resource_order, numa_aligned=numa_aligned, keeps_in_flight=keeps_in_flight
+            self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned, keeps_in_flight=keeps_in_flight
         )
         self._dial_timeout_seconds = dial_timeout_seconds
         self._pods: dict[str, SimPod] = {}
@@ -77,14 +84,15 @@ class SimKubelet:
     # Life cycle
 
     async def start(self) -> None:
-        """Deletes all sockets in the plugin folder, reads the checkpoint, and serves both sockets."""
+        """Deletes stale files in the plugin folder, reads the checkpoint, and serves both sockets."""
         self.plugin_folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         self.pod_resources_socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         for file in self.plugin_folder.iterdir():
-            if stat.S_ISSOCK(file.lstat().st_mode):
+            mode = file.lstat().st_mode
+            if stat.S_ISSOCK(mode) or (self.shape.clears_folder and file != self.checkpoint and not stat.S_ISDIR(mode)):
                 file.unlink()
-        self._devices.forget(*load_checkpoint(self.checkpoint))
-        self.pod_resources = PodResources(self._list_pods)
+        self._devices.forget(self.shape, *load_checkpoint(self.checkpoint))
+        self.pod_resources = PodResources(self.shape, self._devices, listed=self._listed, pods=self._pods)
         services = {self.pod_resources_socket: self.pod_resources, self.registration_socket: Registration(self._register)}
         for path, service in services.items():
             server = DrainingServer([service])
@@ -104,12 +112,14 @@ class SimKubelet:
             await server.cut()
         self._servers.clear()
 
-    async def restart(self, *, sources_ready: bool = True) -> None:
-        """A kubelet restart with running pods: plugins are forgotten, the checkpoint and the pods stay.
+    async def restart(self, *, sources_ready: bool = True, shape: KubeletShape | None = None) -> None:
+        """A kubelet restart with running pods: plugins are forgotten, the checkpoint and the pods stay. With `shape` another version
+        of the kubelet starts.
 
         With `sources_ready` False, List shows no pod and frees none until `finish_sources`.
         """
         await self.kill()
+        self.shape = shape or self.shape
         self._sources_ready = sources_ready
         await self.start()
 
@@ -148,10 +158,7 @@ class SimKubelet:
         """
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
-        return _merged(
-            ContainerAllocateResponse().parse(holding.answer)
-            for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values()
-        )
+        return merged(holding.answer for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values())
 
     async def run(self, pod: SimPod) -> PodStatus:
         """Admits `pod` and starts all its containers in order. Raises SimKubeletError if one can't start."""
@@ -205,28 +212,42 @@ class SimKubelet:
     # The kubelet's insides
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Dials the plugin and asks for its options before it answers; ListAndWatch starts after that."""
+        """Connects to the plugin before it answers, or leaves that for later; ListAndWatch starts after that."""
         self.registrations.append(request.resource_name)
         self._tell()
         if self.register_hangs:
             await asyncio.Event().wait()
         if self.register_error is not None:
             raise SimKubeletError(self.register_error)
-        client = PluginClient(request.resource_name, self.plugin_folder / request.endpoint.lstrip("/"))
+        path = self.plugin_folder / request.endpoint.lstrip("/")
+        client = PluginClient(self.shape, request.resource_name, path, request.options)
+        if self.shape.connects_in_register:
+            await self._connect(client)
+            following = self._watch(client)
+        else:
+            following = self._connect_and_watch(client)
+        watch = asyncio.create_task(following, name=f"sim_watch_{request.resource_name}")
+        self._watches[watch] = client
+        watch.add_done_callback(lambda done: self._watches.pop(done, None))
+
+    async def _connect(self, client: PluginClient) -> None:
         try:
             await client.connect(self._dial_timeout_seconds)
         except BaseException:
             client.close()
             raise
-        self._devices.clients[request.resource_name] = client
-        watch = asyncio.create_task(self._watch(client), name=f"sim_watch_{request.resource_name}")
-        self._watches[watch] = client
-        watch.add_done_callback(lambda done: self._watches.pop(done, None))
+        self._devices.clients[client.resource] = client
+
+    async def _connect_and_watch(self, client: PluginClient) -> None:
+        """For a kubelet that has answered Register already: a plugin that can't be dialled hears nothing of it."""
+        with contextlib.suppress(SimKubeletError):
+            await self._connect(client)
+            await self._watch(client)
 
     async def _watch(self, client: PluginClient) -> None:
-        """Follows one plugin. When its stream ends, whoever is registered under the resource's name *now* is disconnected.
+        """Follows one plugin. When its stream ends, it is disconnected, or whoever is registered under the resource's name *now*.
 
-        So does kubelet 1.35: a stream that ends late takes its successor down. Fixed in 1.36.
+        The latter in kubelet 1.25 to 1.35: a stream that ends late takes its successor down.
         """
 
         def receive(devices: DeviceList) -> None:
@@ -236,7 +257,8 @@ class SimKubelet:
 
         await client.watch(receive)
         client.close()
-        if (current := self._devices.clients.get(client.resource)) is not None:
+        current = self._devices.clients.get(client.resource)
+        if current is client or (current is not None and self.shape.stream_end_hits_successor):
             current.close()
             self._devices.disconnect(client.resource)
         self._tell()
@@ -248,18 +270,18 @@ class SimKubelet:
     def _active(self) -> list[str]:
         return [uid for uid in self._pods if self.statuses[uid].phase in ("Pending", "Running")]
 
-    def _list_pods(self) -> bytes:
-        """The answer of PodResources List, active pods in random order. Asking frees the ids of ended pods, as in the real one."""
+    def _listed(self) -> list[SimPod]:
+        """The pods of PodResources List, in random order. Asking frees the ids of ended pods, as in the real one."""
         self._free_ended()
         if not self._sources_ready:
-            return b""
-        active = self._active()
-        self._random.shuffle(active)
-        return b"".join([encode_pod(self._pods[uid], self._devices.held.get(uid, {})) for uid in active])
+            return []
+        listed = list(self._pods) if self.shape.lists_ended else self._active()
+        self._random.shuffle(listed)
+        return [self._pods[uid] for uid in listed]
 
     def _write_checkpoint(self) -> None:
         registered = {resource: sorted(healthy) for resource, healthy in self._devices.healthy.items()}
-        write_checkpoint(self.checkpoint, self._devices.held, registered)
+        write_checkpoint(self.checkpoint, self._devices.held, registered, by_node=self.shape.checkpoint_by_node)
 
     def _become(self, uid: str, status: PodStatus) -> None:
         self.statuses[uid] = status
@@ -267,29 +289,3 @@ class SimKubelet:
 
     def _tell(self) -> None:
         self._changes.set(self._changes.value + 1)
-
-
-def _merged(answers: Iterable[ContainerAllocateResponse]) -> ContainerResponse:
-    """One container's settings from the answers for its resources. Of two values for one key the first wins."""
-    envs: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    mounts: dict[str, Mount] = {}
-    devices: dict[str, DeviceNode] = {}
-    cdi_devices: dict[str, None] = {}
-    for answer in answers:
-        envs = {**answer.envs, **envs}
-        annotations = {**answer.annotations, **annotations}
-        for mount in answer.mounts:
-            place = Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
-            mounts.setdefault(mount.container_path, place)
-        for spec in answer.devices:
-            node = DeviceNode(container_path=spec.container_path, host_path=spec.host_path, permissions=spec.permissions)
-            devices.setdefault(spec.container_path, node)
-        cdi_devices |= dict.fromkeys(device.name for device in answer.cdi_devices)
-    return ContainerResponse(
-        envs=envs,
-        mounts=tuple(mounts.values()),
-        devices=tuple(devices.values()),
-        annotations=annotations,
-        cdi_devices=tuple(cdi_devices),
-    )

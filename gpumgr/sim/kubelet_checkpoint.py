@@ -1,4 +1,4 @@
-"""The stand-in's `kubelet_internal_checkpoint`, in the shape that kubelets since 1.20 write."""
+"""The stand-in's `kubelet_internal_checkpoint`: ids by NUMA node as kubelets since 1.20 write them, or as a list."""
 
 import base64
 import json
@@ -24,14 +24,14 @@ class Holding:
 PodDevices = dict[str, dict[str, dict[str, Holding]]]
 
 
-def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]]) -> None:
+def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]], *, by_node: bool) -> None:
     """Replaces the file as a whole. The checksum is only a stand-in: the real one hashes Go's print form."""
     entries = [
         {
             "PodUID": uid,
             "ContainerName": container,
             "ResourceName": resource,
-            "DeviceIDs": {str(node): list(ids) for node, ids in holding.ids_by_node.items()},
+            "DeviceIDs": holding.ids_by_node if by_node else sorted(holding.ids),
             "AllocResp": base64.b64encode(holding.answer).decode(),
         }
         for uid, containers in held.items()
@@ -49,15 +49,19 @@ def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequ
 
 
 def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
-    """What `write_checkpoint` wrote: the holdings, and the names of resources that were registered. Empty if there is no file."""
+    """What `write_checkpoint` wrote: the holdings, and the names of resources that were registered. Empty if there is no file.
+
+    Ids of a list are taken for ids on node 0, as kubelets since 1.20 do after an upgrade.
+    """
     held: PodDevices = {}
     try:
         data = json.loads(path.read_text())["Data"]
     except FileNotFoundError:
         return held, ()
     for entry in data["PodDeviceEntries"] or ():
+        ids = entry["DeviceIDs"]
         holding = Holding(
-            ids_by_node={int(node): tuple(ids) for node, ids in entry["DeviceIDs"].items()},
+            ids_by_node={int(node): tuple(on_node) for node, on_node in (ids if isinstance(ids, dict) else {0: ids}).items()},
             answer=base64.b64decode(entry["AllocResp"]),
         )
         held.setdefault(entry["PodUID"], {}).setdefault(entry["ContainerName"], {})[entry["ResourceName"]] = holding

@@ -1,6 +1,6 @@
 """The stand-in's device manager: which ids a container gets, in exactly the order of choices of the real one.
 
-After kubelet 1.35: pkg/kubelet/cm/devicemanager/manager.go. What Go leaves to map order comes from one seeded Random here.
+After kubelet 1.35 and older ones: pkg/kubelet/cm/devicemanager/manager.go. What Go leaves to map order comes from one seeded Random here.
 
 Law 1. First the ids of finished init containers of the same pod, without asking anybody; then the plugin's preference within
        what is available; then anything that is available.
@@ -9,18 +9,19 @@ Law 3. As in the real one, that look rebuilds the table of allocated ids from wh
        is still under way are lost from it and will be offered twice. `keeps_in_flight` repairs that for comparison.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from gpumgr.sim.kubelet_answers import without_cdi
 from gpumgr.sim.kubelet_checkpoint import Holding, PodDevices
+from gpumgr.sim.kubelet_choice import Choice
 from gpumgr.sim.kubelet_numa import best_affinity, hints_for
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
-
-_NO_NODE = -1
+from gpumgr.sim.kubelet_shape import V1_35, KubeletShape
 
 ResourceOrder = Literal["random", "core_first", "memory_first"]
 
@@ -44,11 +45,12 @@ class DeviceManager:
         self,
         random: Random,
         *,
+        shape: KubeletShape = V1_35,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
         keeps_in_flight: bool = False,
     ) -> None:
-        self._random = random
+        self._random, self._shape = random, shape
         self._resource_order = resource_order
         self._numa_aligned = numa_aligned
         self._keeps_in_flight = keeps_in_flight
@@ -71,8 +73,9 @@ class DeviceManager:
         """The stream of `resource` has ended: nothing of it is healthy, its capacity stays."""
         self.healthy[resource] = set()
 
-    def forget(self, held: PodDevices, resources: Iterable[str]) -> None:
+    def forget(self, shape: KubeletShape, held: PodDevices, resources: Iterable[str]) -> None:
         """A kubelet restart: only `held` is remembered, and the names of resources."""
+        self._shape = shape
         self.clients.clear()
         self.devices.clear()
         self.held = held
@@ -125,7 +128,7 @@ class DeviceManager:
     async def _allocate_resource(
         self, pod: SimPod, container: SimContainer, resource: str, needed: int, affinity: frozenset[int] | None
     ) -> bool:
-        chosen = _Choice(needed, lambda ids: self.allocated.setdefault(resource, set()).update(ids))
+        chosen = Choice(needed, lambda ids: self.allocated.setdefault(resource, set()).update(ids))
         await self._choose(pod, container, resource, chosen, affinity)
         if not chosen.ids:
             return False
@@ -146,16 +149,13 @@ class DeviceManager:
             in_flight -= ids
         if vanished := ids - self.devices[resource].keys():
             raise RuntimeError(f"a real kubelet crashes here: {min(vanished)} left ListAndWatch during its Allocate")
-        by_node: dict[int, list[str]] = {}
-        for device_id in sorted(ids):
-            for node in self.devices[resource][device_id][1] or (_NO_NODE,):
-                by_node.setdefault(node, []).append(device_id)
-        holding = Holding(ids_by_node={node: tuple(on_node) for node, on_node in by_node.items()}, answer=answer)
+        kept = answer if self._shape.knows_cdi else without_cdi(answer)
+        holding = Holding(ids_by_node=self._by_node(resource, ids), answer=kept)
         self.held.setdefault(pod.uid, {}).setdefault(container.name, {})[resource] = holding
         return True
 
     async def _choose(
-        self, pod: SimPod, container: SimContainer, resource: str, chosen: "_Choice", affinity: frozenset[int] | None
+        self, pod: SimPod, container: SimContainer, resource: str, chosen: Choice, affinity: frozenset[int] | None
     ) -> None:
         """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
         if self._has_already(pod, container, resource, chosen.required):
@@ -188,8 +188,12 @@ class DeviceManager:
                 f'pod "{pod.uid}" container "{container.name}" changed request for resource "{resource}" '
                 f"from {len(holding.ids)} to {required}"
             )
+        if holding is not None and not self._shape.checks_health_first:
+            return True
         if resource not in self.healthy:
             raise SimKubeletError(f"cannot allocate unregistered device {resource}")
+        if not self._shape.checks_health_first:
+            return False
         if not self.healthy[resource]:
             raise SimKubeletError(f"no healthy devices present; cannot allocate unhealthy devices {resource}")
         if holding is not None and not holding.ids <= self.healthy[resource]:
@@ -199,7 +203,7 @@ class DeviceManager:
         return holding is not None
 
     async def _preferred(
-        self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: "_Choice"
+        self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: Choice
     ) -> set[str]:
         client = self.clients.get(resource)
         if client is None:
@@ -228,6 +232,18 @@ class DeviceManager:
         elsewhere = self._any({device_id for device_id in available - aligned if nodes_of[device_id]})
         nowhere = self._any({device_id for device_id in available - aligned if not nodes_of[device_id]})
         return aligned, elsewhere + nowhere
+
+    def healthy_ids(self) -> Iterator[tuple[str, Mapping[int, tuple[str, ...]]]]:
+        """Every resource with its healthy ids by NUMA node."""
+        for resource, ids in self.healthy.items():
+            yield resource, self._by_node(resource, ids)
+
+    def _by_node(self, resource: str, ids: Iterable[str]) -> Mapping[int, tuple[str, ...]]:
+        by_node: dict[int, list[str]] = {}
+        for device_id in sorted(ids):
+            for node in self.devices[resource][device_id][1] or (self._shape.no_node,):
+                by_node.setdefault(node, []).append(device_id)
+        return {node: tuple(on_node) for node, on_node in by_node.items()}
 
     def _affinity(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> frozenset[int] | None:
         free_ended()
@@ -271,25 +287,3 @@ class DeviceManager:
         ordered = sorted(ids)
         self._random.shuffle(ordered)
         return ordered
-
-
-class _Choice:
-    """Ids being gathered for one container and resource; each is marked as allocated from the moment it is taken."""
-
-    def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
-        self.required = required
-        self.ids: set[str] = set()
-        self._mark = mark
-
-    @property
-    def needed(self) -> int:
-        return self.required - len(self.ids)
-
-    def take(self, ids: Iterable[str]) -> bool:
-        """Takes ids until there are enough; True if there are."""
-        for device_id in ids:
-            if self.needed == 0:
-                break
-            self.ids.add(device_id)
-        self._mark(self.ids)
-        return self.needed == 0

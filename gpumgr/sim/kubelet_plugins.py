@@ -1,6 +1,7 @@
 """The stand-in's connections to device plugins: the Registration service, and a client for each registered resource.
 
-After kubelet 1.35: pkg/kubelet/cm/devicemanager/plugin/v1beta1. Errors carry the texts that grpc-go would give them.
+After pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelet 1.35, and endpoint.go of those before 1.25. Errors carry the texts that
+grpc-go would give them.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from gpumgr._pb.deviceplugin.v1beta1 import (
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
 from gpumgr.sim.kubelet_pods import SimKubeletError
+from gpumgr.sim.kubelet_shape import KubeletShape
 
 _PLUGIN: Final = "/v1beta1.DevicePlugin/"
 _PRE_START_TIMEOUT_SECONDS: Final = 30.0
@@ -35,23 +37,35 @@ _PRE_START_TIMEOUT_SECONDS: Final = 30.0
 DeviceList = dict[str, tuple[bool, frozenset[int]]]
 
 
+class _PathChannel(UnixChannel):
+    """With the authority of grpc-go where a client sets none: what it dialled."""
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
+        return str(self._path)
+
+
 class PluginClient:
     """One registered plugin. `options` is known once `connect` has returned."""
 
-    def __init__(self, resource: str, path: Path) -> None:
+    def __init__(self, shape: KubeletShape, resource: str, path: Path, options: DevicePluginOptions) -> None:
+        """`options` are those of the Register request."""
+        self._shape = shape
         self.resource = resource
         self.path = path
-        self.options = DevicePluginOptions()
-        self._channel = UnixChannel(path)
+        self.options = options
+        self._channel = _PathChannel(path) if shape.authority_is_path else UnixChannel(path)
         self._stopped = False
 
     async def connect(self, timeout_seconds: float) -> None:
-        """Dials until the socket answers, then asks for the options, without a deadline. Raises SimKubeletError."""
+        """Dials until the socket answers, then asks for the options, without a deadline; before 1.25 those of the Register request
+        count. Raises SimKubeletError."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._dial()
         except TimeoutError as error:
             raise SimKubeletError("failed to dial device plugin: context deadline exceeded") from error
+        if not self._shape.connects_in_register:
+            return
         try:
             self.options = await self._unary("GetDevicePluginOptions", Empty(), DevicePluginOptions)
         except SimKubeletError as error:

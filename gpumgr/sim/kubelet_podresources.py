@@ -1,35 +1,72 @@
-"""The stand-in's PodResources service: `List` with the kubelet's rate limit, for all clients together."""
+"""The stand-in's PodResources service: the calls that its version knows, with the kubelet's rate limit for all clients together."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import cast
+from typing import Any, Final, get_args
 
-from grpclib.const import Status
+from grpclib.const import Cardinality, Status
+from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
-from gpumgr._pb.podresources.v1 import ListPodResourcesRequest, ListPodResourcesResponse, PodResourcesListerBase
 from gpumgr.rpc import wire
-from gpumgr.sim.kubelet_checkpoint import Holding
-from gpumgr.sim.kubelet_pods import SimPod
+from gpumgr.sim.kubelet_devices import DeviceManager
+from gpumgr.sim.kubelet_pods import SimKubeletError, SimPod
+from gpumgr.sim.kubelet_shape import Call, KubeletShape
 
+_SERVICE: Final = "v1.PodResourcesLister"
 _CALLS_PER_SECOND = 100.0
 _BURST = 10.0
 
 
-class PodResources(PodResourcesListerBase):
-    """The service on pod-resources/kubelet.sock. `answer` makes the encoded list of the moment."""
+class PodResources:
+    """The service on pod-resources/kubelet.sock. Errors carry the texts that grpc-go and the kubelet give them."""
 
-    def __init__(self, answer: Callable[[], bytes]) -> None:
-        self._answer = answer
+    def __init__(
+        self, shape: KubeletShape, devices: DeviceManager, *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
+    ) -> None:
+        """`listed` are the pods of `List`, to be asked at each; `pods` all of the moment by UID."""
+        self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
+        self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
+            "List": self._list,
+            "GetAllocatableResources": self._allocatable,
+            "Get": self._get,
+        }
         self._tokens = _BURST
         self._refilled = asyncio.get_running_loop().time()
         self.calls = 0
         self.refused = 0
 
-    async def list(self, list_pod_resources_request: ListPodResourcesRequest) -> ListPodResourcesResponse:  # noqa: ARG002
-        """Answers with encoded bytes: a generated message of every id of a full node takes half a second to build."""
+    def __mapping__(self) -> dict[str, Method]:
+        """The methods, as grpclib wants them; also those that there are not, for their errors' texts."""
+        return {
+            f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
+        }
+
+    def _serving(self, call: Call) -> Callable[[Any], Awaitable[None]]:
+        async def serve(stream: Any) -> None:
+            request = await stream.recv_message()
+            self._check(call)
+            try:
+                answer = self._answers[call](request or b"")
+            except SimKubeletError as error:
+                raise GRPCError(Status.UNKNOWN, str(error)) from error
+            await stream.send_message(answer)
+
+        return serve
+
+    def _check(self, call: Call) -> None:
+        if not self._shape.calls:
+            raise GRPCError(Status.UNIMPLEMENTED, f"unknown service {_SERVICE}")
+        if call not in self._shape.calls:
+            raise GRPCError(Status.UNIMPLEMENTED, f"unknown method {call} for service {_SERVICE}")
         self.calls += 1
+        if self._shape.limits_rate:
+            self._take_token()
+        if call in self._shape.calls_off:
+            raise GRPCError(Status.UNKNOWN, f"Pod Resources API {call} disabled")
+
+    def _take_token(self) -> None:
         now = asyncio.get_running_loop().time()
         self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _CALLS_PER_SECOND)
         self._refilled = now
@@ -37,32 +74,61 @@ class PodResources(PodResourcesListerBase):
             self.refused += 1
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self._tokens -= 1.0
-        return cast("ListPodResourcesResponse", self._answer())
 
+    # The answers. By hand: generated messages of every id of a full node take half a second to build.
 
-def encode_pod(pod: SimPod, held: Mapping[str, Mapping[str, Holding]]) -> bytes:
-    """One pod of the answer: its sidecars and apps. `held` is by container and resource."""
-    containers = [
-        wire.text_field(1, container.name)
-        + b"".join(
+    def _list(self, _request: bytes) -> bytes:
+        return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
+
+    def _allocatable(self, _request: bytes) -> bytes:
+        """The healthy ids."""
+        return b"".join(
             [
-                _encode_holding(resource, tuple(holding.ids_by_node.items()))
-                for resource, holding in held.get(container.name, {}).items()
+                wire.field(1, entry)
+                for resource, ids_by_node in self._devices.healthy_ids()
+                for entry in self._encode_ids(resource, ids_by_node)
             ]
         )
-        for container in pod.admission_order
-        if container.kind != "init"
-    ]
-    names = wire.text_field(1, pod.name) + wire.text_field(2, pod.namespace)
-    return wire.field(1, names + b"".join([wire.field(3, container) for container in containers]))
+
+    def _get(self, request: bytes) -> bytes:
+        """Unlike List it frees nothing."""
+        asked: dict[int, list[str]] = {1: [""], 2: [""]}
+        wire.scan(request, 0, len(request), asked)
+        name, namespace = asked[1][-1], asked[2][-1]
+        for pod in self._pods.values():
+            if (pod.namespace, pod.name) == (namespace, name):
+                return wire.field(1, self._encode_pod(pod))
+        raise SimKubeletError(f"pod {name} in namespace {namespace} not found")
+
+    def _encode_pod(self, pod: SimPod) -> bytes:
+        """PodResources with the pod's sidecars and apps."""
+        held = self._devices.held.get(pod.uid, {})
+        containers = [
+            wire.text_field(1, container.name)
+            + b"".join(
+                [
+                    wire.field(2, entry)
+                    for resource, holding in held.get(container.name, {}).items()
+                    for entry in self._encode_ids(resource, holding.ids_by_node)
+                ]
+            )
+            for container in pod.admission_order
+            if container.kind != "init"
+        ]
+        names = wire.text_field(1, pod.name) + wire.text_field(2, pod.namespace)
+        return names + b"".join([wire.field(3, container) for container in containers])
+
+    def _encode_ids(self, resource: str, ids_by_node: Mapping[int, tuple[str, ...]]) -> tuple[bytes, ...]:
+        return _encode_devices(resource, tuple(ids_by_node.items()), grouped=self._shape.groups_ids)
 
 
 @lru_cache(maxsize=1024)
-def _encode_holding(resource: str, ids_by_node: tuple[tuple[int, tuple[str, ...]], ...]) -> bytes:
-    """The `devices` entries of one container and resource: one for each id and NUMA node, as the kubelet writes them."""
+def _encode_devices(resource: str, ids_by_node: tuple[tuple[int, tuple[str, ...]], ...], *, grouped: bool) -> tuple[bytes, ...]:
+    """ContainerDevices of one resource: one for each id and NUMA node, or with `grouped` one for each NUMA node."""
     name = wire.text_field(1, resource)
     entries = []
     for node, ids in ids_by_node:
         topology = b"" if node < 0 else wire.field(3, wire.field(1, b"\x08" + wire.varint(node) if node else b""))
-        entries += [wire.field(2, name + wire.text_field(2, device_id) + topology) for device_id in ids]
-    return b"".join(entries)
+        together = [ids] if grouped else [(device_id,) for device_id in ids]
+        entries += [name + b"".join([wire.text_field(2, device_id) for device_id in each]) + topology for each in together]
+    return tuple(entries)

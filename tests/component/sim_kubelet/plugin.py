@@ -27,6 +27,7 @@ class _Resource:
         self.ended = asyncio.Event()
         self.prefer: Prefer = lambda available, must, size: [*must, *sorted(set(available) - set(must))][:size]
         self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.cdi_device: str | None = None
         self.hold: asyncio.Event | None = None
         self.allocating = asyncio.Event()
 
@@ -73,7 +74,8 @@ class _Resource:
         if self.refusal is not None:
             await context.abort(*self.refusal)
         envs = {self.name: ",".join(sorted(wanted.devices_ids)), "SHARED": self.name}
-        return pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(envs=envs)])
+        cdi_devices = [pb.CDIDevice(name=self.cdi_device)] if self.cdi_device is not None else []
+        return pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(envs=envs, cdi_devices=cdi_devices)])
 
     async def _pre_start(self, _request: Any, _context: Any) -> Any:
         return pb.PreStartContainerResponse()
@@ -116,8 +118,8 @@ class GooglePlugin:
         for resource in (self.core, self.memory):
             await self._kubelet.until_allocatable(resource.name, len(resource.devices) - len(resource.sick))
 
-    async def register_one(self, path: Path, name: str) -> None:
-        """One Register call; raises grpc.aio.AioRpcError."""
-        request = pb.RegisterRequest(version="v1beta1", endpoint=path.name, resource_name=name)
+    async def register_one(self, path: Path, name: str, options: Any = None) -> None:
+        """One Register call, with DevicePluginOptions or without; raises grpc.aio.AioRpcError."""
+        request = pb.RegisterRequest(version="v1beta1", endpoint=path.name, resource_name=name, options=options)
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet.registration_socket}") as channel:
             await deviceplugin_services.RegistrationStub(channel).Register(request)

@@ -209,6 +209,18 @@ def test_an_ended_pod_holds_nothing_although_it_is_listed() -> None:
     assert [a.id for a in swept.freed] == ["a"]
 
 
+def test_a_pod_that_is_listed_without_its_ids_has_ended_with_all_it_had() -> None:
+    """A kubelet before 1.34, and no API server to ask."""
+    fetch = held("a0", {TWO: 0b1}, uid=None, container=None, init=True)
+    later = held("b", {TWO: 0b10}, uid=None, container=None, init=True)
+    ledger = ledger_of(fetch, held("a", SHARE.cores, SHARE.blocks, uid=None), later)
+    swept = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=1)
+    assert [a.id for a in swept.freed] == ["a", "a0"]
+    assert list(swept.ledger.allocations) == ["b"]
+    waiting = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=2)
+    assert waiting.freed == ()
+
+
 def test_an_earlier_life_that_ended_takes_nothing_from_this_one() -> None:
     a = held("a", {ONE: 0b11}, uid=None)
     ledger = ledger_of(a)

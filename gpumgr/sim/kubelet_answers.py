@@ -1,0 +1,41 @@
+"""What plugins answered to Allocate: as a kubelet keeps it, and as the container's runtime gets it."""
+
+from collections.abc import Iterable
+
+from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
+from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
+from gpumgr.rpc import wire
+
+_CDI_DEVICES = 5
+
+
+def without_cdi(answer: bytes) -> bytes:
+    """A ContainerAllocateResponse as kubelets before 1.28 read it: their message has no such field, and keeps no unknown one."""
+    fields = wire.spans(answer, 0, len(answer))
+    return b"".join([wire.field(number, answer[start:end]) for number, start, end in fields if number != _CDI_DEVICES])
+
+
+def merged(answers: Iterable[bytes]) -> ContainerResponse:
+    """One container's settings from the answers for its resources. Of two values for one key the first wins."""
+    envs: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    mounts: dict[str, Mount] = {}
+    devices: dict[str, DeviceNode] = {}
+    cdi_devices: dict[str, None] = {}
+    for answer in map(ContainerAllocateResponse().parse, answers):
+        envs = {**answer.envs, **envs}
+        annotations = {**answer.annotations, **annotations}
+        for mount in answer.mounts:
+            place = Mount(container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only)
+            mounts.setdefault(mount.container_path, place)
+        for spec in answer.devices:
+            node = DeviceNode(container_path=spec.container_path, host_path=spec.host_path, permissions=spec.permissions)
+            devices.setdefault(spec.container_path, node)
+        cdi_devices |= dict.fromkeys(device.name for device in answer.cdi_devices)
+    return ContainerResponse(
+        envs=envs,
+        mounts=tuple(mounts.values()),
+        devices=tuple(devices.values()),
+        annotations=annotations,
+        cdi_devices=tuple(cdi_devices),
+    )

@@ -1,0 +1,146 @@
+"""The agent against kubelets of 1.20 to 1.25, as the stand-in speaks them (gpumgr.sim.kubelet_shape)."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.demo.node import Node
+from gpumgr.sim.kubelet import SimPod
+from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
+from gpumgr.units import RESOURCE_OF
+
+from .stage import BLOCKS, app, init, running
+
+OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
+
+old_kubelets = pytest.mark.parametrize("shape", OLD, ids=[shape.version for shape in OLD])
+
+
+async def run_three(node: Node) -> list[SimPod]:
+    """An init container with two apps, two whole GPUs, and a share; a GPU has room left."""
+    pods = [node.pod("a", init(40, 8), app(30, 4), app(20, 2, "side")), node.pod("b", app(200)), node.pod("c", app(5, 1))]
+    for pod in pods:
+        assert (await node.run(pod)).phase == "Running"
+    return pods
+
+
+def end(node: Node, pod: SimPod) -> None:
+    """The pod has succeeded. The API server still has it, and so has an old kubelet's List."""
+    node.runtime.remove(pod.uid)
+    node.kubelet.end(pod.uid)
+    node.show(pod, node.kubelet.statuses[pod.uid])
+
+
+def complaints(node: Node) -> set[str]:
+    """What the log warns of, but for the settings' own choice of no enforcement."""
+    quiet = ("debug", "info")
+    return {line["event"] for line in node.journal.lines if line.get("level") not in quiet} - {"enforcement"}
+
+
+def essence(ledger: Ledger) -> Mapping[str, object]:
+    """What a rebuild must find again: not when and why, which only the lost file told."""
+    return {a.id: (a.pod, a.uid, a.container, a.init, dict(a.cores), dict(a.blocks)) for a in ledger.allocations.values()}
+
+
+async def lose_ledger(node: Node) -> None:
+    """The agent is killed and its checkpoint is gone."""
+    await node.agent.kill()
+    shutil.rmtree(node.folder / "checkpoint")
+
+
+async def restart(node: Node, shape: KubeletShape) -> None:
+    """The kubelet starts anew, as this one, and has both resources from the agent again."""
+    await node.kubelet.restart(sources_ready=False, shape=shape)
+    await node.until_offered()
+    node.kubelet.finish_sources()
+
+
+@old_kubelets
+async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShape) -> None:
+    async with running(folder, shape=shape) as node:
+        a, b, c = await run_three(node)
+        assert node.disagreements() == []
+        assert "GetPreferredAllocation" in {call.rpc for call in node.kubelet.calls}
+        await node.agent.kill()
+        before = node.ledger()
+        await node.start_agent()
+        assert node.ledger() == before
+        for pod in (a, b, c):
+            await node.kubelet.start_container(pod, "main")
+
+        end(node, b)
+        assert (await node.run(node.pod("heir", app(200)))).phase == "Running"
+        await node.journal.until("allocation_freed", holder="demo/b (main)")
+        node.delete(b)
+        assert (await node.run(node.pod("last", app(100, BLOCKS)))).phase == "Running"
+        assert complaints(node) == set()
+
+        before = node.ledger()
+        await restart(node, shape)
+        assert node.ledger() == before
+        assert (await node.run(node.pod("late", app(10, 1)))).phase == "Running"
+        assert node.disagreements() == []
+        assert complaints(node) == {"registration_lost"}
+
+
+@old_kubelets
+async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: KubeletShape) -> None:
+    async with running(folder, shape=shape) as node:
+        pods = await run_three(node)
+        before = node.ledger()
+        ended = node.pod("ended", app(20, 2))
+        await node.run(ended)
+        await lose_ledger(node)
+        end(node, ended)
+        await node.start_agent()
+        assert essence(node.ledger()) == essence(before)
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        assert (await node.run(node.pod("heir", app(100, BLOCKS)))).phase == "Running"
+        assert node.disagreements() == []
+        assert complaints(node) == {"allocation_adopted"}
+
+
+@pytest.mark.parametrize("shape", [V1_20, V1_25], ids=["1.20", "1.25"])
+async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: KubeletShape) -> None:
+    async with running(folder, shape=shape, api_server=False) as node:
+        pods = await run_three(node)
+        await lose_ledger(node)
+        await node.start_agent()
+        ledger = node.ledger()
+        for kind, resource in RESOURCE_OF.items():
+            theirs = {each for pod in pods for one in pod.containers for each in node.kubelet.held(pod.uid, one.name, resource)}
+            assert theirs == set(ledger.cards.format(kind, ledger.held(kind)))
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        assert complaints(node) == {"allocation_adopted"}
+
+
+async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
+    async with running(folder, shape=V1_20) as node:
+        pods = await run_three(node)
+        before = node.ledger()
+        await restart(node, V1_35)
+        for pod in pods:
+            await node.kubelet.start_container(pod, "main")
+        assert node.ledger() == before
+        end(node, pods[1])
+        assert (await node.run(node.pod("heir", app(300)))).phase == "Running"
+        assert node.disagreements() == []
+
+
+async def test_one_that_is_too_old_is_told_once(folder: Path) -> None:
+    """Before 1.20: placement goes by the order of calls, and ends of pods come from the API server alone."""
+    async with running(folder, shape=V1_19) as node:
+        await run_three(node)
+        before = node.ledger()
+        assert node.disagreements() == []
+        (line,) = node.journal.find("pod_resources_unavailable")
+        assert "has no PodResources API v1, so it is older than 1.20; upgrade it" in line["error"]
+        assert complaints(node) == {"pod_resources_unavailable"}
+        await lose_ledger(node)
+        await node.start_agent()
+        assert essence(node.ledger()) == essence(before)
