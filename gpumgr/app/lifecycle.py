@@ -18,6 +18,7 @@ from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.aio import finish_shielded, forever, persistently
+from gpumgr.app.neighbours import Neighbours
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
 from gpumgr.app.recovery import read_entries, reconcile, take_over
@@ -94,6 +95,7 @@ async def run(
         display = _display_server(settings, readers)
         if display is not None:
             stack.push_async_callback(display.stop)
+        neighbours = Neighbours(settings.kubelet.device_plugin_dir)
         async with asyncio.TaskGroup() as group:
             daemons = [
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
@@ -121,6 +123,7 @@ async def run(
                     group.create_task(station.link.run(), name="kubelet_link"),
                     group.create_task(_report(station, notifier), name="report"),
                     group.create_task(_evict_again(podside, maintenance), name="evict_again"),
+                    group.create_task(persistently("neighbours", neighbours.run), name="neighbours"),
                 ]
                 on_up(station, web.url)
                 await stop.wait()
@@ -188,8 +191,10 @@ def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.Asyn
     except AlreadyRunning:
         raise
     except (OSError, GpumgrError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(
-            f"process.lock_path {path} can't be used: {error}; name a file in a folder that the agent may write to"
+            f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to, in a pod one that is "
+            "mounted from the host"
         ) from error
 
 

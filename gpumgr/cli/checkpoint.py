@@ -4,7 +4,7 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
@@ -12,10 +12,16 @@ from rich.table import Table
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.settings import load_settings
 
 #: Terminal columns from which on the reason has room.
 WIDE = 140
+_EXIT_CODES: Final = {
+    0: "done, where there is no checkpoint too",
+    1: "the checkpoint can't be read",
+    2: "wrong usage or settings",
+}
 
 
 @click.group("checkpoint")
@@ -29,7 +35,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file that names the checkpoint's folder.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="The checkpoint's folder itself.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")

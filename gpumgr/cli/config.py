@@ -10,6 +10,7 @@ from typing import Literal
 import click
 import yaml
 
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.settings import InvalidSettingsError, check_settings, load_settings
 from gpumgr.settings.schema import plain
 
@@ -27,11 +28,11 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes={0: "the file is right", _EXIT_WRONG: "wrong usage, or the file is wrong"})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def check(file: Path, output: Literal["text", "json"]) -> None:
-    """Check a settings FILE: exit 0 and "ok", or exit 2 and every mistake as FILE:LINE: key: message.
+    """Check a settings FILE: "ok", or every mistake as FILE:LINE: key: message.
 
     \b
     Examples:
@@ -49,7 +50,7 @@ def check(file: Path, output: Literal["text", "json"]) -> None:
     sys.exit(_EXIT_WRONG if problems else 0)
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes={0: "done", _EXIT_WRONG: "wrong usage or settings"})
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help="Settings file. Without one: defaults and the environment."
 )

@@ -1,12 +1,14 @@
-"""`gpumgr demo`: the agent on a simulated node, before your eyes. Exit 0 if every step came out as scripted, else 1."""
+"""`gpumgr demo`: the agent on a simulated node, before your eyes."""
 
 import asyncio
 import json
 import sys
+from typing import Final
 
 import click
 from rich.console import Console
 
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.demo.play import Audience, Result, play
 from gpumgr.demo.screen import Nobody, Picture, Plain, summary
 from gpumgr.log import configure_log
@@ -18,9 +20,10 @@ Examples:
   gpumgr demo --once
   gpumgr demo --output json | jq '.steps[] | select(.ok | not)'
 """
+_EXIT_CODES: Final = {0: "each step came out as scripted", 1: "a step did not", 2: "wrong usage"}
 
 
-@click.command("demo", epilog=_EPILOG)
+@click.command("demo", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.option("--once", is_flag=True, help="End after the script, on a terminal too.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: only the results.")
 def command(once: bool, output: str) -> None:

@@ -1,4 +1,4 @@
-"""`gpumgr doctor`: what is wrong on this node, and what to do. Exit 0 without errors, 1 with some, 2 for wrong settings."""
+"""`gpumgr doctor`: what is wrong on this node, and what to do."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 
 import click
 
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.doctor.checks import Host, checks_for
 from gpumgr.doctor.examine import LIMIT_SECONDS, examine
@@ -22,13 +23,8 @@ from gpumgr.settings import Settings
 
 _COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}
 
+_EXIT_CODES: Final = {0: "all is well, or warnings only", 1: "at least one error", 2: "wrong usage or settings"}
 _EPILOG = """
-\b
-Exit codes:
-  0  all is well, or warnings only
-  1  at least one error
-  2  wrong settings or options
-
 \b
 Examples:
   gpumgr doctor --config /etc/gpumgr/gpumgr.yaml
@@ -38,7 +34,7 @@ Examples:
 """
 
 
-@click.command("doctor", epilog=_EPILOG)
+@click.command("doctor", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
 )
@@ -75,11 +71,16 @@ def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT
         if as_json:
             click.echo(json.dumps([asdict(finding) for finding in report.findings], indent=2))
         else:
-            click.echo("\n".join(map(_line, report.findings)))
+            click.echo("\n".join(map(_line, sorted(report.findings, key=_last_if_error))))
         if report.hung:
             sys.stdout.flush()
             os._exit(report.exit_code)  # an orderly end would wait for what hangs
     sys.exit(report.exit_code)
+
+
+def _last_if_error(finding: Finding) -> bool:
+    """Of a container that failed, `kubectl describe pod` shows the last 2 KiB of what it printed."""
+    return finding.state == "error"
 
 
 def _line(finding: Finding) -> str:
@@ -90,12 +91,13 @@ def _line(finding: Finding) -> str:
 
 @contextmanager
 def _host(settings: Settings, sim: str | None) -> Iterator[Host]:
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if sim is None:
         path = settings.nvml.library_path
-        yield Host(library_path=str(path) if path else None, in_pod="KUBERNETES_SERVICE_HOST" in os.environ)
+        yield Host(library_path=str(path) if path else None, in_pod=in_pod)
         return
     from gpumgr.sim.library import prepare  # only here: on a real node there is no use for it
 
     with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
         node = prepare(sim, Path(folder))
-        yield Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True)
+        yield Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True, in_pod=in_pod)

@@ -10,6 +10,7 @@ import click
 from gpumgr.cli.agent_client import AgentClient
 from gpumgr.cli.amounts import clock_time, cores, gibibytes
 from gpumgr.cli.draining import counted, drained
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.orders import Answer, give_order, read_answer
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.typed import gpu_word, sendable
@@ -21,6 +22,9 @@ _GPU = click.argument("gpu", metavar="GPU", callback=gpu_word)
 _REASON = click.option(
     "--reason", default="", callback=sendable, metavar="TEXT", help="Why; pods that are refused for it and all pages tell it."
 )
+_REFUSED: Final = "the agent refuses or does not answer"
+_WRONG: Final = "wrong usage or settings, or no such GPU"
+_EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}
 _OUTPUT = click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 
 
@@ -38,7 +42,7 @@ def command() -> None:
     """
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @_REASON
 @where_options
@@ -57,7 +61,7 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
     _print(document, output, _cordoned(read_answer(document)))
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes={0: "nobody is on the GPU", 1: f"somebody still is, or {_REFUSED}", 2: _WRONG})
 @_GPU
 @_REASON
 @click.option(
@@ -81,7 +85,7 @@ def drain(
     socket: Path | None,
     output: str,
 ) -> None:
-    """Cordon a GPU and tell who is still on it. Exit code 0: nobody; 1: somebody.
+    """Cordon a GPU and tell who is still on it.
 
     Without --evict nobody is ended: who is on it goes on until it ends by itself.
 
@@ -99,7 +103,7 @@ def drain(
     ctx.exit(0 if answer.empty else 1)
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @where_options
 @_OUTPUT
@@ -120,7 +124,7 @@ def uncordon(gpu: str, file: Path | None, socket: Path | None, output: str) -> N
     _print(document, output, [line])
 
 
-@command.command()
+@command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @where_options
 @_OUTPUT

@@ -12,6 +12,7 @@ from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.cli.agent_client import AgentClient
 from gpumgr.cli.documents import STATE, read_state
 from gpumgr.cli.duration import duration_seconds
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.following import follow_states, tell_away
 from gpumgr.cli.memory import memory_of, newest_entries
 from gpumgr.cli.pod_word import DEFAULT_NAMESPACE, PodWord
@@ -30,16 +31,15 @@ Examples:
   gpumgr history --refused --since 1h
   gpumgr history --pod team/resnet-0 --output json
   gpumgr history --follow --gpu 3
-
-\b
-Exit codes:
-  0  done
-  1  neither agent nor checkpoint can be read (--follow: the agent does not answer)
-  2  wrong usage or settings, or no such GPU
 """
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "neither agent nor checkpoint can be read (--follow: the agent does not answer)",
+    2: "wrong usage or settings, or no such GPU",
+}
 
 
-@click.command("history", epilog=_EPILOG)
+@click.command("history", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.option("-n", "newest", type=click.IntRange(min=1), help=f"At most so many.  [default: {_SHOWN}; all with --since]")
 @click.option("--refused", is_flag=True, help="Only refusals.")
 @click.option("--pod", metavar="NS/NAME", help=f'Only of this pod; a name alone is in "{DEFAULT_NAMESPACE}".')

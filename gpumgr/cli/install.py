@@ -16,6 +16,7 @@ from typing import Final
 import click
 
 import gpumgr
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.errors import GpumgrError
 from gpumgr.settings import Settings, load_settings
 
@@ -31,6 +32,11 @@ _SHIPPED: Final = Path(__file__).with_name("shipped")
 _PROGRAM_IN_UNIT: Final = "ExecStart=/opt/gpumgr/bin/gpumgr "
 #: Where the unit shows the agent nothing (ProtectHome=, PrivateTmp=).
 _HIDDEN: Final = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "not done: systemd does not run this host, it is not root who asks, or the unit could not work",
+    2: "wrong usage, or the settings file that is there is wrong",
+}
 _BOOTED: Final = Path("/run/systemd/system")  # sd_booted(3)
 
 
@@ -207,7 +213,7 @@ def command() -> None:
     """
 
 
-@command.command("systemd")
+@command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option(
     "--root",
     type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),

@@ -12,9 +12,10 @@ import aiohttp
 import click
 
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.in_force import DEFAULT_CONFIG
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, read_kubelet_checkpoint
-from gpumgr.doctor.neighbours import answering
+from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
 from gpumgr.kubeapi.client import ApiServer, answer_error
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
@@ -27,6 +28,12 @@ from gpumgr.settings import Settings
 from gpumgr.units import RESOURCE_OF
 
 _Decorated = Callable[..., Any]
+
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "something of this node or of the API server can't be read",
+    2: "wrong usage or input, or the settings file can't be written",
+}
 
 _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
@@ -73,7 +80,7 @@ def _options(function: _Decorated) -> _Decorated:
 # -- gpu-manager -------------------------------------------------------------------------------------------------------------
 
 
-@command.command("gpu-manager")
+@command.command("gpu-manager", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option("--manifest", type=click.Path(path_type=Path), help="Its DaemonSet, as YAML or JSON.")
 @click.option("--flags", "text", help="Its flags, as one text.")
 @click.option(
@@ -160,7 +167,7 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
 # -- HAMi --------------------------------------------------------------------------------------------------------------------
 
 
-@command.command("hami")
+@command.command("hami", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option(
     "--manifest",
     "manifests",

@@ -1,12 +1,13 @@
-"""`gpumgr place`: ask the evaluators where a request would go. Exit 0 placed, 1 refused, 2 malformed input."""
+"""`gpumgr place`: ask the evaluators where a request would go."""
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
 
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.question import (
     DEFAULT_BLOCKS_PER_GPU,
     FILE,
@@ -31,9 +32,14 @@ Examples:
   gpumgr place --topology topo.txt --state state.json --cores 200 --output text
   gpumgr place --batch questions.jsonl
 """
+_EXIT_CODES: Final = {
+    0: "placed (--batch: each line has its answer)",
+    1: "refused, with the reason",
+    2: "wrong usage or malformed input",
+}
 
 
-@click.command("place", epilog=_EXAMPLES)
+@click.command("place", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
 @click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs left out are free.")
@@ -64,7 +70,7 @@ def command(
 ) -> None:
     """Ask the evaluators where a request would go.
 
-    Prints {"evaluator", "gpus", "score", "reason"}. Exit code 0: placed; 1: refused, with the reason; 2: malformed input.
+    Prints {"evaluator", "gpus", "score", "reason"}.
     """
     _check_usage(topology_file, sim, state_file, cores, memory, batch, output)
     try:

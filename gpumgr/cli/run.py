@@ -16,6 +16,7 @@ import structlog
 from gpumgr.app.lifecycle import run
 from gpumgr.app.reload import Source
 from gpumgr.app.station import Hardware
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.log import configure_log
@@ -27,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
 
-#: Why the agent ended, as --help and config/README.md tell it.
+#: Why the agent ended.
 EXIT_CODES: Final = {
     0: "stopped on request (SIGTERM, SIGINT)",
     EXIT_BUG: "a bug ended the agent; the log's last line says which part",
@@ -36,13 +37,8 @@ EXIT_CODES: Final = {
     EXIT_CHECKPOINT: "the checkpoint can't be used (folder not writable, written by a newer gpumgr)",
     EXIT_DRIVER_REPLACED: "the driver was replaced under the agent; start it again",
 }
-_EXIT_LINES: Final = "\n".join(f"  {code}  {why}" for code, why in EXIT_CODES.items())
 
-_EPILOG = f"""
-\b
-Exit codes:
-{_EXIT_LINES}
-
+_EPILOG = """
 \b
 Examples:
   gpumgr run --config /etc/gpumgr/gpumgr.yaml
@@ -52,7 +48,13 @@ Examples:
 """
 
 
-@click.command("run", epilog=_EPILOG, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.command(
+    "run",
+    cls=ExitingCommand,
+    epilog=_EPILOG,
+    exit_codes=EXIT_CODES,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
 )

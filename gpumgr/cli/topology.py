@@ -1,11 +1,12 @@
 """`gpumgr topology`: the node's GPUs as cost tree and matrix, from the driver, a simulated node, or the text of nvidia-smi."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
 
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.question import FILE, MalformedInput, read_topology
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.topology.devices import Gpu, NodeSnapshot, Topology
@@ -19,6 +20,7 @@ Examples:
   gpumgr topology --sim dgx1-v100-8
   nvidia-smi topo -m | gpumgr topology --topology - --output json
 """
+_EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malformed input"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class _Shown:
     failures: tuple[str, ...] = ()
 
 
-@click.command("topology", epilog=_EXAMPLES)
+@click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -39,7 +41,7 @@ def command(topology_file: str | None, sim: str | None, output: str) -> None:
     """Show how the GPUs are joined.
 
     The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
-    Without --topology or --sim, this machine's driver is asked. Exit code 1: no driver answers; 2: malformed input.
+    Without --topology or --sim, this machine's driver is asked.
     """
     if topology_file is not None and sim is not None:
         raise click.UsageError("--topology and --sim exclude each other")

@@ -3,13 +3,14 @@
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import click
 from rich.console import Console
 
 from gpumgr.cli.agent_client import AgentClient
 from gpumgr.cli.documents import STATE, read_state
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.following import follow_states, tell_away
 from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.keyboard import until_pressed
@@ -29,13 +30,8 @@ Examples:
   gpumgr usage
   gpumgr usage --watch --namespace team
   gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
-
-\b
-Exit codes:
-  0  done
-  1  the agent does not answer
-  2  wrong usage or settings, or no such GPU
 """
+_EXIT_CODES: Final = {0: "done", 1: "the agent does not answer", 2: "wrong usage or settings, or no such GPU"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +57,7 @@ class Filter:
         return {**document, "gpus": gpus, "containers": containers}
 
 
-@click.command("usage", epilog=_EPILOG)
+@click.command("usage", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.option(
     "--watch", is_flag=True, help="Show each new state; on a terminal like top: cursor and page keys scroll, q or Ctrl-C quits."
 )

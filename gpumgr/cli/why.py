@@ -12,6 +12,7 @@ import click
 
 from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.documents import read_entries, read_state, read_story
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.memory import Document, Memory, memory_of
 from gpumgr.cli.pod_word import PodWord
@@ -30,13 +31,12 @@ Examples:
   gpumgr why team/resnet-0
   gpumgr why resnet-0                  (in any namespace, if one pod of this node has that name)
   gpumgr why team/resnet-0 --output json | jq '.history[] | select(.what == "refused")'
-
-\b
-Exit codes:
-  0  done
-  1  nothing is known of the pod, or neither agent nor checkpoint can be read
-  2  wrong usage or settings, or a name that several pods have
 """
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "nothing is known of the pod, or neither agent nor checkpoint can be read",
+    2: "wrong usage or settings, or a name that several pods have",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class _Answer:
     live: bool
 
 
-@click.command("why", epilog=_EPILOG)
+@click.command("why", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
 @click.argument("pod", callback=sendable)
 @where_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")

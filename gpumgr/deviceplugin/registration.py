@@ -4,7 +4,7 @@ Law 1. Nothing here ends the process: a kubelet that is away, hangs or says no i
 Law 2. Register only what was proven: the own socket answers before the kubelet is asked to dial it (it does so inside Register).
 Law 3. "Registered" means that a kubelet watches us. A new kubelet.sock, a missing socket of ours, or nobody on ListAndWatch
        means register again, in place. Polling tells; lost inotify events can't.
-Law 4. Old ListAndWatch streams end *before* Register. Kubelets before 1.36 look clients up by resource name: when an old
+Law 4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 look clients up by resource name: when an old
        stream ends later, they disconnect the new registration in its place.
 """
 
@@ -31,6 +31,9 @@ _log = structlog.get_logger(__name__)
 #: Short, since the whole path must fit a unix socket; the kubelet joins it to its own folder.
 SOCKET_NAMES: Final[dict[Kind, str]] = {"core": "gpumgr-core.sock", "memory": "gpumgr-memory.sock"}
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
+_REMEDY: Final = (
+    "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock, which a pod must have mounted"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +244,7 @@ class _ResourceLink:
 
     def _failed(self, error: str) -> None:
         if error != self.state.error:
-            self._log.warning("registration_failed", error=error)
+            self._log.warning("registration_failed", error=error, remedy=_REMEDY)
         self._become(replace(self.state, registered=False, error=error))
 
     def _become(self, state: LinkState) -> None:

@@ -40,9 +40,9 @@ def checks_for(settings: Settings, host: Host, *, before_start: bool = False) ->
         *_of_kubelet(settings),
         *_of_place(settings, host, words, before_start=before_start),
         *_of_runtime(settings, host, words),
-        *_of_mechanisms(settings, words),
+        *_of_mechanisms(settings, host, words),
         Check(name="rbac", look=partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), if_hung=rights.IF_HUNG),
-        Check(name=choice.NAME, look=partial(choice.look_at_choice, settings, seen), if_hung=choice.IF_HUNG),
+        Check(name=choice.NAME, look=partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), if_hung=choice.IF_HUNG),
     )
 
 
@@ -56,7 +56,12 @@ def _of_gpus(settings: Settings, host: Host, seen: gpus.Gpus) -> Iterator[Check]
 
 def _of_kubelet(settings: Settings) -> Iterator[Check]:
     folder = partial(kubelet.look_at_folder, settings.kubelet.device_plugin_dir)
-    pods = partial(kubelet.look_at_pod_resources, settings.kubelet.pod_resources_socket, timeout_seconds=_SECONDS)
+    pods = partial(
+        kubelet.look_at_pod_resources,
+        settings.kubelet.pod_resources_socket,
+        needs_cdi=settings.enforcement.injection == "cdi",
+        timeout_seconds=_SECONDS,
+    )
     yield Check(name="kubelet", look=folder, if_hung=kubelet.IF_HUNG)
     yield Check(name="pod-resources", look=pods, if_hung=kubelet.IF_HUNG)
 
@@ -96,9 +101,9 @@ def _of_runtime(settings: Settings, host: Host, words: Collection[str]) -> Itera
     yield Check(name="cdi", look=cdi, if_hung=runtime.IF_HUNG)
 
 
-def _of_mechanisms(settings: Settings, words: Collection[str]) -> Iterator[Check]:
-    hami_core, vcuda = settings.hami_core, settings.vcuda
-    mps = partial(mechanisms.look_at_mps, settings.mps, words, timeout_seconds=_SECONDS)
+def _of_mechanisms(settings: Settings, host: Host, words: Collection[str]) -> Iterator[Check]:
+    hami_core, vcuda, run_dir = settings.hami_core, settings.vcuda, settings.enforcement.run_dir
+    mps = partial(mechanisms.look_at_mps, settings.mps, words, run_dir=run_dir, in_pod=host.in_pod, timeout_seconds=_SECONDS)
     first = partial(mechanisms.look_at_library, "hami-core", hami_core.library_path, hami_core.library_sha256, words)
     second = partial(mechanisms.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
     yield Check(name="mps", look=mps, if_hung=mechanisms.IF_HUNG)

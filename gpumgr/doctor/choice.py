@@ -25,9 +25,10 @@ IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the
 NAME: Final = "enforcement"
 
 
-async def look_at_choice(settings: Settings, gpus: Gpus) -> Finding:
+async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Finding:
+    """`in_pod`: we look from a pod, as an agent in one would."""
     with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:  # MPS remembers its protocol; not on behalf of a look
-        backends = _backends(settings, gpus, Path(scratch))
+        backends = _backends(settings, gpus, Path(scratch), in_pod=in_pod)
         obstacles: dict[str, str | None] = {}
         for backend in backends:
             try:
@@ -63,7 +64,7 @@ def _told(obstacles: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
 
 
-def _backends(settings: Settings, gpus: Gpus, scratch: Path) -> tuple[Backend, ...]:
+def _backends(settings: Settings, gpus: Gpus, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
     cgroup_root = settings.cri.cgroup_root
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
@@ -91,6 +92,7 @@ def _backends(settings: Settings, gpus: Gpus, scratch: Path) -> tuple[Backend, .
             exclusive_process=settings.mps.exclusive_process,
             idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
+            in_pod=in_pod,
         ),
         Nothing(_ignore),
     )

@@ -5,15 +5,22 @@ import os
 from pathlib import Path
 from typing import Final
 
+from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from gpumgr.deviceplugin.podresources import lacks_v1, pod_resources_error
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok
-from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
+from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: Unlike List it has no effect on the kubelet, so that it disturbs no admission beside a running agent.
-_ALLOCATABLE: Final = "/v1.PodResourcesLister/GetAllocatableResources"
+#: A constant in Kubernetes' own kubelet (pkg/kubelet/cm/devicemanager); some distributions' kubelets have another.
+_FOLDER: Final = (
+    "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
+)
+#: Unlike List it has no effect on the kubelet, so that it disturbs no admission beside a running agent. Asked for no pod, every kubelet
+#: answers with an error; those before 1.27 that there is no such method.
+_GET: Final = "/v1.PodResourcesLister/Get"
 
 
 async def look_at_folder(folder: Path) -> Finding:
@@ -23,7 +30,7 @@ async def look_at_folder(folder: Path) -> Finding:
         return error(
             name,
             f"{folder} is no folder",
-            "start the kubelet, or set kubelet.device_plugin_dir to <its --root-dir>/device-plugins",
+            f"start the kubelet, or {_FOLDER}",
         )
     if not await aside(lambda: os.access(folder, os.W_OK | os.X_OK)):
         return error(name, f"{folder} is not writable", "run gpumgr as root")
@@ -35,22 +42,33 @@ async def look_at_folder(folder: Path) -> Finding:
         return error(
             name,
             f"nobody answers at {socket} ({reason})",
-            "start the kubelet (`systemctl status kubelet`), or, if its --root-dir is another, set kubelet.device_plugin_dir",
+            f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}",
         )
     writer.close()
     return ok(name, f"listens at {socket}")
 
 
-async def look_at_pod_resources(socket: Path, *, timeout_seconds: float) -> Finding:
+async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> Finding:
+    """Whether the kubelet is there and new enough. `needs_cdi`: answers to it name CDI devices, which kubelets take since 1.28, behind a
+    gate, and by default since 1.29."""
     name = "pod-resources"
     channel = UnixChannel(socket)
     try:
-        await channel.unary(_ALLOCATABLE, b"", bytes, timeout_seconds=timeout_seconds)
-    except GRPCError:
-        pass  # it answers, if only that it can't: that is another call than the agent's
+        await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
+    except GRPCError as answer:
+        if lacks_v1(answer):
+            return error_of(name, pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
+        if needs_cdi and answer.status is Status.UNIMPLEMENTED:
+            return error(
+                name,
+                f"the kubelet at {socket} is older than 1.27 and does not take CDI devices: pods would start without their GPUs",
+                "set enforcement.injection to mounts, or upgrade the kubelet to 1.29 or newer",
+            )
     except CALL_FAILURES as exception:
-        known = kubelet_error("ask for the pod resources", socket, exception)
-        return error_of(name, known, "start the kubelet, or set kubelet.pod_resources_socket")
+        known = pod_resources_error("ask for the pod resources", socket, exception)
+        return error_of(
+            name, known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
+        )
     finally:
         channel.close()
     return ok(name, f"answers at {socket}")

@@ -1,6 +1,5 @@
 """What the mechanisms of enforcement need: NVIDIA's MPS, and libraries that the operator supplies."""
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -8,10 +7,11 @@ from typing import Final
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
+from gpumgr.enforcement.mps import launch
 from gpumgr.enforcement.mps.caveats import CAVEATS
 from gpumgr.enforcement.mps.commands import Abilities, Protocol
-from gpumgr.enforcement.mps.control import Control
 from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.mps.program import find
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.settings.schema import BackendName, MpsSettings
 
@@ -19,26 +19,23 @@ IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the
 _ONE_USER: Final = "let the containers that share a GPU run under one user id, or install a newer driver"
 
 
-async def look_at_mps(mps: MpsSettings, words: Collection[str], *, timeout_seconds: float) -> Finding:
-    """`words`: what the settings say of backends, "auto" among them."""
+async def look_at_mps(
+    mps: MpsSettings, words: Collection[str], *, run_dir: Path, in_pod: bool, timeout_seconds: float
+) -> Finding:
+    """`words`: what the settings say of backends, "auto" among them. `in_pod`: MPS is the host's, whose `run_dir` we must have."""
     name = "mps"
     if not {"auto", "nvml-memory", "mps"} & set(words):
         return skipped(name, f"not used: enforcement.backend is {' and '.join(sorted(words))}")
-    program = await aside(lambda: shutil.which(mps.control_program))
-    if program is None:
-        return (error if "mps" in words else warning)(
-            name,
-            f"the control program {mps.control_program} is not found",
-            "install it (it comes with the driver, package nvidia-compute-utils), or set mps.control_program to its path",
-        )
+    how = launch.best(in_pod=in_pod)
     try:
-        abilities = await Control(Path(program), timeout_seconds=timeout_seconds).abilities()
+        control = await find(mps.control_program, how, run_dir, timeout_seconds=timeout_seconds)
+        abilities = await control.abilities()
     except MpsError as exception:
         return error_of(name, exception, "reinstall the driver", "error" if "mps" in words else "warning")
-    return judge_mps(program, abilities, mps.protocol)
+    return judge_mps(str(control.program), abilities, mps.protocol, in_pod=in_pod)
 
 
-def judge_mps(program: str, abilities: Abilities, protocol: str) -> Finding:
+def judge_mps(program: str, abilities: Abilities, protocol: str, *, in_pod: bool = False) -> Finding:
     """`protocol`: the setting mps.protocol."""
     name = "mps"
     protocols = " and ".join(map(str, sorted(abilities.protocols)))
@@ -51,7 +48,8 @@ def judge_mps(program: str, abilities: Abilities, protocol: str) -> Finding:
     newest: Protocol = 3 if protocol == "3" or (protocol == "auto" and 3 in abilities.protocols) else 2
     users = "one server for all users" if abilities.multiuser_option else "a server for one user at a time"
     known = "; ".join(CAVEATS[newest])
-    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}"
+    where = ", daemons are units of the host's systemd" if in_pod else ""
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}"
     if abilities.multiuser_option is None:
         return warning(name, f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
     return ok(name, f"{message}; mind: {known}")

@@ -14,7 +14,10 @@ from gpumgr.settings import Settings
 
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
-_GRANT: Final = "add the rules of config/examples/rbac.yaml to the agent's ClusterRole"
+_GRANT: Final = (
+    "add them to the agent's ClusterRole: the chart grants them with rbac.create: true, config/examples/rbac.yaml has them all"
+)
+_EVICT: Final = Right(verb="create", resource="pods", subresource="eviction")
 
 
 def needed(settings: Settings) -> Iterator[Right]:
@@ -22,17 +25,14 @@ def needed(settings: Settings) -> Iterator[Right]:
     for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
     if settings.enforcement.evict:
-        yield Right(verb="create", resource="pods", subresource="eviction")
+        yield _EVICT
     if settings.kubernetes.delete_failed_pods:
         yield Right(verb="delete", resource="pods")
 
 
 def for_people(settings: Settings) -> Iterator[Right]:
-    """Rights without which people are told less, or can't drain GPUs with evictions (`gpumgr gpu drain --evict`), and nothing else is
-    different."""
+    """Rights without which people are told less, and nothing else is different."""
     kubernetes = settings.kubernetes
-    if not settings.enforcement.evict:
-        yield Right(verb="create", resource="pods", subresource="eviction")
     if kubernetes.annotate_pods:
         yield Right(verb="patch", resource="pods")
     if kubernetes.write_events:
@@ -45,17 +45,22 @@ def for_people(settings: Settings) -> Iterator[Right]:
         yield Right(verb="patch", resource="nodes", subresource="status")
 
 
+def for_drains(settings: Settings) -> Iterator[Right]:
+    """What only `gpumgr gpu drain --evict` needs: whether people may do that is the operator's choice, and no fault if not."""
+    if not settings.enforcement.evict:
+        yield _EVICT
+
+
 async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Finding:
     name = "rbac"
     if not settings.kubernetes.enabled:
         return skipped(name, "standalone: no API server is asked")
-    must = tuple(needed(settings))
-    asked = (*must, *for_people(settings))
+    must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
     try:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         try:
             async with asyncio.timeout(timeout_seconds):
-                missing = [right for right in asked if not await allowed(server, right)]
+                granted = {right for right in (*must, *wished, *drains) if await allowed(server, right)}
         finally:
             await server.close()
     except GpumgrError as exception:
@@ -63,7 +68,11 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Findi
     except (aiohttp.ClientError, TimeoutError, OSError) as exception:
         reason = " ".join(str(exception).split()) or "no answer in time"
         return error(name, f"the API server can't be asked: {reason}", _REACH)
-    if not missing:
-        return ok(name, ", ".join(map(str, asked)))
-    told = error if set(missing) & set(must) else warning
-    return told(name, f"not allowed: {', '.join(map(str, missing))}", _GRANT)
+    missing = [right for right in (*must, *wished) if right not in granted]
+    if missing:
+        told = warning if granted.issuperset(must) else error
+        return told(name, f"not allowed: {', '.join(map(str, missing))}", _GRANT)
+    without = "".join(
+        f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
+    )
+    return ok(name, ", ".join(str(right) for right in (*must, *wished, *drains) if right in granted) + without)

@@ -144,7 +144,7 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: NVIDIA's control program; a name is looked up in PATH.
+    #: NVIDIA's control program; a name is looked up in PATH, in the host's where the agent is a pod.
     control_program: Annotated[str, Meta(min_length=1)] = "nvidia-cuda-mps-control"
     #: 3 where the program has it, else 2.
     protocol: Literal["auto", "2", "3"] = "auto"

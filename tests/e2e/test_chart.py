@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import gpumgr
-from gpumgr.doctor.rights import for_people, needed
+from gpumgr.doctor.rights import for_drains, for_people, needed
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.schema import plain
 
@@ -79,7 +79,7 @@ def test_rbac_grants_what_the_settings_need_and_nothing_more(values: Values, tmp
         if rule["apiGroups"] == [""]
     )
     uses_account = settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None
-    rights = chain(needed(settings), for_people(settings)) if uses_account else ()
+    rights = chain(needed(settings), for_people(settings), for_drains(settings)) if uses_account else ()
     wanted = {(right.verb, "/".join(filter(None, (right.resource, right.subresource)))) for right in rights}
     if not (settings.enforcement.evict or dict(values).get("rbac", {}).get("drain")):
         wanted.discard(("create", "pods/eviction"))  # drains with evictions are opted into
@@ -101,7 +101,7 @@ def test_every_folder_of_the_host_has_a_reason_and_a_setting(values: Values, tmp
         section, key = setting.split(".")
         value = settings[section][key]
         assert kind in ("Directory", "DirectoryOrCreate")
-        assert name in ("driver-root", "systemd", "dbus", "modules") or path in (value, str(Path(value).parent))
+        assert name in ("driver-root", "modules") or path in (value, str(Path(value).parent))
         assert mounts[name]["mountPath"] == ("/driver-root" if name == "driver-root" else path)
         assert not mounts[name].get("readOnly") or kind == "Directory" or name in ("gpu-manager", "driver-files")
 
@@ -181,7 +181,7 @@ def test_the_runtime_is_asked_for_no_more_of_the_driver_than_is_used(tmp_path: P
         return str(found["value"])
 
     vcuda = {"settings": {"vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}}
-    assert (asked({}), asked({"mps": {"enabled": True}}), asked(vcuda)) == ("utility", "compute,utility", "all")
+    assert (asked({}), asked({"mps": {"enabled": True}}), asked(vcuda)) == ("utility", "utility", "all")
     assert settings_of(render(SETS["most"]), tmp_path).vcuda.driver_roots == (Path("/driver-root"),)
 
 

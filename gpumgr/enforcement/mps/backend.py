@@ -1,7 +1,6 @@
 """Backend "mps": implements gpumgr.enforcement.backend.Backend."""
 
 import asyncio
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement.backend import BackendName, Finding, Running
-from gpumgr.enforcement.mps import findings, injection, launch, processes, protocol
+from gpumgr.enforcement.mps import findings, injection, launch, processes, program, protocol
 from gpumgr.enforcement.mps.caveats import CAVEATS
 from gpumgr.enforcement.mps.commands import Abilities, Protocol, ProtocolSetting
 from gpumgr.enforcement.mps.control import Control
@@ -39,7 +38,8 @@ class Mps:
     both then, at the same size: what its container is answered can't depend on that. `state_dir` is on a disk, `run_dir` on a tmpfs.
 
     `program` is a path, or a name that PATH finds. `obstacle` tells what else the node lacks (MIG, GPUs older than Volta).
-    `in_pod`: the agent is a container of the kubelet's. `transient`: what `unavailable` said last may pass by itself.
+    `in_pod`: the agent is a container of the kubelet's, and MPS is the host's. `transient`: what `unavailable` said last may pass by
+    itself.
     """
 
     name: Final[BackendName] = "mps"
@@ -67,7 +67,7 @@ class Mps:
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
-        self._how, self._obstacle, self._in_pod = how or launch.best(), obstacle, in_pod
+        self._how, self._obstacle = how or launch.best(in_pod=in_pod), obstacle
         self._keep = True
         self._supervisor: Supervisor | None = None
         self.transient = False
@@ -89,24 +89,13 @@ class Mps:
 
     async def _look_for_obstacle(self) -> str | None:
         self.transient = False
-        program = shutil.which(self._program)
-        if program is None:
-            return (
-                f"NVIDIA's MPS control program {self._program!r} was not found; it comes with the driver "
-                "(package nvidia-compute-utils); set mps.control_program"
-            )
         if (length := socket_path_bytes(self._root)) > SOCKET_PATH_BYTES:
             excess = length - SOCKET_PATH_BYTES
             return f"names of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
         if (reason := self._obstacle()) is not None:
             return reason
-        if self._in_pod and self._how != "systemd":
-            return (
-                "the agent runs in a pod, and its MPS daemons would end with that pod, and their clients with them; they can outlive it as "
-                "units of the host's systemd, for which the pod needs systemd-run, /run/systemd and /run/dbus"
-            )
         try:
-            control = Control(Path(program), timeout_seconds=self._timeout_seconds)
+            control = await program.find(self._program, self._how, self._root.parent, timeout_seconds=self._timeout_seconds)
             await asyncio.to_thread(self._settle, control, await control.abilities())
         except (MpsError, OSError) as error:
             self.transient = isinstance(error, (Unanswered, OSError))
@@ -129,7 +118,8 @@ class Mps:
         are in EXCLUSIVE_PROCESS mode and their containers are to hear of it."""
         try:
             if Records(self._records_dir).uuids() or any(gpu_folders(self._root)):
-                control = Control(Path(self._program), timeout_seconds=self._timeout_seconds)
+                before = launch.on_host(self._how)
+                control = Control(Path(self._program), timeout_seconds=self._timeout_seconds, before=before)
                 self._equip(protocol.read(self._state_dir) or 2, control, None)
         except OSError as error:
             log.warning("mps_daemons_not_looked_after", reason=str(error))

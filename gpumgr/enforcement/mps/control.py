@@ -19,33 +19,36 @@ _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_progra
 
 
 class Control:
-    """`program` is a path. Each call is a process of its own: they may run side by side."""
+    """`program` is a path, or a name that PATH finds. `before` are the words that lead to where it is, if that is not here.
 
-    def __init__(self, program: Path, *, timeout_seconds: float) -> None:
-        self.program = program
+    Each call is a process of its own: they may run side by side.
+    """
+
+    def __init__(self, program: Path, *, timeout_seconds: float, before: Sequence[str] = ()) -> None:
+        self.program, self._before = program, before
         self._timeout_seconds = timeout_seconds
 
     async def abilities(self) -> Abilities:
         """Raises MpsError: also if this is another program, or one that does not work; Unanswered if it may be well later."""
         # A pipe folder without a daemon: an old program that takes no -h begins to talk to one instead.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
-        status, plain = await self._run([str(self.program), "-h"], nowhere, "")
+        status, plain = await self.converse([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:
-            raise MpsError(f"{self.program} does not work, `-h` ended with status {status}: {_shown(plain)}; {_INSTALL}")
-        newer = await self._run([str(self.program), "-p", "3", "-h"], {**nowhere, "CUDA_MPS_PROTOCOL_VERSION": "3"}, "")
+            raise MpsError(f"{self.program} does not work, `-h` ended with status {status}: {shown(plain)}; {_INSTALL}")
+        newer = await self.converse([str(self.program), "-p", "3", "-h"], {**nowhere, "CUDA_MPS_PROTOCOL_VERSION": "3"}, "")
         if not is_help(f"{plain}\n{newer[1]}"):
-            _, said = await self._run([str(self.program)], nowhere, list_servers(2).text)
+            _, said = await self.converse([str(self.program)], nowhere, list_servers(2).text)
             if _NO_DAEMON not in said:
-                raise MpsError(f"{self.program} is not NVIDIA's MPS control program: to `-h` it said {_shown(plain)}; {_INSTALL}")
+                raise MpsError(f"{self.program} is not NVIDIA's MPS control program: to `-h` it said {shown(plain)}; {_INSTALL}")
         return parse_help(plain, newer[1])
 
     async def ask(self, command: Command, environment: Mapping[str, str]) -> str:
         """What it prints on standard output. Raises MpsError."""
-        status, said = await self._run([str(self.program), *command.words], environment, command.text)
+        status, said = await self.converse([str(self.program), *command.words], environment, command.text)
         if status or _NO_DAEMON in said:
             where = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
             raise MpsError(
-                f"`{command}` to {self.program.name} failed with status {status}: {_shown(said)}; see {where}/control.log"
+                f"`{command}` to {self.program.name} failed with status {status}: {shown(said)}; see {where}/control.log"
             )
         return said
 
@@ -57,12 +60,13 @@ class Control:
             )
             await self._wait(process, argv)
         if process.returncode:
-            said = _shown(await asyncio.to_thread(output.read_text, errors="replace"))
+            said = shown(await asyncio.to_thread(output.read_text, errors="replace"))
             raise MpsError(f"{' '.join(argv)!r} ended with status {process.returncode}: {said}; see {output.parent}")
 
-    async def _run(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
+    async def converse(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
+        """Runs a command where the program is: exit status, and what it printed on both channels. Raises Unanswered."""
         pipe = asyncio.subprocess.PIPE
-        process = await _spawn(argv, environment, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+        process = await _spawn([*self._before, *argv], environment, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
         talk = asyncio.create_task(process.communicate(text.encode()))
         try:
             said, _ = await asyncio.wait_for(talk, self._timeout_seconds)
@@ -109,5 +113,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _shown(said: str) -> str:
+def shown(said: str) -> str:
+    """The beginning of what a program printed, for a sentence."""
     return repr(" ".join(said.split())[:200]) if said.strip() else "it said nothing"

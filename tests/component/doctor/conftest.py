@@ -18,7 +18,7 @@ from tests.component.nvml.conftest import node as sim_node
 __all__ = ["library_cache", "sim_node"]
 
 VERSION = "/runtime.v1.RuntimeService/Version"
-ALLOCATABLE = "/v1.PodResourcesLister/GetAllocatableResources"
+GET_POD = "/v1.PodResourcesLister/Get"
 
 
 def version_answer(name: str, version: str) -> bytes:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from gpumgr.cli.doctor import command
 from gpumgr.errors import InputError
 
-from .conftest import ALLOCATABLE, VERSION, listening, serving, version_answer
+from .conftest import GET_POD, VERSION, listening, serving, version_answer
 
 
 @pytest.fixture
@@ -59,13 +59,14 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
             "check": "kubelet",
             "state": "error",
             "message": "DIR/plugins is no folder",
-            "remedy": "start the kubelet, or set kubelet.device_plugin_dir to <its --root-dir>/device-plugins",
+            "remedy": "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: "
+            "/var/lib/kubelet/device-plugins, whatever its --root-dir is",
         },
         {
             "check": "pod-resources",
             "state": "error",
             "message": "can't ask for the pod resources at DIR/pods.sock: the socket does not exist (is the kubelet running?)",
-            "remedy": "start the kubelet, or set kubelet.pod_resources_socket",
+            "remedy": "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock",
         },
         {"check": "plugins", "state": "skipped", "message": "DIR/plugins is no folder", "remedy": None},
         {"check": "agent", "state": "ok", "message": "none runs on this node", "remedy": None},
@@ -84,18 +85,21 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     ]
 
 
-def test_text_has_a_line_for_each_check_with_what_to_do(folder: Path) -> None:
+def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
     assert len(lines) == 16
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
-    assert lines[3].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
+    states = [line.split()[0] for line in lines]
+    first = states.index("error")
+    assert set(states[first:]) == {"error"}
+    assert lines[first].startswith(f"error    kubelet       {folder}/plugins is no folder; start the kubelet, or set ")
 
 
 def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
     (folder / "plugins").mkdir()
     peers.enter_context(listening(folder / "plugins/kubelet.sock"))
-    peers.enter_context(serving(folder / "pods.sock", {ALLOCATABLE: b""}))
+    peers.enter_context(serving(folder / "pods.sock", {GET_POD: b""}))
     peers.enter_context(serving(folder / "cri.sock", {VERSION: version_answer("containerd", "v2.1.4")}))
     path = write_settings(folder, cri={"socket": f"{folder}/cri.sock"}, enforcement={"backend": "auto"})
     result = doctor("--config", path, "--sim", "pcie-a10-4", "--output", "json")

@@ -1,8 +1,10 @@
 """MPS's program and the operator's libraries, as files."""
 
 import hashlib
+import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ case "$*" in
 esac
 """
 OLD = "#!/bin/sh\necho 'usage: nvidia-cuda-mps-control [-d]'\nexit 1\n"
+HERE: dict[str, Any] = {"run_dir": Path("/run/gpumgr"), "in_pod": False, "timeout_seconds": 5}
 HUNG = "#!/bin/sh\nexec sleep 60\n"
 #: e_machine of this host's programs.
 MACHINE = {"x86_64": 62, "aarch64": 183}[platform.machine()]
@@ -37,22 +40,34 @@ def program(folder: Path, text: str) -> MpsSettings:
     ],
 )
 async def test_what_the_program_can(text: str, state: State, said: str, tmp_path: Path) -> None:
-    found = await look_at_mps(program(tmp_path, text), {"auto"}, timeout_seconds=5)
+    found = await look_at_mps(program(tmp_path, text), {"auto"}, **HERE)
     assert (found.check, found.state) == ("mps", state)
     assert said in found.message
 
 
 @pytest.mark.parametrize(("words", "state"), [({"auto"}, "warning"), ({"none", "mps"}, "error")])
 async def test_a_program_that_hangs_or_is_missing(words: set[str], state: State, tmp_path: Path) -> None:
-    found = await look_at_mps(program(tmp_path, HUNG), words, timeout_seconds=0.1)
+    found = await look_at_mps(program(tmp_path, HUNG), words, **{**HERE, "timeout_seconds": 0.1})
     assert (found.state, "did not end" in found.message) == (state, True)
-    found = await look_at_mps(MpsSettings(control_program="no-such-program"), words, timeout_seconds=5)
-    assert (found.state, found.message) == (state, "the control program no-such-program is not found")
+    found = await look_at_mps(MpsSettings(control_program="no-such-program"), words, **HERE)
+    assert (found.state, found.message) == (state, "NVIDIA's MPS control program 'no-such-program' was not found")
     assert "mps.control_program" in (found.remedy or "")
 
 
+@pytest.mark.parametrize(("words", "state"), [({"auto"}, "warning"), ({"none", "mps"}, "error")])
+async def test_a_pod_that_may_not_enter_its_host(
+    words: set[str], state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "nsenter").write_text("#!/bin/sh\necho 'nsenter: cannot open /proc/1/ns/mnt: Permission denied' >&2\nexit 1\n")
+    (tmp_path / "nsenter").chmod(0o755)
+    found = await look_at_mps(program(tmp_path, NEW), words, **{**HERE, "in_pod": True})
+    assert (found.state, "cannot open /proc/1/ns/mnt: Permission denied" in found.message) == (state, True)
+    assert "privileged: true" in (found.remedy or "")
+
+
 async def test_mps_that_nobody_asks_for_is_skipped() -> None:
-    found = await look_at_mps(MpsSettings(control_program="no-such-program"), {"hami-core", "none"}, timeout_seconds=5)
+    found = await look_at_mps(MpsSettings(control_program="no-such-program"), {"hami-core", "none"}, **HERE)
     assert (found.state, found.message) == ("skipped", "not used: enforcement.backend is hami-core and none")
 
 

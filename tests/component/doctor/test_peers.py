@@ -7,8 +7,10 @@ import pytest
 from gpumgr.doctor.finding import State
 from gpumgr.doctor.kubelet import look_at_folder, look_at_pod_resources
 from gpumgr.doctor.runtime import look_at_cdi, look_at_cgroups, look_at_runtime
+from gpumgr.sim.kubelet import SimKubelet
+from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, KubeletShape
 
-from .conftest import ALLOCATABLE, VERSION, listening, serving, version_answer
+from .conftest import GET_POD, VERSION, listening, serving, version_answer
 
 # -- the kubelet -------------------------------------------------------------------------------------------------------------
 
@@ -34,22 +36,39 @@ async def test_no_kubelet(folder: Path) -> None:
     assert "kubelet.device_plugin_dir" in (found.remedy or "")
 
 
-@pytest.mark.parametrize("answers", [{ALLOCATABLE: b""}, {}], ids=["it answers", "it says that it can't"])
-async def test_pod_resources_that_answer(answers: dict[str, bytes | None], folder: Path) -> None:
-    socket = folder / "pods.sock"
-    with serving(socket, answers):
-        found = await look_at_pod_resources(socket, timeout_seconds=5)
-    assert (found.check, found.state, found.message) == ("pod-resources", "ok", f"answers at {socket}")
+@pytest.mark.parametrize("shape", SUPPORTED.values(), ids=SUPPORTED)
+@pytest.mark.parametrize("needs_cdi", [False, True], ids=["mounts", "cdi"])
+async def test_pod_resources_that_answer(shape: KubeletShape, needs_cdi: bool, folder: Path) -> None:
+    async with SimKubelet(folder, shape=shape) as kubelet:
+        socket = kubelet.pod_resources_socket
+        found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=5)
+    if needs_cdi and not shape.knows_cdi:
+        assert (found.check, found.state) == ("pod-resources", "error")
+        assert "does not take CDI devices" in found.message
+        assert "set enforcement.injection to mounts" in (found.remedy or "")
+    else:
+        assert (found.check, found.state, found.message) == ("pod-resources", "ok", f"answers at {socket}")
+
+
+async def test_a_kubelet_that_is_too_old(folder: Path) -> None:
+    async with SimKubelet(folder, shape=V1_19) as kubelet:
+        socket = kubelet.pod_resources_socket
+        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=5)
+    assert (found.state, found.message) == (
+        "error",
+        f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20",
+    )
+    assert (found.remedy or "").startswith("upgrade it: ")
 
 
 async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
     socket = folder / "pods.sock"
-    with serving(socket, {ALLOCATABLE: None}):
-        found = await look_at_pod_resources(socket, timeout_seconds=0.1)
+    with serving(socket, {GET_POD: None}):
+        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=0.1)
     assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
-    found = await look_at_pod_resources(folder / "none.sock", timeout_seconds=5)
+    found = await look_at_pod_resources(folder / "none.sock", needs_cdi=False, timeout_seconds=5)
     assert "the socket does not exist" in found.message
-    assert found.remedy == "start the kubelet, or set kubelet.pod_resources_socket"
+    assert found.remedy == "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
 
 
 # -- the container runtime ---------------------------------------------------------------------------------------------------

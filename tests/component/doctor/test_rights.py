@@ -9,14 +9,15 @@ import yaml
 from aiohttp import web
 
 from gpumgr.doctor.finding import State
-from gpumgr.doctor.rights import for_people, look_at_rights, needed
+from gpumgr.doctor.rights import for_drains, for_people, look_at_rights, needed
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Right
 
 NODE = "get nodes, patch nodes, patch nodes/status"
-ORDINARY = f"list pods, watch pods, create pods/eviction, patch pods, create events, patch events, {NODE}"
+FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"
+ORDINARY = f"list pods, watch pods, {FOR_PEOPLE}, create pods/eviction"
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def test_all_rights_are_there(sim: SimApiServer, tmp_path: Path) -> None:
     found = await look_at_rights(settings(kubeconfig), timeout_seconds=5)
     assert (found.check, found.state, found.message) == ("rbac", "ok", ORDINARY)
     found = await look_at_rights(settings(kubeconfig, evict=True, delete=True), timeout_seconds=5)
-    assert found.message == ORDINARY.replace("patch pods,", "delete pods, patch pods,", 1)
+    assert found.message == f"list pods, watch pods, create pods/eviction, delete pods, {FOR_PEOPLE}"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_the_example_grants_exactly_what_is_used() -> None:
     everything = Settings(enforcement=EnforcementSettings(evict=True))
     used = {
         (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
-        for right in (*needed(everything), *for_people(everything))
+        for right in (*needed(everything), *for_people(everything), *for_drains(everything))
     }
     documents = yaml.safe_load_all((Path(__file__).parents[3] / "config" / "examples" / "rbac.yaml").read_text())
     (role,) = (document for document in documents if document["kind"] == "ClusterRole")
@@ -75,7 +76,7 @@ def test_the_example_grants_exactly_what_is_used() -> None:
         ({("create", "events"), ("patch", "nodes")}, False, "warning", "not allowed: create events, patch nodes"),
         ({("watch", "pods"), ("patch", "nodes")}, False, "error", "not allowed: watch pods, patch nodes"),
         ({("create", "pods/eviction")}, True, "error", "not allowed: create pods/eviction"),
-        ({("create", "pods/eviction"), ("delete", "pods")}, False, "warning", "not allowed: create pods/eviction"),
+        ({("create", "pods/eviction"), ("patch", "pods")}, False, "warning", "not allowed: patch pods"),
         ({("delete", "pods")}, False, "ok", ORDINARY),
     ],
 )
@@ -86,6 +87,14 @@ async def test_missing_rights_are_named(
     found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig"), evict=evict), timeout_seconds=5)
     assert (found.state, found.message) == (state, message)
     assert (found.remedy is None) == (state == "ok")
+
+
+async def test_drains_with_evictions_are_the_operators_choice(sim: SimApiServer, tmp_path: Path) -> None:
+    sim.forbidden.add(("create", "pods/eviction"))
+    found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig")), timeout_seconds=5)
+    rest = ORDINARY.removesuffix(", create pods/eviction")
+    without = "no drains with evictions: create pods/eviction is not granted (rbac.drain)"
+    assert (found.state, found.message, found.remedy) == ("ok", f"{rest}; {without}", None)
 
 
 async def test_standalone_asks_nobody() -> None:

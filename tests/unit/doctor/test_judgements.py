@@ -61,6 +61,14 @@ def test_mps_by_what_the_program_can(
     assert (found.remedy is None) == (state == "ok")
 
 
+def test_in_a_pod_the_daemons_are_the_hosts() -> None:
+    both = Abilities(protocols=frozenset({2, 3}), multiuser_option="-m")
+    assert (
+        "one server for all users, daemons are units of the host's systemd; mind"
+        in judge_mps("/m", both, "auto", in_pod=True).message
+    )
+
+
 NO_PROGRAM = {"mps": "no program"}
 NOTHING = "nothing keeps shares within their limits (enforcement.backend is none)"
 

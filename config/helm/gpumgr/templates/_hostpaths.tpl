@@ -99,19 +99,6 @@ it must have made the folder's own file system shared for that, which systemd do
   setting: nvml.library_path
   why: the driver's library, where no runtime brings it
 {{- end }}
-{{- if .Values.mps.enabled }}
-- name: systemd
-  path: /run/systemd
-  type: Directory
-  setting: mps.control_program
-  why: MPS daemons are units of the host's systemd, or they would end with the agent
-- name: dbus
-  path: /run/dbus
-  type: Directory
-  readOnly: true
-  setting: mps.control_program
-  why: systemd-run waits for its unit over the bus
-{{- end }}
 {{- if dig "nvml" "load_kernel_modules" false $settings }}
 - name: modules
   path: /lib/modules

@@ -38,7 +38,7 @@
 {{- fail "settings.enforcement names mps: set mps.enabled too, which lets its daemons outlive the agent's pod" -}}
 {{- end -}}
 {{- if and $values.mps.enabled (not $values.privileged) -}}
-{{- fail "mps.enabled needs privileged: true: the daemons are units of the host's systemd, and who may make those may do everything" -}}
+{{- fail "mps.enabled needs privileged: true: the daemons are made units of the host's systemd, and who may do that may do everything" -}}
 {{- end -}}
 {{- if $values.driver.root -}}
 {{- if not $values.privileged -}}
@@ -68,7 +68,6 @@
 {{/* Which of the driver's files the NVIDIA container runtime is to bring. */}}
 {{- define "gpumgr.driverCapabilities" -}}
 {{- if include "gpumgr.setting" (list . "vcuda" "library_path") -}}all
-{{- else if .Values.mps.enabled -}}compute,utility
 {{- else -}}utility
 {{- end -}}
 {{- end -}}

@@ -1,5 +1,6 @@
 """What can keep MPS from limiting a container, and what its owner and the operator read then."""
 
+import os
 from typing import Any
 
 import pytest
@@ -138,8 +139,43 @@ async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     assert place.daemon_pid() is None
 
 
-async def test_in_a_pod_daemons_must_outlive_the_agent(place: Place) -> None:
-    alone = await place.agent(in_pod=True)
-    assert "MPS daemons would end with that pod" in str(await alone.unavailable())
-    with_the_hosts_systemd = await place.agent(in_pod=True, how="systemd")
-    assert await with_the_hosts_systemd.unavailable() is None
+FORBIDDEN = "echo \"nsenter: reassociate to namespace 'ns/mnt' failed: Operation not permitted\" >&2; exit 1"
+INTO_OURSELVES = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
+
+
+def put_nsenter(place: Place, does: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to the host."""
+    monkeypatch.setenv("PATH", f"{place.root}:{os.environ['PATH']}")
+    (place.root / "nsenter").write_text(f"#!/bin/sh\n{does}\n")
+    (place.root / "nsenter").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("nsenter", "said"),
+    [
+        (FORBIDDEN, 'Operation not permitted"; give the pod privileged: true'),
+        (INTO_OURSELVES, "does not see the host's processes; give the pod hostPID: true"),
+    ],
+)
+async def test_in_a_pod_daemons_must_outlive_the_agent(
+    place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str, said: str
+) -> None:
+    put_nsenter(place, nsenter, monkeypatch)
+    backend = await place.agent(how=None, in_pod=True)
+    reason = str(await backend.unavailable())
+    assert reason.startswith("MPS daemons would end with the agent's pod")
+    assert said in reason
+    assert not backend.transient
+
+
+async def test_a_host_that_does_not_answer_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nsenter(place, "exec sleep 60", monkeypatch)
+    backend = await place.agent(how=None, in_pod=True, timeout_seconds=0.1)
+    assert "the host did not answer the agent's pod within 0.1 s" in str(await backend.unavailable())
+    assert backend.transient
+
+
+async def test_an_image_without_the_way_to_the_host_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(place.root))
+    backend = await place.agent(how=None, in_pod=True)
+    assert "started on the host by nsenter, which this image lacks; add it" in str(await backend.unavailable())

@@ -16,6 +16,19 @@ def test_under_systemd_the_daemon_is_a_service_of_its_own() -> None:
     assert argv[-4:] == ["--setenv=CUDA_VISIBLE_DEVICES=GPU-1", "--", *COMMAND]
 
 
+def test_from_a_pod_the_same_is_done_among_the_hosts_files() -> None:
+    enter = ["nsenter", "--target", "1", "--mount", "--"]
+    assert launch.best(in_pod=True) == "host"
+    assert list(launch.on_host("host")) == enter
+    argv = launch.daemon_command("host", "GPU-1", SHM, ENVIRONMENT, COMMAND)
+    assert argv == [*enter, *launch.daemon_command("systemd", "GPU-1", SHM, ENVIRONMENT, COMMAND)]
+    mount, unmount = launch.mount_command("namespace", SHM), launch.unmount_command("namespace", SHM)
+    assert mount is not None
+    assert unmount is not None
+    assert launch.mount_command("host", SHM) == [*enter, *mount]
+    assert launch.unmount_command("host", SHM) == [*enter, *unmount]
+
+
 def test_elsewhere_it_has_a_mount_namespace() -> None:
     argv = launch.daemon_command("namespace", "GPU-1", SHM, ENVIRONMENT, COMMAND)
     assert argv[:4] == ["unshare", "--mount", "--propagation", "slave"]
@@ -24,6 +37,7 @@ def test_elsewhere_it_has_a_mount_namespace() -> None:
 
 def test_without_root_nothing_is_mounted() -> None:
     assert launch.daemon_command("plain", "GPU-1", SHM, ENVIRONMENT, COMMAND) == list(COMMAND)
+    assert launch.on_host("plain") == ()
     assert launch.mount_command("plain", SHM) is None
     assert launch.unmount_command("plain", SHM) is None
 

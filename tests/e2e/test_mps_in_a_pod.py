@@ -1,0 +1,229 @@
+"""MPS where the agent is a pod: its daemons are units of the host's systemd, which it reaches from the shipped image.
+
+The host is a container with a systemd of its own (nspawn.py), and that systemd plays the container runtime: a pod is a unit of
+kubepods.slice with the image as its root, with the chart's mounts, settings and capabilities, the host's processes, and a cgroup that
+can be killed. NVIDIA's program is played by one that lies on the host alone.
+"""
+
+import json
+import shutil
+import subprocess
+import tarfile
+from asyncio import to_thread
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from gpumgr.sim.control import SimControl
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.sim.library import compile_library
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+
+from . import chart, image_agent
+from .agent import SIM
+from .nspawn import STATE, Machine, booted
+from .places import PROJECT
+
+#: Short: sockets lie in them, or in folders that they are shown as.
+KUBELET = STATE / "kubelet"
+SIM_DIR = STATE / "sim"
+IMAGE = Path("/opt/image")
+PROGRAM = Path("/opt/data/enforcement/fake_mps_control.py")
+VALUES: Mapping[str, Any] = {
+    "settings": {
+        "kubernetes": {"enabled": False},
+        "enforcement": {"backend": "mps"},
+        "mps": {"control_program": str(PROGRAM), "protocol": "2"},
+        "http": {"address": "127.0.0.1"},
+        "log": {"format": "json"},
+    },
+    "mps": {"enabled": True},
+    "extraArgs": ["--sim", SIM, "--sim-dir", "/opt/sim"],
+    "extraEnv": [{"name": "XDG_CACHE_HOME", "value": "/opt/cache"}],
+    "extraVolumes": [{"name": name, "hostPath": {"path": f"/opt/{name}"}} for name in ("cache", "sim")],
+    "extraVolumeMounts": [{"name": name, "mountPath": f"/opt/{name}"} for name in ("cache", "sim")],
+}
+#: As VALUES, for an agent that may do without MPS.
+AUTO: Mapping[str, Any] = {**VALUES, "settings": {**VALUES["settings"], "enforcement": {"backend": "auto"}}}
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image's root, unpacked: it may be written to."""
+    folder = tmp_path_factory.mktemp("image")
+    with tarfile.open(image_agent.build_image()) as archive:
+
+        def read(digest: str) -> bytes:
+            blob = archive.extractfile(f"blobs/{digest.replace(':', '/')}")
+            assert blob is not None
+            return blob.read()
+
+        index = archive.extractfile("index.json")
+        assert index is not None
+        manifest = json.loads(read(json.load(index)["manifests"][0]["digest"]))
+        for layer in manifest["layers"]:
+            subprocess.run(["tar", "--extract", "--gzip", f"--directory={folder}"], input=read(layer["digest"]), check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def host(image: Path) -> Iterator[Machine]:
+    """A host on which nothing of gpumgr is installed."""
+    for folder in (KUBELET, SIM_DIR):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    binds = {
+        image: IMAGE,
+        KUBELET: Path("/var/lib/kubelet"),
+        SIM_DIR: Path("/opt/sim"),
+        compile_library().parent: Path("/opt/cache/gpumgr"),
+        PROJECT / "tests" / "data": Path("/opt/data"),
+    }
+    with booted(binds) as machine:
+        machine.run("mkdir", "/run/containerd")
+        yield machine
+
+
+@pytest_asyncio.fixture
+async def kubelet() -> AsyncIterator[SimKubelet]:
+    async with SimKubelet(KUBELET) as kubelet:
+        yield kubelet
+
+
+def unit_of(host: Machine, values: Mapping[str, Any], *prefix: str) -> list[str]:
+    """The words for systemd-run that make a unit what the chart's container is to a runtime; `prefix` goes before its program.
+
+    systemd knows one propagation for all of a unit's mounts: that of the folder of the daemons.
+    """
+    text = chart.render(values)
+    spec, container = chart.pod_spec(text), chart.agent_container(text)
+    assert spec["hostPID"]
+    host.write(Path("/etc/pod/gpumgr.yaml"), chart.settings_file(text))
+    mounts = {each["name"]: each for each in container["volumeMounts"]}
+    properties = [
+        f"RootDirectory={IMAGE}",
+        "MountAPIVFS=yes",
+        "BindReadOnlyPaths=/etc/pod:/etc/gpumgr",
+        "TemporaryFileSystem=/tmp",
+    ]
+    for name, path in {each["name"]: each["hostPath"]["path"] for each in spec["volumes"] if "hostPath" in each}.items():
+        host.run("mkdir", "-p", path)
+        properties.append(f"Bind{'ReadOnly' if mounts[name].get('readOnly') else ''}Paths={path}:{mounts[name]['mountPath']}")
+    properties.append(f"MountFlags={'slave' if mounts['run'].get('mountPropagation') == 'HostToContainer' else 'private'}")
+    security = container["securityContext"]
+    if not security["privileged"]:
+        properties.append(f"CapabilityBoundingSet={' '.join(f'CAP_{name}' for name in security['capabilities']['add'])}")
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each} | {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "NODE_NAME": "node",
+        "PATH": "/opt/gpumgr/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    }
+    return [
+        "--quiet",
+        "--slice=kubepods.slice",
+        *(f"--property={each}" for each in properties),
+        *(f"--setenv={name}={value}" for name, value in variables.items()),
+        "--",
+        *prefix,
+        "/opt/gpumgr/bin/gpumgr",
+    ]
+
+
+def start_pod(host: Machine, name: str, values: Mapping[str, Any] = VALUES) -> None:
+    """The agent's pod, until it is killed."""
+    arguments = chart.agent_container(chart.render(values))["args"]
+    host.run("systemd-run", f"--unit={name}", "--property=Type=exec", *unit_of(host, values), *arguments)
+
+
+def kill_pod(host: Machine, name: str) -> None:
+    """As a runtime does at last: all processes of the cgroup."""
+    assert host.show(name, "ControlGroup") == f"/kubepods.slice/{name}.service"
+    host.run("systemctl", "kill", "--kill-whom=all", "--signal=KILL", name)
+    host.run("sh", "-c", f"while systemctl is-active --quiet {name}; do sleep 0.05; done")
+
+
+def doctor(host: Machine, values: Mapping[str, Any], *prefix: str) -> Mapping[str, Any]:
+    """What `gpumgr doctor` says of MPS in such a pod."""
+    words = ["systemd-run", "--wait", "--pipe", *unit_of(host, values, *prefix)]
+    said = host.run(*words, "doctor", "--config", "/etc/gpumgr/gpumgr.yaml", "--sim", SIM, "--output", "json", check=False)
+    found: Mapping[str, Any]
+    (found,) = (each for each in json.loads(said) if each["check"] == "mps")
+    return found
+
+
+def daemons(host: Machine) -> list[str]:
+    """The units of daemons that run."""
+    words = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
+    return [line.split()[0] for line in host.run(*words).splitlines()]
+
+
+def events(host: Machine, pod: str) -> list[str]:
+    """What the agent of this pod logged."""
+    lines = host.run("journalctl", "--quiet", "--output=cat", f"--unit={pod}").splitlines()
+    return [json.loads(line)["event"] for line in lines if line.startswith("{")]
+
+
+def exclusive() -> int:
+    """How many GPUs are in EXCLUSIVE_PROCESS mode."""
+    control = SimControl(SIM_DIR / "control.txt")
+    return sum(control.compute_mode(index) == 3 for index in range(8))
+
+
+def pod(name: str, *, cores: int = 30, memory_blocks: int = 0) -> SimPod:
+    container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+    return SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))
+
+
+async def offered(kubelet: SimKubelet) -> None:
+    """Both resources are."""
+    for resource in (CORE_RESOURCE, MEMORY_RESOURCE):
+        await kubelet.until_allocatable(resource)
+
+
+async def test_daemons_outlive_the_agents_pod_and_the_next_one_keeps_them(host: Machine, kubelet: SimKubelet) -> None:
+    await to_thread(start_pod, host, "agent-1")
+    await offered(kubelet)
+    assert (await kubelet.run(pod("first", memory_blocks=16))).phase == "Running"
+    (unit,) = await to_thread(daemons, host)
+    pid = await to_thread(host.show, unit, "MainPID")
+    assert await to_thread(host.show, unit, "ControlGroup") == f"/system.slice/{unit}"
+    mounted = await to_thread(host.run, "findmnt", "--noheadings", "--output=FSTYPE,SIZE", "gpumgr-mps")
+    assert mounted.split() == ["tmpfs", "1G"]
+    assert exclusive() == 1
+
+    await to_thread(kill_pod, host, "agent-1")
+    assert await to_thread(host.show, unit, "MainPID") == pid
+    assert await to_thread(daemons, host) == [unit]
+
+    await to_thread(start_pod, host, "agent-2")
+    await offered(kubelet)
+    assert (await kubelet.run(pod("second", memory_blocks=16))).phase == "Running"
+    assert await to_thread(host.show, unit, "MainPID") == pid
+    told = await to_thread(events, host, "agent-2")
+    assert "mps_daemon_adopted" in told
+    assert not {"mps_daemon_started", "mps_daemon_restarting", "mps_daemon_trouble"} & set(told)
+
+    kubelet.delete("uid-first")
+    kubelet.delete("uid-second")
+    assert (await kubelet.run(pod("whole", cores=800))).phase == "Running"  # for which the daemon has to make room
+    assert await to_thread(daemons, host) == []
+    assert "gpumgr-mps" not in await to_thread(host.run, "cat", "/proc/mounts")
+    assert exclusive() == 0
+    await to_thread(kill_pod, host, "agent-2")
+
+
+def test_doctor_says_what_a_pod_lacks(host: Machine) -> None:
+    found = doctor(host, VALUES)
+    assert found["state"] == "ok", found
+    assert f"{PROGRAM} speaks protocol 2 and 3 (2 is used)" in found["message"]
+    assert "daemons are units of the host's systemd" in found["message"]
+    without = doctor(host, {**AUTO, "mps": {"enabled": False}})
+    assert (without["state"], "mps.enabled" in without["remedy"]) == ("warning", True), without
+    dropped = doctor(host, {**AUTO, "mps": {"enabled": False}, "privileged": False})
+    assert (dropped["state"], "Operation not permitted" in dropped["message"]) == ("warning", True), dropped
+    assert "give the pod privileged: true" in dropped["remedy"]
+    alone = doctor(host, VALUES, "unshare", "--pid", "--fork", "--mount-proc", "--propagation", "unchanged")
+    assert (alone["state"], alone["remedy"]) == ("error", "give the pod hostPID: true"), alone
