@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from tests.docs import exit_codes, kubernetes, metrics, settings
+from tests.docs import environment, exit_codes, kubernetes, log_events, metrics, refusals, settings
 from tests.docs.markdown import fill
 
 README: Final = Path(__file__).parents[2] / "config" / "README.md"
@@ -15,8 +15,13 @@ def parts() -> dict[str, str]:
         "settings": settings.settings_tables(),
         "metrics": metrics.metrics_table(),
         "gpu-manager's metrics": metrics.gpu_manager_table(),
+        "HAMi's metrics": metrics.hami_table(),
+        "refusals": refusals.refusals_table(),
         "exit codes": exit_codes.agent_table(),
         "exit codes of commands": exit_codes.commands_table(),
+        "environment": environment.read_table(),
+        "containers' environment": environment.given_table(),
+        "log events": log_events.log_events_table(),
         "annotations": kubernetes.annotations_table(),
         "labels": kubernetes.labels_table(),
         "condition": kubernetes.condition_table(),

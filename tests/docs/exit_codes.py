@@ -1,16 +1,13 @@
 """How commands end, as each says in its --help."""
 
-import re
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
 
 import click
 
 from gpumgr.cli import group
+from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.run import EXIT_CODES
 from tests.docs.markdown import code, table
-
-_LINE: Final = re.compile(r"  (\d)  (\S.*)")
 
 
 def agent_table() -> str:
@@ -19,15 +16,23 @@ def agent_table() -> str:
 
 
 def commands_table() -> str:
-    """Of the other commands that tell of theirs."""
-    return table(("command", "0", "1", "2"), _rows())
+    """Of all others, which know no other codes than these three."""
+    rows = (
+        (code(name), *(codes.get(number, "") for number in range(3))) for name, codes in exits().items() if name != "gpumgr run"
+    )
+    return table(("command", "0", "1", "2"), rows)
 
 
-def _rows() -> Iterator[tuple[str, ...]]:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        told = dict(_LINE.findall(command.epilog or ""))
-        if told and name != "run":
-            yield (code(f"gpumgr {name}"), *(told.get(number, "") for number in "012"))
+def exits() -> Mapping[str, Mapping[int, str]]:
+    """Every command that does something (a group of commands does nothing) -> its exit codes, none if it does not say them."""
+    return dict(_exits(click.Context(group, info_name="gpumgr"), group))
+
+
+def _exits(context: click.Context, command: click.Command) -> Iterator[tuple[str, Mapping[int, str]]]:
+    if not isinstance(command, click.Group):
+        yield context.command_path, command.exit_codes if isinstance(command, ExitingCommand) else {}
+        return
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None, name
+        yield from _exits(click.Context(below, info_name=name, parent=context), below)

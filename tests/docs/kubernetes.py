@@ -15,7 +15,7 @@ from gpumgr.kubeapi.writer import condition, telling
 from gpumgr.kubeapi.writer.node_labels import LABELS_ANNOTATION
 from gpumgr.kubeapi.writer.notices import ALLOCATION_ANNOTATION, Notice
 from gpumgr.topology.labels import MODEL
-from gpumgr.units import CORE_LIMIT_ANNOTATION
+from gpumgr.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
 from tests.docs.markdown import code, table
 
 ANNOTATIONS: Final = (
@@ -35,7 +35,9 @@ ANNOTATIONS: Final = (
         "read",
         "gpu-manager's: percent of a GPU that a container may use while others leave it idle (`vcuda`)",
     ),
-    ("container", DEVICE_ANNOTATION, "answered", "gpu-manager's: the device of a container, in the answer to Allocate"),
+    ("container", CORE_RESOURCE, "answered", "gpu-manager's: cores granted, in the answer to Allocate as the three below"),
+    ("container", MEMORY_RESOURCE, "answered", "gpu-manager's: bytes granted"),
+    ("container", DEVICE_ANNOTATION, "answered", "gpu-manager's: the device nodes"),
     ("container", ENFORCEMENT_ANNOTATION, "answered", "the mechanisms that keep the container within its share, joined by `+`"),
     ("node", NODE_ANNOTATION, "written", "which mechanisms this node has, and why"),
     ("node", LABELS_ANNOTATION, "written", "keys of the node's labels that are ours, so that they can be taken away again"),

@@ -4,28 +4,34 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import pytest
+from click.testing import CliRunner
 
+from gpumgr.cli import group
+from gpumgr.errors import RefusalCode
 from gpumgr.metrics.live import catalogue
 from gpumgr.settings.live import LIVE
 from gpumgr.settings.schema import sections
 from gpumgr.topology.labels import gpu_labels
-from tests.docs import kubernetes
+from tests.docs import environment, kubernetes, log_events, refusals
 from tests.docs.__main__ import README, parts
+from tests.docs.exit_codes import exits
+from tests.docs.log_calls import PACKAGE, events, events_in
 from tests.docs.markdown import fill, marks, table
 from tests.docs.settings import entries, settings_tables
 from tests.unit.metrics.pictures import snapshot_of
 
-PACKAGE: Final = Path(__file__).parents[3] / "gpumgr"
 #: Reasons of events and conditions. Not of such: what an entry without a code is called, and the beginning of two.
 _REASON: Final = re.compile(r"(Gpu|Gpus|Gpumgr)[A-Z][A-Za-z]+")
 _NO_REASON: Final = {"GpuNews", "GpumgrConfig"}
 _KEY: Final = re.compile(r"(gpumgr\.io|tencent\.com)/[a-z-]+")
-#: What is asked for, and how CDI calls devices: neither is written into the API server.
-_NO_KEY: Final = {"tencent.com/vcuda-core", "tencent.com/vcuda-memory", "gpumgr.io/gpu"}
+#: How CDI calls devices, which is written into no object.
+_NO_KEY: Final = {"gpumgr.io/gpu"}
+#: What containers are given; and of the same look, but MPS' daemons' own.
+_GIVEN: Final = re.compile(r"(CUDA|NVIDIA|GPU|LD|LIBCUDA)_[A-Z0-9_]+")
+_DAEMONS: Final = {"CUDA_VISIBLE_DEVICES", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_PROTOCOL_VERSION"}
 
 
 def literals(*packages: str) -> Iterator[str]:
@@ -72,6 +78,59 @@ def test_every_annotation_in_the_code_is_told() -> None:
     used = {text for text in literals("agent", "allocator", "app", "enforcement", "kubeapi", "topology") if _KEY.fullmatch(text)}
     assert len(used) > 5
     assert {key for key in used - _NO_KEY if key not in told} == set()
+
+
+def test_every_command_says_how_it_ends() -> None:
+    assert len(exits()) > 10
+    for command, codes in exits().items():
+        assert {0, 2} <= codes.keys(), command
+        if command != "gpumgr run":
+            assert codes.keys() <= {0, 1, 2}, command
+
+
+def test_help_ends_with_the_exit_codes() -> None:
+    text = CliRunner().invoke(group, ["gpu", "drain", "--help"]).stdout
+    assert re.search(r"Exit codes:\n  0  nobody is on the GPU\n  1  .*\n  2  .*\n$", text)
+
+
+def test_every_refusal_is_told() -> None:
+    assert refusals.MEANINGS.keys() == set(get_args(RefusalCode))
+
+
+def test_every_event_of_the_log_has_a_meaning() -> None:
+    assert len(events()) > 100
+    assert events().keys() == log_events.MEANINGS.keys(), "give each a line in tests/docs/log_events.py, and run `make docs`"
+
+
+def test_events_of_the_log_are_found_however_they_are_told() -> None:
+    source = """
+tell = log.info if well else log.warning
+log.error("plain")
+self._log.exception("of_an_object", number=1)
+tell("chosen", why="")
+self._later(log.debug, "passed_on", use)
+_log.info(f"gpu_{code}")
+logger.info("of somebody else")
+"""
+    assert dict(events_in(source)) == {
+        "plain": {"error"},
+        "of_an_object": {"error"},
+        "chosen": {"info", "warning"},
+        "passed_on": {"debug"},
+        "gpu_{code}": {"info"},
+    }
+
+
+def test_every_variable_that_is_read_is_told() -> None:
+    asked = r"""environ(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" in os\.environ"""
+    read = {one or other for file in PACKAGE.rglob("*.py") for one, other in re.findall(asked, file.read_text(encoding="utf-8"))}
+    assert len(read) > 5
+    assert read - environment.READ.keys() == set()
+
+
+def test_every_variable_of_containers_is_told() -> None:
+    given = {text for text in literals("allocator", "enforcement") if _GIVEN.fullmatch(text)}
+    assert given - _DAEMONS == environment.GIVEN.keys()
 
 
 def test_every_label_of_a_node_is_told() -> None:
