@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import click
 
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.amounts import clock_time, cores, gibibytes
-from gpumgr.cli.draining import counted, drained
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.draining import counted, drained
+from gpumgr.cli.asking.orders import Answer, give_order, read_answer
+from gpumgr.cli.asking.where import find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.orders import Answer, give_order, read_answer
 from gpumgr.cli.printable import json_line, printable
+from gpumgr.cli.showing.amounts import clock_time, cores, gibibytes
 from gpumgr.cli.typed import gpu_word, sendable
-from gpumgr.cli.where import find_agent, where_options
 
 WAIT_SECONDS: Final = 600.0
 

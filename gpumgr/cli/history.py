@@ -9,15 +9,15 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.documents import STATE, read_state
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.documents import STATE, read_state
+from gpumgr.cli.asking.following import follow_states, tell_away
+from gpumgr.cli.asking.memory import memory_of, newest_entries
+from gpumgr.cli.asking.where import Where, find_agent, where_options
 from gpumgr.cli.duration import duration_seconds
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.following import follow_states, tell_away
-from gpumgr.cli.memory import memory_of, newest_entries
 from gpumgr.cli.pod_word import DEFAULT_NAMESPACE, PodWord
-from gpumgr.cli.told import Told, Wanted
-from gpumgr.cli.where import Where, find_agent, where_options
+from gpumgr.cli.showing.told import Told, Wanted
 from gpumgr.errors import GpumgrError
 
 #: Without -n and --since.

@@ -8,15 +8,15 @@ from typing import Any, Final, Literal
 import click
 from rich.console import Console
 
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.documents import STATE, read_state
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.documents import STATE, read_state
+from gpumgr.cli.asking.following import follow_states, tell_away
+from gpumgr.cli.asking.where import find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.following import follow_states, tell_away
-from gpumgr.cli.gpu_labels import gpus_of
-from gpumgr.cli.keyboard import until_pressed
 from gpumgr.cli.printable import json_line
-from gpumgr.cli.usage_screen import Screen, on_terminal, print_usage
-from gpumgr.cli.where import find_agent, where_options
+from gpumgr.cli.showing.gpu_labels import gpus_of
+from gpumgr.cli.showing.keyboard import until_pressed
+from gpumgr.cli.showing.usage_screen import Screen, on_terminal, print_usage
 
 _EPILOG = """
 \b

@@ -11,15 +11,15 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.documents import read_entries, read_state, read_story
+from gpumgr.cli.asking.documents import read_entries, read_state, read_story
+from gpumgr.cli.asking.memory import Document, Memory, memory_of
+from gpumgr.cli.asking.where import Where, find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.gpu_labels import gpus_of
-from gpumgr.cli.memory import Document, Memory, memory_of
 from gpumgr.cli.pod_word import PodWord
 from gpumgr.cli.printable import json_line, printable
-from gpumgr.cli.story_text import story_text
+from gpumgr.cli.showing.gpu_labels import gpus_of
+from gpumgr.cli.showing.story_text import story_text
 from gpumgr.cli.typed import sendable
-from gpumgr.cli.where import Where, find_agent, where_options
 from gpumgr.errors import GpumgrError
 
 #: Names that are offered for one that is not known.

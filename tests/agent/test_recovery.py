@@ -11,7 +11,7 @@ import pytest
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.files import NAME
-from gpumgr.cli.agent_client import AgentClient
+from gpumgr.cli.asking.agent_client import AgentClient
 from gpumgr.demo.node import Node
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.units import RESOURCE_OF

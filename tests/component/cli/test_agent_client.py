@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.agent_client import AgentAway, AgentClient
+from gpumgr.cli.asking.agent_client import AgentAway, AgentClient
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import Handler, listening

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
-from gpumgr.cli import draining, gpu
+from gpumgr.cli import gpu
+from gpumgr.cli.asking import draining
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import listening

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.documents import read_state
-from gpumgr.cli.usage_screen import usage_text
+from gpumgr.cli.asking.documents import read_state
+from gpumgr.cli.showing.usage_screen import usage_text
 from tests.unit.cli.node_story import NAMES, container, state
 
 from .conftest import Gpumgr

@@ -5,8 +5,8 @@ import termios
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpumgr.cli.documents import read_state
-from gpumgr.cli.usage_screen import usage_text
+from gpumgr.cli.asking.documents import read_state
+from gpumgr.cli.showing.usage_screen import usage_text
 from tests.unit.cli.node_story import NAMES, container, state
 
 from .fake_agent import FakeAgent

@@ -7,7 +7,7 @@ import click
 import pytest
 
 from gpumgr.cli.duration import duration_seconds
-from gpumgr.cli.told import Told, Wanted
+from gpumgr.cli.showing.told import Told, Wanted
 from gpumgr.errors import InputError
 from tests.unit.cli.node_story import AT, NAMES, entries, entry, state
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cli.documents import read_entries, read_state, read_story
-from gpumgr.cli.gpu_labels import gpus_of
-from gpumgr.cli.history_line import history_line
+from gpumgr.cli.asking.documents import read_entries, read_state, read_story
 from gpumgr.cli.printable import cleaned, json_line, printable
-from gpumgr.cli.story_text import story_text
-from gpumgr.cli.usage_screen import usage_text
+from gpumgr.cli.showing.gpu_labels import gpus_of
+from gpumgr.cli.showing.history_line import history_line
+from gpumgr.cli.showing.story_text import story_text
+from gpumgr.cli.showing.usage_screen import usage_text
 from gpumgr.errors import GpumgrError
 from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpumgr.cli.documents import GpuRow, read_state
-from gpumgr.cli.usage_screen import usage_text
-from gpumgr.cli.usage_table import gpu_words
+from gpumgr.cli.asking.documents import GpuRow, read_state
+from gpumgr.cli.showing.usage_screen import usage_text
+from gpumgr.cli.showing.usage_table import gpu_words
 from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
 
 NARROW = """\

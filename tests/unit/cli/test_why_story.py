@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cli.documents import GpuRow, read_state, read_story
-from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.asking.documents import GpuRow, read_state, read_story
 from gpumgr.cli.pod_word import PodWord
-from gpumgr.cli.story_text import story_text
+from gpumgr.cli.showing.gpu_labels import gpus_of
+from gpumgr.cli.showing.story_text import story_text
 from gpumgr.errors import InputError
 from tests.unit.cli.node_story import GIB, LOST, NAMES, candidate, container, entries, entry, state, story
 

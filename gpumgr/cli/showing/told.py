@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.documents import read_entries, read_state
-from gpumgr.cli.gpu_labels import gpus_of
-from gpumgr.cli.history_line import history_line
-from gpumgr.cli.memory import Document
+from gpumgr.cli.asking.documents import read_entries, read_state
+from gpumgr.cli.asking.memory import Document
 from gpumgr.cli.printable import json_line
+from gpumgr.cli.showing.gpu_labels import gpus_of
+from gpumgr.cli.showing.history_line import history_line
 from gpumgr.units import GpuName
 
 

@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.cli.amounts import clock_time, gibibytes, percent
-from gpumgr.cli.documents import ContainerRow, GpuRow, State
-from gpumgr.cli.gpu_labels import Gpus, gpus_of
-from gpumgr.cli.kept import keepers
+from gpumgr.cli.asking.documents import ContainerRow, GpuRow, State
+from gpumgr.cli.showing.amounts import clock_time, gibibytes, percent
+from gpumgr.cli.showing.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.showing.kept import keepers
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal columns from which on a container's name and its mechanisms have columns of their own.

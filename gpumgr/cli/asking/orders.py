@@ -5,8 +5,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.documents import ContainerRow, Cordoned, GpuRow
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.documents import ContainerRow, Cordoned, GpuRow
 from gpumgr.cli.printable import cleaned
 from gpumgr.errors import GpumgrError
 

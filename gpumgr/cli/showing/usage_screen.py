@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from gpumgr.cli.documents import State
-from gpumgr.cli.usage_table import WIDE, usage_tables
+from gpumgr.cli.asking.documents import State
+from gpumgr.cli.showing.usage_table import WIDE, usage_tables
 
 #: Width of what is no terminal: nothing is folded or cut there.
 _UNBOUNDED: Final = 100_000
@@ -69,7 +69,7 @@ class Screen:
         self._draw()
 
     def pressed(self, key: str) -> None:
-        """A key of gpumgr.cli.keyboard: those that move are followed."""
+        """A key of gpumgr.cli.showing.keyboard: those that move are followed."""
         page = self._room
         moves = {"up": -1, "down": 1, "page_up": -page, "page_down": page, " ": page, "home": -self._first, "end": _UNBOUNDED}
         if key in moves and self._state is not None:

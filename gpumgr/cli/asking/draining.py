@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import click
 
-from gpumgr.cli.agent_client import AgentAway, AgentClient
-from gpumgr.cli.documents import STATE, ContainerRow, State, read_state
-from gpumgr.cli.following import tell_away
-from gpumgr.cli.orders import give_order, read_answer
+from gpumgr.cli.asking.agent_client import AgentAway, AgentClient
+from gpumgr.cli.asking.documents import STATE, ContainerRow, State, read_state
+from gpumgr.cli.asking.following import tell_away
+from gpumgr.cli.asking.orders import give_order, read_answer
 from gpumgr.errors import GpumgrError
 
 POLL_SECONDS: Final = 1.0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpumgr.allocator.history import Entry
-from gpumgr.cli.documents import GpuRow
+from gpumgr.cli.asking.documents import GpuRow
 from gpumgr.cli.printable import printable
 from gpumgr.errors import InputError
 from gpumgr.units import GpuName

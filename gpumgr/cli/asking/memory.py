@@ -20,10 +20,10 @@ from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.checkpoint.tables import Loaded
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.documents import STATE
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.documents import STATE
+from gpumgr.cli.asking.where import Where
 from gpumgr.cli.printable import printable
-from gpumgr.cli.where import Where
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.web.state import entry_fields, state_document
 from gpumgr.web.story import story

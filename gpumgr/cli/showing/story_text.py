@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from gpumgr.allocator.history import Call, Candidate, Entry
-from gpumgr.cli.amounts import blocks, clock_time, cores, gibibytes, percent
-from gpumgr.cli.documents import Asked, ContainerRow, Story
-from gpumgr.cli.gpu_labels import Gpus
-from gpumgr.cli.kept import kept_sentence
-from gpumgr.cli.paragraphs import Paragraph, paragraphs
+from gpumgr.cli.asking.documents import Asked, ContainerRow, Story
+from gpumgr.cli.showing.amounts import blocks, clock_time, cores, gibibytes, percent
+from gpumgr.cli.showing.gpu_labels import Gpus
+from gpumgr.cli.showing.kept import kept_sentence
+from gpumgr.cli.showing.paragraphs import Paragraph, paragraphs
 from gpumgr.units import CORES_PER_GPU, Kind
 
 #: The kubelet's names of its calls.

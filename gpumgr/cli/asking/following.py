@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import click
 
-from gpumgr.cli.agent_client import AgentClient
-from gpumgr.cli.documents import STREAM
+from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.asking.documents import STREAM
 from gpumgr.cli.printable import printable
 from gpumgr.errors import GpumgrError, InputError
 

@@ -5,8 +5,8 @@ from typing import Final
 import click
 
 from gpumgr.allocator.history import Entry, What
-from gpumgr.cli.amounts import clock_time, cores
-from gpumgr.cli.gpu_labels import Gpus
+from gpumgr.cli.showing.amounts import clock_time, cores
+from gpumgr.cli.showing.gpu_labels import Gpus
 
 _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
 

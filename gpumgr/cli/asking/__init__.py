@@ -1,0 +1,1 @@
+"""How commands reach the agent of this node, and what it answers."""

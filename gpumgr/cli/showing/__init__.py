@@ -1,0 +1,1 @@
+"""What commands print: values in, lines and tables out."""
