@@ -23,7 +23,9 @@ Examples:
 _EXIT_CODES: Final = {0: "each step came out as scripted", 1: "a step did not", 2: "wrong usage"}
 
 
-@click.command("demo", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.command(
+    "demo", cls=ExitingCommand, short_help="Play a script on a simulated node.", epilog=_EPILOG, exit_codes=_EXIT_CODES
+)
 @click.option("--once", is_flag=True, help="End after the script, on a terminal too.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: only the results.")
 def command(once: bool, output: str) -> None:

@@ -34,7 +34,13 @@ Examples:
 """
 
 
-@click.command("doctor", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.command(
+    "doctor",
+    cls=ExitingCommand,
+    short_help="Say what is wrong on this node, and what to do.",
+    epilog=_EPILOG,
+    exit_codes=_EXIT_CODES,
+)
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
 )

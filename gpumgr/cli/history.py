@@ -39,7 +39,9 @@ _EXIT_CODES: Final = {
 }
 
 
-@click.command("history", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.command(
+    "history", cls=ExitingCommand, short_help="Show what happened on this node.", epilog=_EPILOG, exit_codes=_EXIT_CODES
+)
 @click.option("-n", "newest", type=click.IntRange(min=1), help=f"At most so many.  [default: {_SHOWN}; all with --since]")
 @click.option("--refused", is_flag=True, help="Only refusals.")
 @click.option("--pod", metavar="NS/NAME", help=f'Only of this pod; a name alone is in "{DEFAULT_NAMESPACE}".')

@@ -42,7 +42,7 @@ _HEAD: Final = (
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
 
-@click.group("migrate")
+@click.group("migrate", short_help="Come from gpu-manager or HAMi.")
 def command() -> None:
     """Bring a node from gpu-manager or HAMi to gpumgr: read what is there, print what changes and how to go back.
 

@@ -57,7 +57,13 @@ class Filter:
         return {**document, "gpus": gpus, "containers": containers}
 
 
-@click.command("usage", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.command(
+    "usage",
+    cls=ExitingCommand,
+    short_help="Show who has what of this node's GPUs, and what he uses.",
+    epilog=_EPILOG,
+    exit_codes=_EXIT_CODES,
+)
 @click.option(
     "--watch", is_flag=True, help="Show each new state; on a terminal like top: cursor and page keys scroll, q or Ctrl-C quits."
 )

@@ -49,7 +49,13 @@ class _Answer:
     live: bool
 
 
-@click.command("why", cls=ExitingCommand, epilog=_EPILOG, exit_codes=_EXIT_CODES)
+@click.command(
+    "why",
+    cls=ExitingCommand,
+    short_help="Tell why a pod sits where it sits, or was refused.",
+    epilog=_EPILOG,
+    exit_codes=_EXIT_CODES,
+)
 @click.argument("pod", callback=sendable)
 @where_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
