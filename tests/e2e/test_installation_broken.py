@@ -1,0 +1,327 @@
+"""Mistakes that people make with an installation: what they see of them, and that pods fare no worse for it than they must."""
+
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+
+from . import daemonset, nvidia_plugin
+from .agent import SIM, Agent
+from .chart import CHART, NAMESPACE, HelmError, helm
+from .cluster import Cluster
+from .daemonset import STATE, Installed
+from .manifests import SHOW, Json, container, gpu_pod, pod
+from .mistakes import denied, doctor, event, installed_with, last_words, lines, status
+from .node import Node
+from .places import DEVICE_PLUGINS, NODE, PROJECT
+from .processes import wait_until
+
+#: Folders that are there and that no kubelet knows.
+ELSEWHERE: Final = STATE / "elsewhere"
+WRONG_KUBELET: Final = {
+    "kubelet": {
+        "device_plugin_dir": str(ELSEWHERE / "plugins"),
+        "pod_resources_socket": str(ELSEWHERE / "pods" / "kubelet.sock"),
+    }
+}
+PREFLIGHT: Final = {"enabled": True, "extraArgs": ["--sim", SIM]}
+WRONG_PORT: Final = "http.port: 'high' is not allowed; allowed: a whole number from 0 to 65535"
+HOST_AGENT: Final = "gpumgr-host"
+
+
+@pytest.fixture(scope="module")
+def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
+    with daemonset.installed(cluster, running_agent) as agent:
+        for each in ("plugins", "pods"):
+            (ELSEWHERE / each).mkdir(parents=True, exist_ok=True)
+        yield agent
+
+
+@pytest.fixture
+def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
+    agent.ensure()
+    node = Node(cluster, agent)
+    node.clear()
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """The agent waits there, not ready and not restarted, and says so everywhere; pods that have GPUs run on."""
+    node.run([gpu_pod("share", 20, 20)])
+    with installed_with(agent, WRONG_KUBELET):
+        sockets = f"{ELSEWHERE}/plugins/kubelet.sock"
+        wait_until("both resources refused", lambda: len(lines(agent, "registration_failed")) == 2, 30)
+        for line in lines(agent, "registration_failed"):
+            assert f"at {sockets}: the socket does not exist" in line["error"]
+            assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in line["remedy"]
+        assert "statuscode: 503" in event(cluster, agent, "Unhealthy")
+        assert (status(agent)["ready"], status(agent)["restartCount"]) == (False, 0)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{agent.port}/readyz", timeout=5)
+        assert f"core is not registered with the kubelet: can't register tencent.com/vcuda-core at {sockets}" in (
+            refused.value.read().decode()
+        )
+        found = doctor(agent)
+        assert found["kubelet"][0] == found["pod-resources"][0] == "error"
+        assert f"nobody answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
+        assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in found["kubelet"][1]
+        assert f"at {ELSEWHERE}/pods/kubelet.sock: the socket does not exist" in found["pod-resources"][1]
+        wait_until("the node's trouble", lambda: sockets in trouble(cluster), 30, every=0.3)
+        assert trouble(cluster).startswith("NotRegistered: ")
+        assert len(lines(agent, "registration_failed")) == 2
+    node.check()
+
+
+def trouble(cluster: Cluster) -> str:
+    """What `kubectl describe node` says of its GPUs."""
+    conditions = cluster.node()["status"]["conditions"]
+    return next((f"{each['reason']}: {each['message']}" for each in conditions if each["type"] == "GpuTrouble"), "")
+
+
+@pytest.mark.usefixtures("node")
+def test_the_preflight_says_in_the_pod_why_it_refuses(agent: Installed, cluster: Cluster) -> None:
+    """And lets the agent start when that is mended."""
+    with installed_with(agent, WRONG_KUBELET, preflight=PREFLIGHT):
+        ended = last_words(agent, init=True)
+        assert ended["exitCode"] == 1
+        *_, plugins, pods = ended["message"].splitlines()
+        assert plugins.startswith(f"error    kubelet       nobody answers at {ELSEWHERE}/plugins/kubelet.sock ")
+        assert pods.startswith("error    pod-resources can't ask for the pod resources at ")
+        described = cluster.kubectl("describe", "pod", agent.agents()[-1]["metadata"]["name"], f"--namespace={NAMESPACE}")
+        assert plugins in described
+        assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in plugins
+        assert "running" not in status(agent)["state"]
+        agent.configure({})
+        agent.start(preflight=PREFLIGHT)
+        assert last_words(agent, init=True)["exitCode"] == 0
+        assert f"ok       kubelet       listens at {DEVICE_PLUGINS}/kubelet.sock" in agent.log_text()
+
+
+@pytest.mark.usefixtures("node")
+def test_a_folder_that_the_node_lacks(agent: Installed, cluster: Cluster) -> None:
+    """The volume is named like the setting's section, the setting's path is told."""
+    with installed_with(agent, {"cri": {"socket": "/run/nowhere/containerd.sock"}}):
+        told = event(cluster, agent, "FailedMount")
+    assert told == 'MountVolume.SetUp failed for volume "cri" : hostPath type check failed: /run/nowhere is not a directory'
+
+
+@pytest.mark.usefixtures("node")
+def test_the_ledgers_mount_was_taken_out(agent: Installed) -> None:
+    """The agent ends, and its pod says why: without the host's folder the next life would know nothing of this one."""
+    with installed_with(agent, without_mount="state"):
+        ended = last_words(agent)
+        assert ended["exitCode"] == 2
+        assert (
+            f"process.lock_path {STATE}/ledger/agent.lock can't be used: Read-only file system; name a file" in ended["message"]
+        )
+        assert "in a pod one that is mounted from the host" in ended["message"]
+
+
+def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> None:
+    """No container starts without its folder; who asks for GPUs is told which one, and the doctor names the setting."""
+    with installed_with(agent, without_mount="allocations"):
+        agent.wait_offered()
+        state, told = doctor(agent)["host-paths"]
+        assert state == "error"
+        assert told.startswith(f"not mounted from the host: {STATE}/vm (container.allocation_dir); ")
+        assert told.endswith("add a hostPath volume for each of them, mounted at the same path")
+        node.cluster.create([gpu_pod("share", 20, 20)])
+        node.wait_phase("share", "Pending")
+        told = node.event("share", "GpuRefused", 20)
+        assert told.startswith(f"container main: the container's folder {STATE}/vm/")
+        assert "can't be made: Read-only file system" in told
+
+
+# -- rights ------------------------------------------------------------------------------------------------------------------
+
+
+def test_who_may_not_write_places_pods_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """Each right is named once, by the log and by the doctor. When it is back, pods are told of again."""
+    with denied(cluster, ("patch", "pods"), ("create", "events")):
+        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "warning", 20, every=1)
+        node.run([gpu_pod("first", 20, 20), gpu_pod("second", 20, 20)])
+        wait_until("both refusals", lambda: len(refused_writes(agent)) == 2, 10)
+        found = refused_writes(agent)
+        assert 'cannot patch resource "pods"' in found["pod"]["error"]
+        assert found["pod"]["remedy"] == "allow it in the agent's ClusterRole: patch on pods"
+        assert 'cannot create resource "events"' in found["event"]["error"]
+        assert found["event"]["remedy"] == "allow it in the agent's ClusterRole: create and patch on events"
+        assert doctor(agent)["rbac"][1].startswith(
+            "not allowed: patch pods, create events; add them to the agent's ClusterRole: "
+        )
+        node.check()
+    wait_until("all rights", lambda: doctor(agent)["rbac"][0] == "ok", 20, every=1)
+    node.run([gpu_pod("third", 20, 20)])
+    assert "20 cores" in node.event("third", "GpuPlaced")
+    wait_until("its annotations", lambda: annotations(node, "third"), 10)
+
+
+def refused_writes(agent: Installed) -> dict[str, Json]:
+    """What could not be written -> the log's only line about it."""
+    told = lines(agent, "announcement_refused")
+    assert len(told) == len({line["what"] for line in told}), told
+    return {line["what"]: line for line in told}
+
+
+def annotations(node: Node, name: str) -> Json:
+    found: Json = node.cluster.pods.all()[name]["metadata"].get("annotations", {})
+    return found
+
+
+def test_who_may_not_list_pods_places_them_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """By what the kubelet says of them. When the right is back, the pods that came meanwhile are told of."""
+    with denied(cluster, ("list", "pods")):
+        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "error", 20, every=1)
+        agent.renew()
+        agent.wait_offered()
+        node.run([gpu_pod("share", 20, 20), gpu_pod("whole", 100)])
+        (told,) = lines(agent, "api_server_retries")
+        assert 'cannot list resource "pods"' in told["error"]
+        assert doctor(agent)["rbac"][1].startswith("not allowed: list pods; add them to the agent's ClusterRole: ")
+    wait_until("annotations of both", lambda: annotations(node, "share") and annotations(node, "whole"), 30)
+    assert "20 cores" in node.event("share", "GpuPlaced")
+    node.check()
+
+
+def test_a_right_that_the_operator_left_out_is_no_fault(agent: Installed) -> None:
+    """rbac.drain is false in the chart's values."""
+    state, told = doctor(agent)["rbac"]
+    assert state == "ok"
+    assert "no drains with evictions: create pods/eviction is not granted (rbac.drain)" in told
+
+
+# -- values and settings -----------------------------------------------------------------------------------------------------
+
+
+def test_helm_installs_nothing_with_a_value_of_another_type(cluster: Cluster) -> None:
+    there = [f"--namespace={NAMESPACE}", f"--kubeconfig={cluster.kubeconfig('admin')}"]
+    with pytest.raises(HelmError, match="at '/settings/http/port': got string, want null or integer"):
+        helm("install", "mistaken", CHART, *there, "--set-string=settings.http.port=high")
+    ours = "--selector=app.kubernetes.io/instance=mistaken"
+    assert cluster.kubectl("get", "daemonset,configmap,serviceaccount,clusterrole", f"--namespace={NAMESPACE}", ours) == ""
+
+
+def test_a_configmap_with_a_value_of_another_type(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """An agent that runs keeps its settings and the node has an event; one that starts says in its pod which line is wrong."""
+    (good,) = (each for each in agent.objects() if each["kind"] == "ConfigMap")
+    settings = yaml.safe_load(good["data"]["gpumgr.yaml"])
+    settings["http"]["port"] = "high"
+    try:
+        agent.apply([{**good, "data": {"gpumgr.yaml": yaml.safe_dump(settings)}}])
+        name = agent.agents()[-1]["metadata"]["name"]
+        # The kubelet looks after a pod's volumes once a minute, and when something about the pod changes.
+        cluster.kubectl("annotate", "pod", name, f"--namespace={NAMESPACE}", "e2e/look=now")
+        wait_until("the refusal", lambda: lines(agent, "config_rejected"), 90, every=0.2)
+        (told,) = lines(agent, "config_rejected")
+        assert told["reason"].endswith(WRONG_PORT)
+        assert told["consequence"] == "the settings of before stay in force"
+        wait_until("the node's event", lambda: any(WRONG_PORT in each for each in rejections(cluster)), 10, every=0.2)
+        node.run([gpu_pod("share", 20, 20)])
+        cluster.kubectl("delete", "pod", name, f"--namespace={NAMESPACE}")
+        ended = last_words(agent)
+        assert ended["exitCode"] == 2
+        (line,) = ended["message"].splitlines()
+        assert line.startswith("gpumgr: /etc/gpumgr/gpumgr.yaml:")
+        assert line.endswith(WRONG_PORT)
+    finally:
+        agent.apply([good])
+        agent.renew()
+        agent.wait_offered()
+    node.check()
+
+
+def rejections(cluster: Cluster) -> list[str]:
+    """Messages of the node's events about settings that are not taken."""
+    about = f"involvedObject.name={NODE},reason=GpumgrConfigRejected"
+    items = cluster.api.request("GET", f"/api/v1/namespaces/default/events?fieldSelector={about}")["items"]
+    return [str(each["message"]) for each in items]
+
+
+# -- others on the node ------------------------------------------------------------------------------------------------------
+
+
+def host_agent(cluster: Cluster, *assignments: str) -> list[str]:
+    """`gpumgr run` as the systemd unit has it, with the DaemonSet's settings: the same sockets, the same folders."""
+    mine = (f"node.name={NODE}", f"kubernetes.kubeconfig={cluster.kubeconfig('gpumgr')}", *assignments)
+    settings = [word for each in mine for word in ("--set", each)]
+    simulated = ["--sim", SIM, "--sim-dir", str(STATE / "host-sim")]
+    return [sys.executable, "-m", "gpumgr", "run", "--config", str(STATE / "gpumgr.yaml"), *settings, *simulated]
+
+
+def test_an_agent_of_the_host_beside_the_daemonset_ends(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """By the lock that both have from the host; with another lock by that of the kubelet's folder. The first one notices nothing."""
+    first = agent.pid()
+    for assignments, why in (
+        ((), f"another gpumgr agent (pid {first}) runs on this node: it holds {STATE}/ledger/agent.lock; stop it before"),
+        ((f"process.lock_path={STATE}/own.lock",), f"another gpumgr agent serves {DEVICE_PLUGINS}; stop it before"),
+    ):
+        command = host_agent(cluster, *assignments)
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 3
+        assert why in done.stderr
+    node.run([gpu_pod("share", 20, 20)])
+    assert (agent.pid(), status(agent)["ready"]) == (first, True)
+    node.check()
+
+
+def test_a_daemonset_beside_an_agent_of_the_host_waits_for_its_end(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """The kubelet starts it again and again; each time its pod says who is there. Then it takes the other's pods over."""
+    agent.stop()
+    host = cluster.processes.start(HOST_AGENT, host_agent(cluster), cwd=PROJECT)
+    try:
+        agent.wait_offered()
+        agent.start(wait=False)
+        wait_until("a pod", agent.agents, 30)
+        ended = last_words(agent)
+        assert ended["exitCode"] == 3
+        assert f"another gpumgr agent (pid {host}) runs on this node: it holds {STATE}/ledger/agent.lock" in ended["message"]
+        node.run([gpu_pod("share", 20, 20)])
+    finally:
+        cluster.processes.stop(HOST_AGENT)
+    wait_until("the DaemonSet's agent", lambda: status(agent)["ready"], 60, every=0.2)
+    agent.wait_offered()
+    node.run([gpu_pod("later", 20, 20)])
+    node.check()
+
+
+def test_nvidias_plugin_beside_the_agent(node: Node, agent: Installed, cluster: Cluster) -> None:
+    """Both register and serve pods, with the same GPU if it comes to that: log and doctor say so, and what to do."""
+    node.run([gpu_pod("ours", 20, 20, command=SHOW)])
+    node.wait_log("ours", "shown")
+    gpu = visible(node, "ours")
+    cluster.processes.start("nvidia-plugin", [sys.executable, "-m", "tests.e2e.nvidia_plugin", gpu], cwd=PROJECT)
+    try:
+        wait_until(
+            "its registration", lambda: nvidia_plugin.RESOURCE in Path(cluster.processes.log("nvidia-plugin")).read_text(), 20
+        )
+        theirs = container(command=SHOW, resources={"limits": {nvidia_plugin.RESOURCE: "1"}})
+        node.run([pod("theirs", [theirs]), gpu_pod("later", 20, 20)])
+        node.wait_log("theirs", "shown")
+        assert visible(node, "theirs") == gpu
+        wait_until("the warning", lambda: lines(agent, "gpus_given_out_twice"), 30, every=0.2)
+        (told,) = lines(agent, "gpus_given_out_twice")
+        assert f"answers at {nvidia_plugin.SOCKET}: it gives these GPUs out as nvidia.com/gpu" in told["problem"]
+        assert told["remedy"].startswith("keep it off this node (the nodeSelector of its DaemonSet; ")
+        assert doctor(agent)["plugins"] == ("error", f"{told['problem']}; {told['remedy']}")
+        node.check()
+        node.delete(["theirs"])
+    finally:
+        cluster.processes.stop("nvidia-plugin")
+
+
+def visible(node: Node, name: str) -> str:
+    """The GPU that a pod with the command SHOW was given."""
+    (found,) = (line for line in node.cluster.log_of(name).splitlines() if line.startswith("NVIDIA_VISIBLE_DEVICES="))
+    return found.partition("=")[2]
