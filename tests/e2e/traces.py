@@ -3,10 +3,12 @@
 It serves the end of a run and, with the same steps, the start of the next one after a run that was killed.
 """
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,13 +136,17 @@ def _unmount() -> None:
             subprocess.run(["umount", "--lazy", mount], check=False, stderr=subprocess.DEVNULL)
 
 
-def _remove_cgroups() -> None:
-    for tree in _cgroups():
-        for folder, _, _ in os.walk(tree, topdown=False):
-            try:
-                os.rmdir(folder)
-            except OSError:
-                continue
+def _remove_cgroups(patience: float = 5) -> None:
+    """Again and again for a while: a process that was killed stays in its cgroup until it is gone."""
+    deadline = time.monotonic() + patience
+    while any(_cgroups()):
+        for tree in _cgroups():
+            for folder, _, _ in os.walk(tree, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
 
 
 def _remove_links() -> None:
