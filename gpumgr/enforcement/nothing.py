@@ -21,7 +21,7 @@ MESSAGE: Final = (
 class Nothing:
     """Implements Backend."""
 
-    name: Final[BackendName] = "none"
+    name: BackendName = "none"
     limits: Final[frozenset[Kind]] = frozenset()
 
     def __init__(self, tell: Tell) -> None:

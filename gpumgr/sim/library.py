@@ -5,15 +5,12 @@ A prepared folder holds `libnvidia-ml.so.1` (a copy of its own: the library find
 that library sees the node, be it through `library_path` or because LD_LIBRARY_PATH names the folder.
 """
 
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gpumgr.compiler import compiled
 from gpumgr.errors import InputError
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.nodes import NodeDescription, load_node
@@ -23,7 +20,6 @@ _LIBRARY: Final = "libnvidia-ml.so.1"
 _SOURCE: Final = Path(__file__).with_name("nvml.c")
 # No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated one that is still mapped.
 _FLAGS: Final = ("-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
-_COMPILE_TIMEOUT_SECONDS: Final = 120
 _MIB: Final = 1024 * 1024
 _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
@@ -65,32 +61,10 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
 
 
 def compile_library() -> Path:
-    """The compiled library, made by `cc` (or $CC) the first time and kept under $XDG_CACHE_HOME/gpumgr by its source's hash."""
-    compiler = os.environ.get("CC", "cc").split()
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, _FLAGS)).encode()).hexdigest()[:16]
+    """The compiled library, made the first time and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumgr"
-    target = folder / f"nvml-{key}.so"
-    if target.exists():
-        return target
-    if shutil.which(compiler[0]) is None:
-        raise InputError(
-            f"a simulated node needs a C compiler and {compiler[0]!r} is not in PATH: install gcc or clang, or set CC"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fresh = Path(scratch) / _LIBRARY
-            command = [*compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_SECONDS)
-            os.replace(fresh, target)
-    except subprocess.SubprocessError as exc:
-        detail = exc.stderr.strip() if isinstance(exc, subprocess.CalledProcessError) else str(exc)
-        raise InputError(f"the simulated NVML library can't be compiled: {detail}") from exc
-    except OSError as exc:
-        raise InputError(
-            f"the simulated NVML library can't be kept in {folder}: {exc.strerror or exc}; set XDG_CACHE_HOME"
-        ) from exc
-    return target
+    what, remedy = "the simulated NVML library", "set CC and XDG_CACHE_HOME to what works"
+    return compiled(_SOURCE, _FLAGS, folder=folder, suffix=".so", what=what, remedy=remedy)
 
 
 def render_node(node: NodeDescription) -> str:

@@ -41,7 +41,7 @@ def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_FLAGS", ("--no-such-flag",))
-    with pytest.raises(InputError, match=r"can't be compiled: .*no-such-flag"):
+    with pytest.raises(InputError, match=r"can't be compiled .*no-such-flag"):
         compile_library()
     assert list((tmp_path / "gpumgr").iterdir()) == []
 
