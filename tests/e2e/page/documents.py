@@ -1,0 +1,150 @@
+"""The states that the page is shown, and what is read back from it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from playwright.async_api import Page, expect
+
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ids import ALL_CORES, Cards
+from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.pods import PodKey
+from gpumgr.topology.devices import Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.units import BLOCK_BYTES
+from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
+from gpumgr.web.state import state_document
+from tests.e2e.browser import Visit
+from tests.unit.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
+
+Document = dict[str, Any]
+GIB = 1 << 30
+NOW = 1_800_000_000.0
+PODS: tuple[PodKey, ...] = (("team", "train"), ("team", "web"), ("search", "embed"), ("search", "rank"), ("batch", "night"))
+HOSTILE: tuple[PodKey, ...] = (
+    ("team", "<script>window.harmed = 1</script>"),
+    ("team", '"><img src=x onerror="window.harmed = 1">'),
+    ("team", "line\nbreak \t and 'quotes' \"twice\""),
+    ("n" * 63, "x" * 253),
+    ("team", "\u202egpj.exe \u062e\u062f\u0645\u0629"),
+    ("team", "&lt;b&gt;&amp;${7*7}{{7*7}}"),
+    ("..", "../../metrics?a=b#c"),
+)
+
+
+def node(count: int) -> NodeSnapshot:
+    """GPUs on NVSwitch, half of them on each of two sockets."""
+    half = count // 2
+    levels = tuple(tuple(Level.NODE if a // half == b // half else Level.SYS for b in range(count)) for a in range(count))
+    links = tuple(tuple(0 if a == b else 18 for b in range(count)) for a in range(count))
+    plain = snapshot_of(count)
+    gpus = tuple(replace(gpu, memory_bytes=80 * GIB, numa_node=gpu.index // half) for gpu in plain.gpus)
+    return replace(plain, gpus=gpus, topology=Topology(levels, links))
+
+
+def shares(pods: Iterable[PodKey], *, count: int = 8) -> list[Allocation]:
+    """One share of 9 cores and 4 GiB each, round the GPUs; the first has all of GPU0."""
+    found = []
+    for n, pod in enumerate(pods):
+        gpu, place = name_of(n % count), n // count
+        found.append(
+            Allocation(
+                id=f"{n:016x}",
+                pod=pod,
+                uid=f"uid-{n}",
+                container="main",
+                cores={gpu: ((1 << 9) - 1) << 9 * (place % 11) if n else ALL_CORES},
+                blocks={gpu: ((1 << 16) - 1) << 16 * place} if n else {},
+                gpus=(gpu,),
+                granted_at=NOW - 60 * n,
+                why="the least free room that fits",
+                mechanisms=("mps",) if n % 2 else ("hami-core",),
+            )
+        )
+    return found
+
+
+def document(
+    pods: Iterable[PodKey] = PODS,
+    *,
+    entries: Iterable[Entry] = (),
+    count: int = 8,
+    used_gib: float = 2.0,
+    gone: int | None = None,
+    failed: Mapping[int, str] | None = None,
+    at: float = NOW,
+    **about: Any,
+) -> Document:
+    """The state of a node on which each pod but the first has a share, and every share uses so much. `gone`: a GPU that the driver
+    does not show any more."""
+    allocations = shares(pods, count=count)
+    snapshot = node(count)
+    cards = Inventory(snapshot=snapshot).meet(Cards())
+    shown = [n for n in range(count) if n != gone]
+    left = Topology(
+        tuple(tuple(snapshot.topology.levels[a][b] for b in shown) for a in shown),
+        tuple(tuple(snapshot.topology.nvlinks[a][b] for b in shown) for a in shown),
+    )
+    inventory = Inventory(
+        snapshot=replace(snapshot, gpus=tuple(snapshot.gpus[n] for n in shown), topology=left),
+        failed={uuid_of(n): why for n, why in (failed or {}).items()},
+    )
+    view = AgentView(
+        ledger=Ledger(cards, {a.id: a for a in allocations}),
+        inventory=inventory,
+        node=inventory.view(cards, policy="binpack", visible_blocks={}),
+    )
+    used = round(used_gib * GIB)
+    uses = {
+        (a.id, a.gpus[0]): ContainerUse(
+            allocation=a.id,
+            gpu=a.gpus[0],
+            uuid=cards.by_name[a.gpus[0]].uuid,
+            cores=9,
+            memory_bytes=used,
+            utilization_ratio=0.05,
+            processes={100 + n: used},
+        )
+        for n, a in enumerate(allocations)
+    }
+    strange = (
+        {name_of(4): GpuUse(uuid=uuid_of(4), stranger_memory_bytes=int(1.2 * GIB), stranger_processes=1)} if count > 4 else {}
+    )
+    picture = Picture(
+        view=view,
+        node="node-1",
+        at=at,
+        registered={"tencent.com/vcuda-core": True, "tencent.com/vcuda-memory": True},
+        sample=NodeSample(gpus={uuid: replace(s, memory_used_bytes=30 * GIB) for uuid, s in sample_of(*shown).gpus.items()}),
+        sampled_at=0.0,
+        nvml_up=True,
+        use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
+        over=frozenset(a.id for a in allocations if a.blocks and used > 16 * BLOCK_BYTES),
+        enforcement=(("mps", "cores and memory"),),
+        outbox=OutboxState(waiting=2),
+        reasons={uuid_of(n): "xid" for n in failed or {}},
+    )
+    return state_document(replace(picture, **about), list(entries), clock=lambda: 0.4)
+
+
+def refusal(number: int = 1, pod: PodKey = ("team", "late"), why: str = "no GPU has 60 cores free") -> Entry:
+    return Entry(number=number, at=NOW - 60, what="refused", id="c", pod=pod, kind="core", size=60, why=why, code="no_fit")
+
+
+async def rows(page: Page) -> list[list[str]]:
+    found: list[list[str]] = await page.evaluate(
+        "[...document.querySelectorAll('#rows tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    return found
+
+
+async def column(page: Page, number: int) -> list[str]:
+    return [row[number] for row in await rows(page)]
+
+
+async def loaded(seen: Visit, containers: int = len(PODS)) -> Page:
+    await expect(seen.page.locator("#rows tr")).to_have_count(containers)
+    return seen.page

@@ -1,0 +1,90 @@
+"""How the page follows the agent: state by state, over a stream that may break, and not while nobody looks."""
+
+import asyncio
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from tests.e2e.browser import Stage, visit
+from tests.unit.metrics.pictures import name_of
+
+from .documents import NOW, PODS, document, loaded, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+async def test_a_new_state_changes_the_page_in_place(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await page.evaluate("window.kept = [...document.querySelectorAll('#rows tr, .card, .seg, #picture')]")
+        stage.show(document((*PODS, ("team", "new")), entries=[refusal()], used_gib=3.0, at=NOW + 1))
+        await expect(page.locator("#rows tr")).to_have_count(6)
+        await expect(page.locator(f"#gpu-{name_of(1)}")).to_contain_text("3.0 of 4.0 GiB")
+        await expect(page.locator("#aloud")).to_have_text("Refused: team/late. no GPU has 60 cores free")
+        assert await page.evaluate("window.kept.length > 20 && window.kept.every((node) => node.isConnected)")
+        stage.show(document(PODS[:2], at=NOW + 2))
+        await expect(page.locator("#rows tr")).to_have_count(2)
+
+
+async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage) -> None:
+    """Pods come and go, GPUs are lost and come back: the document is as large in the end as it was."""
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        size = "document.querySelectorAll('*').length"
+        before = await page.evaluate(size)
+        for turn in range(1, 31):
+            pods = [("team", f"pod-{turn}-{n}") for n in range(3 + turn % 5)]
+            entries = [refusal(number=turn + n, pod=pods[0]) for n in range(3)]
+            stage.show(document(pods, entries=entries, gone=3 if turn % 4 == 0 else None, at=NOW + turn))
+            await expect(page.locator("#rows tr")).to_have_count(len(pods))
+            await expect(page.locator("#rows")).to_contain_text(f"pod-{turn}-0")
+        stage.show(document(at=NOW + 40))
+        await expect(page.locator("#rows")).to_contain_text("team/train")
+        assert await page.evaluate(size) == before
+        assert seen.said == []
+
+
+async def test_a_stream_that_breaks_is_told_and_comes_back(browser: Browser) -> None:
+    stage = Stage()
+    await stage.open()
+    stage.show(document())
+    try:
+        async with visit(browser, stage.url) as seen:
+            page = await loaded(seen)
+            await expect(page.locator("#stale")).to_be_hidden()
+            await stage.close()
+            await expect(page.locator("#live")).to_contain_text("stale since")
+            await expect(page.locator("#stale")).to_contain_text("the agent can't be reached")
+            await expect(page.locator("#aloud")).to_contain_text("The connection to the agent is lost")
+            stage.show(document(PODS[:3], at=NOW + 9))
+            await stage.open()
+            await loaded(seen, 3)
+            await expect(page.locator("#live")).to_have_text("live")
+            await expect(page.locator("#stale")).to_be_hidden()
+    finally:
+        await stage.close()
+
+
+async def test_a_hidden_page_holds_no_stream(browser: Browser, stage: Stage) -> None:
+    hide = """(hidden) => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+
+    async def readers(count: int) -> None:
+        for _ in range(1000):
+            if stage.readers == count:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{stage.readers} streams are open, not {count}")
+
+    await readers(0)
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await readers(1)
+        await page.evaluate(hide, True)
+        await readers(0)
+        stage.show(document(PODS[:2], at=NOW + 1))
+        await page.evaluate(hide, False)
+        await loaded(seen, 2)
+        await expect(page.locator("#live")).to_have_text("live")

@@ -1,0 +1,65 @@
+"""What the page does with names that mean harm and in browsers that forbid, and that it asks nobody but the agent."""
+
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from gpumgr.web.front import PAGE
+from tests.e2e.browser import Stage, visit
+
+from .documents import HOSTILE, column, document, loaded, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+async def test_hostile_names_are_text(browser: Browser, stage: Stage) -> None:
+    entries = [refusal(number=n, pod=pod, why=pod[1]) for n, pod in enumerate(HOSTILE, start=1)]
+    stage.show(document(HOSTILE, entries=entries, failed={1: HOSTILE[0][1]}, used_gib=4.5))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, len(HOSTILE))
+        names = {"/".join(pod) for pod in HOSTILE}
+        assert {name.removesuffix("over its memory") for name in await column(page, 0)} == names
+        await expect(page.locator("#feed li")).to_have_count(len(HOSTILE))
+        assert await page.locator("#feed p:nth-child(3)").all_text_contents() == [pod[1] for pod in reversed(HOSTILE)]
+        assert await page.evaluate("[window.harmed, document.images.length, document.scripts.length]") == [None, 0, 1]
+        addresses = await page.evaluate("[...document.querySelectorAll('#rows a')].map((link) => new URL(link.href).origin)")
+        assert set(addresses) == {stage.url}
+        assert await seen.violations() == []
+        assert seen.said == []
+
+
+async def test_nothing_is_loaded_from_elsewhere_and_nothing_complains(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url) as seen:
+        await loaded(seen)
+        await expect(seen.page.locator("#live")).to_have_text("live")
+        assert {urlsplit(url).netloc for url in seen.requests if not url.startswith("data:")} == {urlsplit(stage.url).netloc}
+        assert {urlsplit(url).path for url in seen.requests if url.startswith("http")} == {"/", "/api/state", "/api/stream"}
+        assert await seen.violations() == []
+        assert seen.said == []
+
+
+async def test_a_browser_that_forbids_storage_loses_only_the_choice(browser: Browser, stage: Stage) -> None:
+    forbid = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('forbidden'); } });"
+    async with visit(browser, stage.url, before=forbid) as seen:
+        page = await loaded(seen)
+        await page.get_by_role("button", name="Dark theme").click()
+        await expect(page.get_by_role("button", name="Light theme")).to_be_visible()
+        assert seen.said == []
+
+
+async def test_without_scripts_the_page_names_the_text(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url, java_script_enabled=False) as seen:
+        await expect(seen.page.locator("noscript a")).to_have_attribute("href", "graph?format=text")
+
+
+async def test_the_page_is_one_small_file() -> None:
+    html = PAGE.read_text(encoding="utf-8")
+    assert len(html.encode()) < 65_536
+    assert (html.count("<style"), html.count("<script")) == (1, 1)
+    body = html[html.index("<body>") :]
+    assert " style=" not in body
+    assert not any(f" on{event}=" in body for event in ("click", "input", "load", "error", "change"))
+    assert "http://www.w3.org/" in html  # SVG's name, the only address in it
+    assert html.replace("http://www.w3.org/2000/svg", "").count("://") == 0
+    assert "innerHTML" not in html

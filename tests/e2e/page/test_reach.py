@@ -1,0 +1,139 @@
+"""Whom the page reaches: by keyboard, by screen reader, on any width, in either theme, with enough contrast, without motion."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from gpumgr.agent.cordons import Cordon
+from tests.e2e.browser import Stage, visit
+from tests.unit.metrics.pictures import name_of, uuid_of
+
+from .documents import HOSTILE, NOW, PODS, document, loaded, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1024, 1920])
+async def test_no_width_makes_the_page_scroll_sideways(browser: Browser, stage: Stage, width: int) -> None:
+    stage.show(document((*PODS, *HOSTILE), entries=[refusal(pod=pod, why="y" * 300) for pod in HOSTILE], gone=5, used_gib=4.5))
+    async with visit(browser, stage.url, viewport={"width": width, "height": 740}) as seen:
+        page = await loaded(seen, len(PODS) + len(HOSTILE))
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+
+
+async def test_the_theme_follows_the_system_until_it_is_chosen(browser: Browser, stage: Stage) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    async with visit(browser, stage.url, color_scheme="dark") as seen:
+        page = await loaded(seen)
+        dark = await page.evaluate(ground)
+        await page.emulate_media(color_scheme="light")
+        light = await page.evaluate(ground)
+        assert dark != light
+        await page.get_by_role("button", name="Dark theme").click()
+        assert await page.evaluate(ground) == dark
+        await page.reload()
+        await loaded(seen)
+        assert await page.evaluate(ground) == dark
+        await page.get_by_role("button", name="Light theme").click()
+        assert await page.evaluate(ground) == light
+
+
+async def test_who_wants_less_motion_gets_none(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url, reduced_motion="reduce") as seen:
+        page = await loaded(seen)
+        moving = "[...document.querySelectorAll('*')].filter((node) => parseFloat(getComputedStyle(node).transitionDuration) > 0).length"
+        assert await page.evaluate(moving) == 0
+        assert await page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+
+
+async def test_the_keyboard_reaches_everything_and_the_focus_can_be_seen(browser: Browser, stage: Stage) -> None:
+    stage.show(document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]))
+    mark = """[...document.querySelectorAll("a[href], button, input, [tabindex='0']")].filter((node) => node.checkVisibility())
+        .map((node, n) => node.dataset.mark = `${n} ${node.id || node.getAttribute("href") || node.textContent}`)"""
+    focused = """() => {
+        const node = document.activeElement, style = getComputedStyle(node);
+        return [node.dataset.mark, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
+    }"""
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 40)
+        wanted = await page.evaluate(mark)
+        reached: dict[str, bool] = {}
+        for _ in wanted:
+            await page.keyboard.press("Tab")
+            what, visible = await page.evaluate(focused)
+            reached[what] = visible
+        assert list(reached) == wanted
+        assert [what for what, visible in reached.items() if not visible] == []
+        assert [what.split()[1] for what in wanted[:3]] == ["#main", "filter", "theme"]
+
+
+async def test_a_gpu_of_the_topology_leads_to_its_card(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        link = page.get_by_role("link", name="GPU6: well, free")
+        await link.focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator(f"#gpu-{name_of(6)}")).to_be_in_viewport()
+        assert await page.evaluate("document.activeElement.id") == f"gpu-{name_of(6)}"
+
+
+async def test_a_screen_reader_finds_its_way(browser: Browser, stage: Stage) -> None:
+    stage.show(document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 40)
+        for role in ("banner", "main", "search", "contentinfo", "status"):
+            await expect(page.get_by_role(role)).to_have_count(1)
+        await expect(page.get_by_role("heading", level=1)).to_have_text("node-1")
+        levels = await page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map((node) => Number(node.tagName[1]))")
+        assert all(deeper - before <= 1 for before, deeper in pairwise(levels))
+        nameless = """[...document.querySelectorAll("a[href], button, input, [role=img], [role=region], nav, article")].filter((node) =>
+            !(node.getAttribute("aria-label") || node.labels?.[0]?.textContent || node.textContent.trim()
+              || document.getElementById(node.getAttribute("aria-labelledby"))?.textContent)).length"""
+        assert await page.evaluate(nameless) == 0
+        labelled = """[...document.querySelectorAll("[aria-labelledby], [for]")].filter((node) =>
+            !document.getElementById(node.getAttribute("aria-labelledby") || node.getAttribute("for"))).length"""
+        assert await page.evaluate(labelled) == 0
+        await expect(page.get_by_role("table")).to_have_accessible_name(re.compile("what they were granted"))
+        assert await page.locator("th:not([scope=col])").count() == 0
+        assert await page.evaluate("document.documentElement.lang") == "en"
+        twice = """[...document.querySelectorAll("[id]")].map((node) => node.id).filter((id, n, all) => all.indexOf(id) !== n)"""
+        assert await page.evaluate(twice) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_all_text_can_be_read(browser: Browser, stage: Stage, scheme: str) -> None:
+    """WCAG 2.2, 1.4.3: 4.5 to 1, and 3 to 1 for large text."""
+    stage.show(document(entries=[refusal()], gone=5, failed={1: "XID 79"}, cordons={uuid_of(2): Cordon(since=NOW)}, used_gib=4.5))
+    async with visit(browser, stage.url, color_scheme=scheme) as seen:
+        page = await loaded(seen)
+        await page.get_by_label("Filter").fill("")
+        assert await page.evaluate(_DIM_TEXT) == []
+
+
+_DIM_TEXT = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const text = [...node.childNodes].filter((child) => child.nodeType === 3).map((child) => child.data.trim()).join("");
+    if (!text || !node.checkVisibility() || node.closest(".sr, .jump, noscript, title")) continue;
+    const style = getComputedStyle(node), below = [];
+    for (let at = node; at; at = at.parentElement) below.unshift(getComputedStyle(at).backgroundColor);
+    const box = node.ownerSVGElement && node.parentElement.querySelector(".box");
+    if (box) below.push(getComputedStyle(box).fill);
+    const ground = rgb(below), ink = rgb([...below, node.ownerSVGElement ? style.fill : style.color]);
+    const [a, b] = [light(ground), light(ink)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) found.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+}"""

@@ -1,0 +1,109 @@
+"""What a look at the page tells: who sits where, what is wrong, how the GPUs are joined."""
+
+from dataclasses import replace
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from gpumgr.agent.cordons import Cordon
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.picture import Picture
+from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.web.state import state_document
+from tests.e2e.browser import Stage, visit
+from tests.unit.metrics.pictures import name_of, uuid_of
+
+from .documents import NOW, document, loaded, refusal, rows
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+async def test_a_look_tells_who_sits_where_and_what_is_wrong(browser: Browser, stage: Stage) -> None:
+    stage.show(document(entries=[refusal()], used_gib=4.5))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await expect(page).to_have_title("(5) node-1 · gpumgr")
+        await expect(page.locator("#verdict")).to_have_text("Ready")
+        await expect(page.locator("#live")).to_have_text("live")
+        card = page.locator(f"#gpu-{name_of(1)}")
+        await expect(card).to_contain_text("GPU1")
+        await expect(card).to_contain_text("team/web")
+        await expect(card).to_contain_text("9 of 100 granted, 25 used")
+        await expect(card).to_contain_text("5 of 9 cores, 4.5 of 4.0 GiB")
+        await expect(card).to_contain_text("over its memory")
+        await expect(card).to_contain_text("40 °C")
+        await expect(
+            card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
+        ).to_be_visible()
+        await expect(page.locator(f"#gpu-{name_of(4)}")).to_contain_text("1.2 GiB in nobody's account (1 process)")
+        problems = page.locator("#problems li")
+        await expect(problems.filter(has_text="refused")).to_contain_text("team/late 60 s ago: no GPU has 60 cores free")
+        await expect(problems.filter(has_text="over limit").last).to_contain_text("has 4.0 GiB on GPU1, uses 4.5 GiB")
+        await expect(page.locator("#feed li.refused")).to_contain_text("60 cores, no_fit")
+        health = page.locator("#health")
+        for fact in ("550.54.15, CUDA 12.4", "0.4 s ago", "2 waiting, 0 dropped", "mps keeps cores and memory", "registered"):
+            await expect(health).to_contain_text(fact)
+        whole = (await rows(page))[-2]
+        assert whole[:7] == ["team/train", "main", "GPU0", "whole", "5", "80.0 GiB", "4.5 GiB"]
+
+
+async def test_a_quiet_node_says_that_nothing_is_wrong(browser: Browser, stage: Stage) -> None:
+    stage.show(document(count=2, entries=[replace(refusal(), at=NOW - 1000)]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await expect(page.locator("#fine")).to_have_text("Nothing. All GPUs are well, nothing was refused in the last 15 min.")
+        await expect(page.locator("#problems li")).to_have_count(0)
+        await expect(page).to_have_title("node-1 · gpumgr")
+
+
+async def test_a_lost_gpu_and_a_cordoned_one_are_marked_in_words(browser: Browser, stage: Stage) -> None:
+    stage.show(document())
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        cordon = {uuid_of(2): Cordon(reason="a new riser", since=NOW - 600, draining=True)}
+        stage.show(document(gone=5, failed={1: "XID 79: it has fallen off the bus"}, cordons=cordon, at=NOW + 1))
+        await expect(page.locator(f"#gpu-{name_of(1)} .tag")).to_have_text("failed (XID)")
+        await expect(page.locator(f"#gpu-{name_of(1)} .why")).to_have_text("XID 79: it has fallen off the bus")
+        await expect(page.locator(f"#gpu-{name_of(2)} .tag")).to_have_text("draining")
+        await expect(page.locator(f"#gpu-{name_of(2)} .why")).to_contain_text("a new riser")
+        await expect(page.locator(f"#gpu-{name_of(5)} .tag")).to_have_text("not shown")
+        await expect(page.locator("#aloud")).to_contain_text("GPU1 takes nothing new: XID 79: it has fallen off the bus")
+        picture = page.locator("#picture")
+        label = await picture.get_attribute("aria-label") or ""
+        assert "socket (NODE), NUMA 0: GPU0 GPU1 GPU2 GPU3" in label
+        assert f"Not well: GPU1 failed (XID), GPU2 draining, GPU {name_of(5)} not shown." in label
+        assert "NVLink fabric: 7 GPUs joined all to all, 18 links each." in label
+        await expect(picture.locator(".box.bad")).to_have_count(2)
+        await expect(picture.locator(".wire.bad")).to_have_count(1)
+        stage.show(document(at=NOW + 2))
+        await expect(page.locator("#aloud")).to_contain_text("GPU1 is back")
+
+
+async def test_links_that_are_no_fabric_are_drawn_one_by_one(browser: Browser, stage: Stage) -> None:
+    state = document()
+    state["nvlinks"] = [{"a": 0, "b": 1, "links": 2}, {"a": 0, "b": 3, "links": 1}, {"a": 4, "b": 7, "links": 1}]
+    stage.show(state)
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await expect(page.locator("#picture .wire")).to_have_count(3)
+        assert await page.locator("#picture .wire title").all_text_contents() == [
+            "GPU0 and GPU1: 2 NVLinks",
+            "GPU0 and GPU3: 1 NVLink",
+            "GPU4 and GPU7: 1 NVLink",
+        ]
+
+
+async def test_a_node_without_a_driver_says_so(browser: Browser, stage: Stage) -> None:
+    inventory = Inventory()
+    view = AgentView(
+        ledger=Ledger(Cards()), inventory=inventory, node=inventory.view(Cards(), policy="binpack", visible_blocks={})
+    )
+    stage.show(state_document(Picture(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), []))
+    async with visit(browser, stage.url) as seen:
+        await expect(seen.page.locator("#verdict")).to_have_text("Not ready")
+        await expect(seen.page.locator("#problems")).to_contain_text("no driver was found yet")
+        await expect(seen.page.locator("#nogpus")).to_contain_text("No driver was found yet")
+        await expect(seen.page.locator("#norows")).to_have_text("No container holds a GPU.")
+        assert seen.said == []

@@ -1,0 +1,79 @@
+"""The table of containers: its filter, its order, its portions."""
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from tests.e2e.browser import Stage, visit
+from tests.unit.metrics.pictures import name_of
+
+from .documents import PODS, column, document, loaded, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+@pytest.mark.parametrize(
+    ("text", "pods"),
+    [
+        ("team/", ["team/train", "team/web"]),
+        ("RANK", ["search/rank"]),
+        ("GPU3", ["search/rank"]),
+        ("gpu 3", ["search/rank"]),
+        ("search mps", ["search/rank"]),
+        ("hami", ["batch/night", "search/embed", "team/train"]),
+        ("main", sorted("/".join(pod) for pod in PODS)),
+        ("nowhere", []),
+    ],
+)
+async def test_the_filter_narrows_containers_and_decisions(browser: Browser, stage: Stage, text: str, pods: list[str]) -> None:
+    stage.show(document(entries=[refusal(number=n, pod=pod) for n, pod in enumerate(PODS, start=1)]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await page.get_by_label("Filter").fill(text)
+        await expect(page.locator("#rows tr")).to_have_count(len(pods))
+        assert await column(page, 0) == pods
+        if text == "RANK":
+            await expect(page.locator("#feed li")).to_have_count(1)
+            await expect(page.locator("#count")).to_have_text("1 of 5 match")
+        if not pods:
+            await expect(page.locator("#norows")).to_have_text("No container matches the filter.")
+        await page.get_by_label("Filter").fill("")
+        await expect(page.locator("#rows tr")).to_have_count(5)
+
+
+async def test_a_card_leads_to_its_rows_in_the_table(browser: Browser, stage: Stage) -> None:
+    stage.show(document([("team", f"pod-{n:02}") for n in range(60)]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 60)
+        await page.locator(f"#gpu-{name_of(2)}").get_by_role("button", name="4 more in the table").click()
+        await expect(page.locator("#rows tr")).to_have_count(8)
+        assert set(await column(page, 2)) == {"GPU2"}
+        await expect(page.get_by_label("Filter")).to_have_value("GPU2")
+
+
+async def test_every_column_sorts_both_ways_and_says_so(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        assert await column(page, 0) == sorted("/".join(pod) for pod in PODS)
+        for number, head in enumerate(await page.locator("th").all()):
+            for _ in range(2):
+                await head.get_by_role("button").click()
+                way = await head.get_attribute("aria-sort")
+                assert await page.locator("th[aria-sort]").count() == 1
+                shown = await column(page, number)
+                if number in (0, 1, 2, 8, 10):
+                    assert shown == sorted(shown, reverse=way == "descending"), (number, way)
+        await page.get_by_role("button", name="Memory", exact=True).click()
+        assert (await column(page, 5))[0] == "80.0 GiB"
+        await page.get_by_role("button", name="Since").click()
+        assert await column(page, 9) == ["0 s", "60 s", "2 min", "3 min", "4 min"]
+
+
+async def test_thousands_of_rows_come_in_portions(browser: Browser, stage: Stage) -> None:
+    stage.show(document([("team", f"pod-{n:04}") for n in range(1600)]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 200)
+        await expect(page.locator("#count")).to_have_text("1,600")
+        await page.get_by_role("button", name="Show all 1,600").click()
+        await expect(page.locator("#rows tr")).to_have_count(1600)
+        await page.get_by_label("Filter").fill("pod-1234")
+        await expect(page.locator("#rows tr")).to_have_count(1)
