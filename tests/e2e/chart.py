@@ -1,7 +1,8 @@
 """The Helm chart as helm renders it, and what is made from it and from the settings.
 
-`python -m tests.e2e.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering,
-and the part of values.schema.json that says what the agent's settings are. The tests prove that both are up to date.
+`python -m tests.e2e.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the component that
+makes it what the chart is with gpuManager.takeOver; and of values.schema.json what the agent's settings are and which values can't be
+missing. The tests prove that all are up to date.
 """
 
 import json
@@ -22,6 +23,7 @@ from .places import PROJECT
 
 CHART: Final = PROJECT / "config" / "helm" / "gpumgr"
 BASE: Final = PROJECT / "config" / "kustomize" / "base"
+TAKE_OVER: Final = PROJECT / "config" / "kustomize" / "take-over"
 SCHEMA: Final = CHART / "values.schema.json"
 NAMESPACE: Final = "kube-system"
 
@@ -33,6 +35,8 @@ _OF_HELM: Final = re.compile(
 _HEAD: Final = (
     "# Made from the chart in config/helm/gpumgr by `python -m tests.e2e.chart`; change that, or patch this in an overlay.\n"
 )
+#: Values that may be null as a whole: no limits, no class, and what an update with OnDelete has no use for.
+_MAY_BE_MISSING: Final = ("resources", "priorityClassName", "rollingUpdate")
 
 
 class HelmError(Exception):
@@ -94,6 +98,29 @@ def base_files() -> dict[str, str]:
     return {**files, "kustomization.yaml": _HEAD + yaml.safe_dump(listed, sort_keys=False)}
 
 
+def take_over_files() -> dict[str, str]:
+    """Name -> text of every file of the component: to the base's DaemonSet it adds what gpuManager.takeOver adds to the chart's."""
+    plain, taking = render(), render({"gpuManager": {"takeOver": True}})
+    name = daemonset(plain)["metadata"]["name"]
+    container = {
+        "name": agent_container(plain)["name"],
+        "volumeMounts": _added(agent_container(plain)["volumeMounts"], agent_container(taking)["volumeMounts"]),
+    }
+    pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(taking)["volumes"])}
+    patch = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": name}, "spec": {"template": {"spec": pod}}}
+    listed = {
+        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
+        "kind": "Component",
+        "patches": [{"path": "daemonset.yaml", "target": {"kind": "DaemonSet", "name": name}}],
+    }
+    files = {"daemonset.yaml": patch, "kustomization.yaml": listed}
+    return {file: _HEAD + yaml.safe_dump(each, sort_keys=False) for file, each in files.items()}
+
+
+def _added(before: list[Json], after: list[Json]) -> list[Json]:
+    return [each for each in after if each not in before]
+
+
 def settings_schema() -> Json:
     """JSON schema of the value `settings`: the agent's own sections and keys, each of which may be null."""
     return _closed(
@@ -121,10 +148,28 @@ def _or_null(kind: Any) -> Json:
     return {**schema, "type": [schema["type"], "null"]}
 
 
+def _require(schema: Json, defaults: Json) -> None:
+    """Says of each block which of its values can't be missing. Helm takes a value that is null away with its default, and the
+    templates would meet nothing where they look."""
+    required = []
+    for key, default in defaults.items():
+        kind = schema["properties"][key]
+        is_block = "properties" in kind
+        if is_block and key != "settings":  # each of the agent's may be missing, which means its default
+            _require(kind, default)
+        may_be_empty = default == "" or (kind.get("type") in ("array", "object") and not is_block)
+        if not may_be_empty and key not in _MAY_BE_MISSING:
+            required.append(key)
+    schema.pop("required", None)
+    if required:
+        schema["required"] = required
+
+
 def schema_text() -> str:
-    """values.schema.json with its part `settings` as it should be."""
+    """values.schema.json with its part `settings` and what each block requires as it should be."""
     schema = json.loads(SCHEMA.read_text())
     schema["properties"]["settings"] = settings_schema()
+    _require(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -133,9 +178,12 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield SCHEMA, schema_text()
     for name, text in base_files().items():
         yield BASE / name, text
+    for name, text in take_over_files().items():
+        yield TAKE_OVER / name, text
 
 
 if __name__ == "__main__":
     for path, text in generated():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         print(path.relative_to(PROJECT))

@@ -5,6 +5,12 @@ from typing import Any, Final
 
 Values = Mapping[str, Any]
 
+#: Values that may be null: empty, then.
+EMPTY: Final = (
+    *("affinity", "nodeSelector", "tolerations", "priorityClassName", "resources", "nameOverride"),
+    *("podAnnotations", "podLabels", "extraArgs", "extraEnv", "extraVolumes", "extraVolumeMounts"),
+)
+
 SETS: Final[Mapping[str, Values]] = {
     "default": {},
     "least": {
@@ -20,7 +26,7 @@ SETS: Final[Mapping[str, Values]] = {
         "image": {"repository": "registry.example/gpumgr", "digest": "sha256:" + "0" * 64, "pullSecrets": [{"name": "key"}]},
         "settings": {
             "kubernetes": {"delete_failed_pods": True, "node_labels": ["gaia.tencent.com/gpu-model="]},
-            "nvml": {"load_kernel_modules": True, "library_path": "/driver-root/usr/lib64/libnvidia-ml.so.1"},
+            "nvml": {"library_path": "/driver-root/usr/lib64/libnvidia-ml.so.1"},
             "container": {"driver_whole_dir": "/opt/driver/whole"},
             "enforcement": {"evict": True, "injection": "cdi", "overrides": ["batch=mps"], "over_limit_slack_mebibytes": 1048576},
             "hami_core": {"library_path": "/opt/hami/libvgpu.so"},
@@ -53,7 +59,11 @@ SETS: Final[Mapping[str, Values]] = {
         "metrics": {"service": {"enabled": False}},
     },
     "standalone": {"settings": {"kubernetes": {"enabled": False}}},
-    "with a kubeconfig": {"settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}}},
+    "with a kubeconfig": {
+        "settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}},
+        "extraVolumes": [{"name": "kubeconfig", "secret": {"secretName": "kubeconfig"}}],
+        "extraVolumeMounts": [{"name": "kubeconfig", "mountPath": "/etc/kubernetes", "readOnly": True}],
+    },
     "with an account of its own": {"serviceAccount": {"create": False, "name": "gpus"}, "fullnameOverride": "gpus"},
     "other folders": {
         "settings": {
@@ -67,7 +77,31 @@ SETS: Final[Mapping[str, Values]] = {
             "process": {"lock_path": "/data/gpumgr/lock"},
         },
     },
+    "all in few folders": {
+        "settings": {
+            "checkpoint": {"dir": "/run/gpumgr"},
+            "cri": {"socket": "/run/gpumgr/runtime.sock"},
+            "hami_core": {"library_path": "/opt/l/libvgpu.so"},
+            "vcuda": {"library_path": "/opt/l/libcuda-control.so"},
+            "process": {"lock_path": "/run/gpumgr/lock"},
+        },
+        "mps": {"enabled": True},
+    },
+    "odd names": {
+        "settings": {
+            "checkpoint": {"dir": "/data/gpu #1"},
+            "container": {"allocation_dir": "/data/a: b", "driver_share_dir": '/data/{"c"}/nvidia'},
+            "process": {"lock_path": "/data/gpu #1/lock"},
+        }
+    },
+    "emptied": dict.fromkeys(EMPTY),
 }
+
+#: Blocks that the templates look into.
+BLOCKS: Final = (
+    *("image", "settings", "http", "driver", "mps", "gpuManager", "preflight", "serviceAccount", "rbac", "updateStrategy"),
+    *("probes", "probes.liveness", "metrics", "metrics.service", "metrics.podMonitor", "metrics.serviceMonitor", "metrics.rules"),
+)
 
 #: Values and the words that must stand in helm's message: where, and what is allowed.
 MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
@@ -104,6 +138,73 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     "a socket that the host does not see": (
         {"settings": {"display": {"socket": "/var/run/gpu-manager.sock"}}},
         "settings.display.socket: /var/run/gpu-manager.sock must lie in /run/gpumgr or /var/lib/gpumgr",
+    ),
+    "a folder that is the root": (
+        {"settings": {"cri": {"socket": "/sock"}}},
+        "settings.cri.socket: all of the host's / would be mounted, over the pod's own /opt/gpumgr; let it lie in another folder",
+    ),
+    "driver files in the root": (
+        {"settings": {"container": {"driver_share_dir": "/nvidia"}}, "gpuManager": {"takeOver": True}},
+        "settings.container.driver_share_dir: all of the host's / would be mounted",
+    ),
+    "a folder over the image's": (
+        {"settings": {"hami_core": {"library_path": "/opt/libvgpu.so"}}},
+        "settings.hami_core.library_path: all of the host's /opt would be mounted, over the pod's own /opt/gpumgr",
+    ),
+    "a folder over the account's token": (
+        {"settings": {"cri": {"socket": "/var/run/cri-dockerd.sock"}}},
+        "all of the host's /var/run would be mounted, over the pod's own /var/run/secrets",
+    ),
+    "the place of the pod's own": (
+        {"settings": {"cri": {"socket": "/tmp/sock"}}},
+        "settings.cri.socket: all of the host's /tmp would be mounted, over the pod's own /tmp",
+    ),
+    "modules without modprobe": (
+        {"settings": {"nvml": {"load_kernel_modules": True}}},
+        "settings.nvml.load_kernel_modules: there is no modprobe in the image; load the driver's modules on the host",
+    ),
+    "devices elsewhere": ({"settings": {"container": {"device_root": "/host/dev"}}}, "settings.container.device_root: "),
+    "deaf to the probes": (
+        {"settings": {"http": {"address": "127.0.0.1"}}},
+        "settings.http.address: the kubelet's probes don't reach 127.0.0.1 in the pod",
+    ),
+    "deaf to the probes by name": ({"settings": {"http": {"address": "Localhost"}}}, "settings.http.address: "),
+    "a kubeconfig that is not there": (
+        {
+            "settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}},
+            "extraVolumeMounts": [{"name": "other", "mountPath": "/etc/kubernetes/gpumgr"}],
+        },
+        "settings.kubernetes.kubeconfig: nothing is mounted where /etc/kubernetes/gpumgr.conf is",
+    ),
+    "a variable of the chart's": (
+        {"extraEnv": [{"name": "NODE_NAME", "value": "node"}]},
+        "extraEnv: NODE_NAME is given by the chart",
+    ),
+    "a setting that is known already": (
+        {"extraEnv": [{"name": "GPUMGR_HTTP_PORT", "value": "9000"}]},
+        "extraEnv: GPUMGR_HTTP_PORT goes over a setting that the chart looks at; give settings.http.port",
+    ),
+    "a flag for what is known already": (
+        {"extraArgs": ["--set", "http.port=9000"]},
+        "extraArgs: http.port=9000 goes over a setting that the chart looks at; give settings.http.port",
+    ),
+    "a flag in one word": ({"extraArgs": ["--set=cri.socket=/x"]}, "give settings.cri.socket"),
+    "a volume twice": (
+        {"extraVolumes": [{"name": "state", "emptyDir": {}}]},
+        "extraVolumes: the chart has a volume state already",
+    ),
+    "a place twice": (
+        {"extraVolumeMounts": [{"name": "more", "mountPath": "/run/gpumgr/"}]},
+        "extraVolumeMounts: the chart mounts something at /run/gpumgr already",
+    ),
+    "a mount of no place": ({"extraVolumeMounts": [{"name": "more"}]}, "at '/extraVolumeMounts/0': missing property 'mountPath'"),
+    "a label that is looked for": (
+        {"podLabels": {"app.kubernetes.io/name": "gpus"}},
+        "podLabels: app.kubernetes.io/name is given by the chart",
+    ),
+    "two Services of one name": (
+        {"metrics": {"service": {"alias": "gpumgr-metrics"}}},
+        "metrics.service.alias: the first Service is named gpumgr-metrics already",
     ),
     "mps that would end with the agent": ({"settings": {"enforcement": {"backend": "mps"}}}, "set mps.enabled too"),
     "an exception for mps": ({"settings": {"enforcement": {"overrides": ["batch=mps"]}}}, "set mps.enabled too"),

@@ -1,8 +1,11 @@
 """The Helm chart and the kustomize base: what they render, what they refuse, and that a real API server takes them."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +22,7 @@ from .build import build
 from .chart import (
     BASE,
     CHART,
+    TAKE_OVER,
     HelmError,
     agent_container,
     daemonset,
@@ -29,14 +33,15 @@ from .chart import (
     render,
     settings_file,
 )
-from .chart_values import MISTAKES, SETS, Values
+from .chart_values import BLOCKS, MISTAKES, SETS, Values
 from .manifests import Json
 from .places import PROJECT
 
-#: A hostPath volume in the rendered text: the comment before it, its name, its path.
-_VOLUME: Final = re.compile(
-    r"^ *# ([a-z_]+\.[a-z_]+): (\S.*\S)\.\n *- name: (\S+)\n *hostPath:\n *path: \"(\S+)\"\n *type: (\w+)$", re.MULTILINE
-)
+#: A hostPath volume in the rendered text: the comments before it, its name. And one of the comments.
+_VOLUME: Final = re.compile(r"((?:^ *# [a-z_]+\.[a-z_]+: .+\.\n)+) *- name: (\S+)\n *hostPath:\n", re.MULTILINE)
+_REASON: Final = re.compile(r"# ([a-z_]+)\.([a-z_]+): \S.*\S\.$", re.MULTILINE)
+#: Where a template looks at a setting.
+_LOOK: Final = re.compile(r'(?:list [.$]\w* |dig )"([a-z_]+)" "([a-z_]+)"')
 
 sets = pytest.mark.parametrize("values", SETS.values(), ids=SETS.keys())
 
@@ -95,15 +100,18 @@ def test_every_folder_of_the_host_has_a_reason_and_a_setting(values: Values, tmp
     text = render(values)
     settings = plain(settings_of(text, tmp_path))
     mounts = {mount["name"]: mount for mount in agent_container(text)["volumeMounts"]}
-    told = {name: (setting, path, kind) for setting, _, name, path, kind in _VOLUME.findall(text)}
-    assert told.keys() == {volume["name"] for volume in pod_spec(text)["volumes"] if "hostPath" in volume}
-    for name, (setting, path, kind) in told.items():
-        section, key = setting.split(".")
-        value = settings[section][key]
+    told = {name: _REASON.findall(comments) for comments, name in _VOLUME.findall(text)}
+    folders = {volume["name"]: volume["hostPath"] for volume in pod_spec(text)["volumes"] if "hostPath" in volume}
+    assert told.keys() == folders.keys()
+    for name, reasons in told.items():
+        path, kind = folders[name]["path"], folders[name]["type"]
         assert kind in ("Directory", "DirectoryOrCreate")
-        assert name in ("driver-root", "modules") or path in (value, str(Path(value).parent))
+        for section, key in reasons:
+            value = settings[section][key]
+            assert name == "driver-root" or path in (value, str(Path(value).parent))
         assert mounts[name]["mountPath"] == ("/driver-root" if name == "driver-root" else path)
-        assert not mounts[name].get("readOnly") or kind == "Directory" or name in ("gpu-manager", "driver-files")
+        readable = name == "gpu-manager" or name.startswith("driver-files")
+        assert not mounts[name].get("readOnly") or kind == "Directory" or readable
 
 
 @sets
@@ -132,6 +140,63 @@ def test_no_folder_of_the_host_beyond_the_few() -> None:
     }
     assert "hostNetwork" not in spec
     assert "hostIPC" not in spec
+
+
+def test_a_folder_for_several_things_is_mounted_once_with_the_rights_of_all() -> None:
+    text = render(SETS["all in few folders"])
+    mounts = {each["name"]: each for each in agent_container(text)["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod_spec(text)["volumes"]}
+    assert mounts["state"] == {"name": "state", "mountPath": "/run/gpumgr", "mountPropagation": "HostToContainer"}
+    assert volumes["state"]["hostPath"] == {"path": "/run/gpumgr", "type": "DirectoryOrCreate"}
+    assert mounts["hami-core"] == {"name": "hami-core", "mountPath": "/opt/l", "readOnly": True}
+    assert not {"run", "cri", "vcuda"} & mounts.keys()
+    both = {"nvml": {"library_path": "/driver-root/lib.so"}, "hami_core": {"library_path": "/run/nvidia/driver/libvgpu.so"}}
+    apart = agent_container(render({"settings": both, "driver": {"root": "/run/nvidia/driver"}}))["volumeMounts"]
+    assert {"/driver-root", "/run/nvidia/driver"} <= {each["mountPath"] for each in apart}  # one folder in two places
+
+
+def test_folders_keep_whatever_name_they_have() -> None:
+    text = render(SETS["odd names"])
+    names = {"/data/gpu #1", "/data/a: b", '/data/{"c"}'}
+    assert names <= {volume["hostPath"]["path"] for volume in pod_spec(text)["volumes"] if "hostPath" in volume}
+    assert names <= {mount["mountPath"] for mount in agent_container(text)["volumeMounts"]}
+
+
+def test_driver_files_elsewhere_are_seen() -> None:
+    def mounted(values: Values) -> dict[str, bool]:
+        mounts = agent_container(render(values))["volumeMounts"]
+        return {each["mountPath"]: each.get("readOnly", False) for each in mounts if each["name"].startswith("driver-files")}
+
+    elsewhere = {"container": {"driver_whole_dir": "/opt/driver/whole"}}
+    assert mounted({}) == {}
+    assert mounted({"settings": elsewhere}) == {"/opt/driver": True}
+    both = {"/etc/gpu-manager/vdriver": True, "/opt/driver": True}
+    assert mounted({"settings": elsewhere, "gpuManager": {"takeOver": True}}) == both
+    mirrored = {**elsewhere, "vcuda": {"library_path": "/opt/l/libcuda-control.so"}}
+    assert mounted({"settings": mirrored}) == dict.fromkeys(both, False)
+
+
+def test_nodes_are_chosen_by_labels_that_no_other_agent_goes_by_and_can_be_left_out() -> None:
+    """gpu-manager's own label is nvidia-device-enable: two agents on a node would give out the same GPUs."""
+    terms = pod_spec(render())["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+
+    def takes(labels: Mapping[str, str]) -> bool:
+        """As the scheduler decides it."""
+
+        def holds(each: Json) -> bool:
+            return (labels.get(each["key"]) in each["values"]) is {"In": True, "NotIn": False}[each["operator"]]
+
+        return any(all(map(holds, term["matchExpressions"])) for term in terms)
+
+    ways = (
+        {"nvidia.com/gpu.present": "true"},
+        {"feature.node.kubernetes.io/pci-10de.present": "true"},
+        {"gpumgr.io/node": "enable"},
+    )
+    assert all(takes(way) for way in ways)
+    assert not any(takes({**way, "gpumgr.io/node": "disable"}) for way in ways)
+    assert not takes({})
+    assert not takes({"nvidia-device-enable": "enable"})
 
 
 def test_the_probes_say_different_things() -> None:
@@ -172,7 +237,12 @@ def test_the_agent_listens_on_its_pods_address_unless_told_otherwise() -> None:
         return {each["name"]: each.get("valueFrom") for each in agent_container(render(values))["env"]}
 
     assert variables({})["GPUMGR_HTTP_ADDRESS"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-    assert "GPUMGR_HTTP_ADDRESS" not in variables({"settings": {"http": {"address": "127.0.0.1"}}})
+    alone = {"settings": {"http": {"address": "127.0.0.1"}}, "hostNetwork": True}
+    assert "GPUMGR_HTTP_ADDRESS" not in variables(alone)
+    probes = {name: kind for name, kind in agent_container(render(alone)).items() if name.endswith("Probe")}
+    assert {probe["httpGet"]["host"] for probe in probes.values()} == {"127.0.0.1"}
+    assert len(probes) == 3
+    assert "host" not in agent_container(render({"hostNetwork": True}))["livenessProbe"]["httpGet"]
 
 
 def test_the_runtime_is_asked_for_no_more_of_the_driver_than_is_used(tmp_path: Path) -> None:
@@ -189,6 +259,45 @@ def test_the_runtime_is_asked_for_no_more_of_the_driver_than_is_used(tmp_path: P
 def test_a_mistake_is_told_where_it_is(values: Values, message: str) -> None:
     with pytest.raises(HelmError, match=re.escape(message)):
         render(values)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_that_is_null_is_told_by_its_name(block: str) -> None:
+    above, _, name = block.rpartition(".")
+    where = f"/{above}" if above else ""
+    with pytest.raises(HelmError, match=f"at '{where}': missing propert(y|ies) '{name}'"):
+        render({above: {name: None}} if above else {name: None})
+
+
+def test_no_setting_that_the_templates_look_at_can_be_given_behind_their_back() -> None:
+    looked_at = {pair for path in (CHART / "templates").iterdir() for pair in _LOOK.findall(path.read_text())}
+    given = {
+        (section, key)
+        for section, keys in yaml.safe_load((CHART / "values.yaml").read_text())["settings"].items()
+        for key in keys
+    }
+    assert len(looked_at) > 20
+    for section, key in looked_at | given:
+        with pytest.raises(HelmError, match=f"give settings.{section}.{key}"):
+            render({"extraEnv": [{"name": f"GPUMGR_{section}_{key}".upper(), "value": "x"}]})
+
+
+def test_the_notes_say_which_labels_count_and_what_of_gpu_manager(tmp_path: Path) -> None:
+    """Without a cluster helm prints no notes, so they are made an object here."""
+    chart = tmp_path / "gpumgr"
+    shutil.copytree(CHART, chart)
+    (chart / "templates" / "NOTES.txt").rename(chart / "files" / "NOTES.txt")
+    told = '{kind: Notes, metadata: {name: notes}, told: {{ tpl (.Files.Get "files/NOTES.txt") . | quote }}}'
+    (chart / "templates" / "notes.yaml").write_text(told)
+
+    def notes(values: Values) -> str:
+        return str(objects(render(values, chart=chart))["Notes", "notes"]["told"])
+
+    assert "kubectl label node NODE gpumgr.io/node=enable" in notes({})
+    assert "kubectl label node NODE gpumgr.io/node=disable" in notes({})
+    assert "gpumgr.io/node" not in notes({"affinity": None})
+    assert "Nodes that ran gpu-manager? Set gpuManager.takeOver" in notes({})
+    assert "ran gpu-manager" not in notes({"gpuManager": {"takeOver": True}})
 
 
 # -- what comes beside the agent -------------------------------------------------------------------------------------------
@@ -211,19 +320,42 @@ def test_the_metrics_service_is_headless_and_says_how_to_scrape() -> None:
     assert not service["spec"]["selector"].items() <= alias["metadata"]["labels"].items()
 
 
+@pytest.mark.parametrize("values", [
+    {"http": {"tokenSecret": "web-token"}},
+    {"settings": {"http": {"token_file": "/var/lib/gpumgr/token"}}},
+    {"settings": {"http": {"client_ca_file": "/var/lib/gpumgr/ca.pem"}}},
+])  # fmt: skip
+def test_nobody_is_told_to_scrape_who_would_be_refused(values: Values) -> None:
+    """Metrics ask for the token then (gpumgr/web/door/access.py), and a Prometheus that goes by annotations has none."""
+    annotated: Json = {"metrics": {"service": {"annotations": {"prometheus.io/scrape": "true"}}}}
+
+    def annotations(values: Values) -> dict[str, str]:
+        return dict(objects(render(values))["Service", "gpumgr-metrics"]["metadata"]["annotations"])
+
+    assert "prometheus.io/scrape" not in annotations(values)
+    assert annotations({**values, **annotated})["prometheus.io/scrape"] == "true"
+    assert annotations({"http": {"tlsSecret": "web-tls"}})["prometheus.io/scheme"] == "https"
+    assert annotations({"http": {"tlsSecret": "web-tls"}})["prometheus.io/scrape"] == "true"
+
+
+@pytest.mark.parametrize("name", ["", "gpus"])
 @pytest.mark.parametrize(("value", "kind", "where"), [
     ("podMonitor", "PodMonitor", "podMetricsEndpoints"),
     ("serviceMonitor", "ServiceMonitor", "endpoints"),
 ])  # fmt: skip
-def test_a_monitor_names_job_and_instance_as_the_rules_have_them(value: str, kind: str, where: str) -> None:
-    text = render({"metrics": {value: {"enabled": True, "labels": {"release": "prom"}}}, "http": {"tokenSecret": "web-token"}})
-    monitor = objects(text)[kind, "gpumgr"]
+def test_a_monitor_names_job_and_instance_as_the_rules_have_them(value: str, kind: str, where: str, name: str) -> None:
+    """Under whatever name the chart is installed."""
+    metrics = {value: {"enabled": True, "labels": {"release": "prom"}}}
+    text = render({"metrics": metrics, "http": {"tokenSecret": "web-token"}, "nameOverride": name})
+    full = f"gpumgr-{name}" if name else "gpumgr"
+    monitor = objects(text)[kind, full]
     assert monitor["metadata"]["labels"]["release"] == "prom"
     selected = monitor["spec"]["selector"]["matchLabels"]
-    labels = objects(text)["Service", "gpumgr-metrics"]["metadata"]["labels"]
-    assert labels[monitor["spec"]["jobLabel"]] == "gpumgr"
-    assert selected.items() <= labels.items()
-    assert selected.items() <= daemonset(text)["spec"]["template"]["metadata"]["labels"].items()
+    service = objects(text)["Service", f"{full}-metrics"]["metadata"]["labels"]
+    pods = daemonset(text)["spec"]["template"]["metadata"]["labels"]
+    assert service[monitor["spec"]["jobLabel"]] == pods[monitor["spec"]["jobLabel"]] == "gpumgr"
+    assert selected.items() <= service.items()
+    assert selected.items() <= pods.items()
     (endpoint,) = monitor["spec"][where]
     assert (endpoint["port"], endpoint["scheme"]) == ("metrics", "http")
     assert endpoint["authorization"] == {"credentials": {"name": "web-token", "key": "token"}}
@@ -255,20 +387,38 @@ def test_the_preflight_sees_the_same_node_as_the_agent() -> None:
 def test_what_is_generated_is_up_to_date() -> None:
     stale = [str(path.relative_to(PROJECT)) for path, text in generated() if not path.exists() or path.read_text() != text]
     assert not stale, f"run `python -m tests.e2e.chart`: {stale}"
-    assert {path.name for path in BASE.iterdir()} == {path.name for path, _ in generated() if path.parent == BASE}
+    for folder in (BASE, TAKE_OVER):
+        assert {path.name for path in folder.iterdir()} == {path.name for path, _ in generated() if path.parent == folder}
 
 
-def test_the_kustomize_base_is_the_charts_default_rendering() -> None:
-    made = subprocess.run(
-        [build() / "kubernetes" / "kubectl", "kustomize", BASE], capture_output=True, text=True, check=True
-    ).stdout
-    wanted = objects(render())
-    for each in wanted.values():
+def kustomized(folder: Path) -> dict[tuple[str, str], Json]:
+    program = build() / "kubernetes" / "kubectl"
+    return objects(subprocess.run([program, "kustomize", folder], capture_output=True, text=True, check=True).stdout)
+
+
+def without_helms_own(found: dict[tuple[str, str], Json]) -> dict[tuple[str, str], Json]:
+    for each in found.values():
         for label in ("helm.sh/chart", "app.kubernetes.io/managed-by"):
             del each["metadata"]["labels"][label]
         if each["kind"] == "DaemonSet":
             del each["spec"]["template"]["metadata"]["annotations"]
-    assert objects(made) == wanted
+    return found
+
+
+def test_the_kustomize_base_is_the_charts_default_rendering() -> None:
+    assert kustomized(BASE) == without_helms_own(objects(render()))
+
+
+def test_the_component_makes_the_base_what_the_chart_is_when_it_takes_over_from_gpu_manager(tmp_path: Path) -> None:
+    overlay = {"resources": [os.path.relpath(BASE, tmp_path)], "components": [os.path.relpath(TAKE_OVER, tmp_path)]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    made, wanted = kustomized(tmp_path), without_helms_own(objects(render({"gpuManager": {"takeOver": True}})))
+    for found in (made, wanted):
+        spec = found["DaemonSet", "gpumgr"]["spec"]["template"]["spec"]
+        for each in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
+            each.sort(key=lambda named: str(named["name"]))  # kustomize puts what it adds first
+    assert made == wanted
+    assert made != kustomized(BASE)
 
 
 def test_defaults_are_the_agents_own_but_for_what_a_pod_has_otherwise(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ VALUES: Mapping[str, Any] = {
         "http": {"address": "127.0.0.1"},
         "log": {"format": "json"},
     },
+    "hostNetwork": True,
     "mps": {"enabled": True},
     "extraArgs": ["--sim", SIM, "--sim-dir", "/opt/sim"],
     "extraEnv": [{"name": "XDG_CACHE_HOME", "value": "/opt/cache"}],

@@ -5,84 +5,85 @@ Folders of sockets and not the sockets: whoever restarts makes a new one. HostTo
 it must have made the folder's own file system shared for that, which systemd does and not every host.
 */}}
 {{- define "gpumgr.hostPaths" -}}
-{{- $settings := .Values.settings -}}
 - name: device-plugins
-  path: {{ include "gpumgr.path" (list . "kubelet" "device_plugin_dir") }}
+  path: {{ include "gpumgr.path" (list . "kubelet" "device_plugin_dir") | quote }}
   type: Directory
   setting: kubelet.device_plugin_dir
   why: the kubelet's socket is there, and ours are made beside it
 - name: pod-resources
-  path: {{ include "gpumgr.path" (list . "kubelet" "pod_resources_socket") | dir }}
+  path: {{ include "gpumgr.path" (list . "kubelet" "pod_resources_socket") | dir | quote }}
   type: Directory
   readOnly: true
   setting: kubelet.pod_resources_socket
   why: the kubelet says there who has which device; a restarted kubelet makes a new socket
 - name: state
-  path: {{ include "gpumgr.path" (list . "checkpoint" "dir") }}
+  path: {{ include "gpumgr.path" (list . "checkpoint" "dir") | quote }}
   type: DirectoryOrCreate
   setting: checkpoint.dir
   why: the ledger and the lock of the node's only agent; on a disk
 - name: allocations
-  path: {{ include "gpumgr.path" (list . "container" "allocation_dir") }}
+  path: {{ include "gpumgr.path" (list . "container" "allocation_dir") | quote }}
   type: DirectoryOrCreate
   setting: container.allocation_dir
   why: a folder for each allocation, which its container has mounted
 - name: run
-  path: {{ include "gpumgr.path" (list . "enforcement" "run_dir") }}
+  path: {{ include "gpumgr.path" (list . "enforcement" "run_dir") | quote }}
   type: DirectoryOrCreate
   propagation: {{ .Values.mps.enabled | ternary "HostToContainer" "" | quote }}
   setting: enforcement.run_dir
   why: sockets and shared memory of running containers, which outlive the agent
 - name: cri
-  path: {{ include "gpumgr.path" (list . "cri" "socket") | dir }}
+  path: {{ include "gpumgr.path" (list . "cri" "socket") | dir | quote }}
   type: Directory
   readOnly: true
   setting: cri.socket
   why: which process runs in which container; a restarted runtime makes a new socket
 - name: cgroups
-  path: {{ include "gpumgr.path" (list . "cri" "cgroup_root") }}
+  path: {{ include "gpumgr.path" (list . "cri" "cgroup_root") | quote }}
   type: Directory
   readOnly: true
   setting: cri.cgroup_root
   why: the processes of each container
 {{- if eq (include "gpumgr.setting" (list . "enforcement" "injection")) "cdi" }}
 - name: cdi
-  path: {{ include "gpumgr.path" (list . "enforcement" "cdi_dir") }}
+  path: {{ include "gpumgr.path" (list . "enforcement" "cdi_dir") | quote }}
   type: DirectoryOrCreate
   setting: enforcement.cdi_dir
   why: CDI specs for the container runtime
 {{- end }}
 {{- if .Values.gpuManager.takeOver }}
 - name: gpu-manager
-  path: {{ include "gpumgr.path" (list . "checkpoint" "gpu_manager_checkpoint") | dir }}
+  path: {{ include "gpumgr.path" (list . "checkpoint" "gpu_manager_checkpoint") | dir | quote }}
   type: DirectoryOrCreate
   readOnly: true
   setting: checkpoint.gpu_manager_checkpoint
-  why: which GPUs its running pods have; read once
+  why: which GPUs its running pods have
 {{- end }}
 {{- $mirror := include "gpumgr.setting" (list . "vcuda" "library_path") }}
-{{- if or .Values.gpuManager.takeOver $mirror }}
-{{- $share := include "gpumgr.path" (list . "container" "driver_share_dir") | dir }}
-{{- $whole := include "gpumgr.path" (list . "container" "driver_whole_dir") | dir }}
+{{- $used := or .Values.gpuManager.takeOver $mirror }}
+{{- $share := include "gpumgr.path" (list . "container" "driver_share_dir") }}
+{{- $whole := include "gpumgr.path" (list . "container" "driver_whole_dir") }}
+{{- /* The folders' parents: whether the folders themselves are there means something. Whoever names others has files in them. */}}
+{{- if or $used (ne $share "/etc/gpu-manager/vdriver/nvidia") }}
 - name: driver-files
-  path: {{ $share }}
+  path: {{ dir $share | quote }}
   type: DirectoryOrCreate
   readOnly: {{ not $mirror }}
   setting: container.driver_share_dir
   why: the driver's files as containers get them
-{{- if ne $share $whole }}
+{{- end }}
+{{- if or $used (ne $whole "/etc/gpu-manager/vdriver/origin") }}
 - name: driver-files-whole
-  path: {{ $whole }}
+  path: {{ dir $whole | quote }}
   type: DirectoryOrCreate
   readOnly: {{ not $mirror }}
   setting: container.driver_whole_dir
   why: the driver's files as containers with whole GPUs get them
 {{- end }}
-{{- end }}
 {{- range $section := list "hami_core" "vcuda" }}
 {{- with include "gpumgr.setting" (list $ $section "library_path") }}
 - name: {{ $section | replace "_" "-" }}
-  path: {{ dir . }}
+  path: {{ dir . | quote }}
   type: Directory
   readOnly: true
   setting: {{ $section }}.library_path
@@ -91,7 +92,7 @@ it must have made the folder's own file system shared for that, which systemd do
 {{- end }}
 {{- if .Values.driver.root }}
 - name: driver-root
-  path: {{ clean .Values.driver.root }}
+  path: {{ clean .Values.driver.root | quote }}
   type: Directory
   readOnly: true
   propagation: HostToContainer
@@ -99,20 +100,41 @@ it must have made the folder's own file system shared for that, which systemd do
   setting: nvml.library_path
   why: the driver's library, where no runtime brings it
 {{- end }}
-{{- if dig "nvml" "load_kernel_modules" false $settings }}
-- name: modules
-  path: /lib/modules
-  type: Directory
-  readOnly: true
-  setting: nvml.load_kernel_modules
-  why: modprobe reads them
-{{- end }}
+{{- end -}}
+
+{{/*
+The same with each place once, for no two mounts may have one: `at`, and `reasons` instead of setting and why. Of several that share a
+place the first gives the name; it can be written to if one of them must be, is made if one of them may be, and keeps their propagation.
+*/}}
+{{- define "gpumgr.hostFolders" -}}
+{{- $folders := list -}}
+{{- $places := dict -}}
+{{- range include "gpumgr.hostPaths" . | fromYamlArray -}}
+{{- $at := default .path .at -}}
+{{- $reason := printf "%s: %s." .setting .why -}}
+{{- if hasKey $places $at -}}
+{{- $first := get $places $at -}}
+{{- $_ := set $first "readOnly" (and $first.readOnly (default false .readOnly)) -}}
+{{- $_ := set $first "propagation" (default .propagation $first.propagation) -}}
+{{- $_ := set $first "type" (eq .type "Directory" | ternary $first.type .type) -}}
+{{- $_ := set $first "reasons" (append $first.reasons $reason) -}}
+{{- else -}}
+{{- $folder := dict "name" .name "path" .path "at" $at "type" .type "reasons" (list $reason) -}}
+{{- $_ := set $folder "readOnly" (default false .readOnly) -}}
+{{- $_ := set $folder "propagation" (default "" .propagation) -}}
+{{- $_ := set $places $at $folder -}}
+{{- $folders = append $folders $folder -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $folders -}}
 {{- end -}}
 
 {{/* The volumes, each with the setting that it is for and why. */}}
 {{- define "gpumgr.hostVolumes" -}}
-{{- range include "gpumgr.hostPaths" . | fromYamlArray }}
-# {{ .setting }}: {{ .why }}.
+{{- range include "gpumgr.hostFolders" . | fromYamlArray }}
+{{- range .reasons }}
+# {{ . }}
+{{- end }}
 - name: {{ .name }}
   hostPath:
     path: {{ .path | quote }}
@@ -121,9 +143,9 @@ it must have made the folder's own file system shared for that, which systemd do
 {{- end -}}
 
 {{- define "gpumgr.hostMounts" -}}
-{{- range include "gpumgr.hostPaths" . | fromYamlArray }}
+{{- range include "gpumgr.hostFolders" . | fromYamlArray }}
 - name: {{ .name }}
-  mountPath: {{ default .path .at | quote }}
+  mountPath: {{ .at | quote }}
 {{- if .readOnly }}
   readOnly: true
 {{- end }}

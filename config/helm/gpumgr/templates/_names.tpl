@@ -15,8 +15,14 @@ app.kubernetes.io/name: {{ include "gpumgr.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{- define "gpumgr.labels" -}}
+{{/* Of the pods. The monitors take the job's name from part-of, which is gpumgr under whatever name the chart is installed. */}}
+{{- define "gpumgr.podLabels" -}}
 {{ include "gpumgr.selector" . }}
+app.kubernetes.io/part-of: {{ .Chart.Name }}
+{{- end -}}
+
+{{- define "gpumgr.labels" -}}
+{{ include "gpumgr.podLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}

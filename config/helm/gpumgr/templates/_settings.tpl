@@ -31,38 +31,14 @@
 {{- range $enforcement.overrides -}}{{- if hasSuffix "=mps" . -}}yes{{- end -}}{{- end -}}
 {{- end -}}
 
-{{/* What can't work together, each with a sentence. */}}
-{{- define "gpumgr.check" -}}
-{{- $values := .Values -}}
-{{- if and (include "gpumgr.namesMps" .) (not $values.mps.enabled) -}}
-{{- fail "settings.enforcement names mps: set mps.enabled too, which lets its daemons outlive the agent's pod" -}}
+{{/* "yes" where the agent listens on an address that only its own host reaches. */}}
+{{- define "gpumgr.loopback" -}}
+{{- if regexMatch "^(127\\.[0-9.]+|::1|localhost\\.?)$" (include "gpumgr.setting" (list . "http" "address") | lower) -}}yes{{- end -}}
 {{- end -}}
-{{- if and $values.mps.enabled (not $values.privileged) -}}
-{{- fail "mps.enabled needs privileged: true: the daemons are made units of the host's systemd, and who may do that may do everything" -}}
-{{- end -}}
-{{- if $values.driver.root -}}
-{{- if not $values.privileged -}}
-{{- fail "driver.root needs privileged: true: without it only the NVIDIA container runtime can give the agent the GPUs' devices" -}}
-{{- end -}}
-{{- if not (hasPrefix "/driver-root/" (include "gpumgr.setting" (list . "nvml" "library_path"))) -}}
-{{- fail "driver.root needs settings.nvml.library_path: the full path of libnvidia-ml.so.1 below /driver-root" -}}
-{{- end -}}
-{{- end -}}
-{{- if and $values.metrics.podMonitor.enabled $values.metrics.serviceMonitor.enabled -}}
-{{- fail "metrics.podMonitor and metrics.serviceMonitor: enable one of them, or everything is scraped twice" -}}
-{{- end -}}
-{{- if and $values.metrics.serviceMonitor.enabled (not $values.metrics.service.enabled) -}}
-{{- fail "metrics.serviceMonitor needs metrics.service.enabled: true; metrics.podMonitor does without" -}}
-{{- end -}}
-{{- $folders := list (include "gpumgr.path" (list . "enforcement" "run_dir")) (include "gpumgr.path" (list . "checkpoint" "dir")) -}}
-{{- range $key := list (list "http" "socket") (list "display" "socket") (list "process" "lock_path") -}}
-{{- $path := include "gpumgr.path" (list $ (index $key 0) (index $key 1)) -}}
-{{- $kept := dict -}}
-{{- range $folders -}}{{- if hasPrefix (printf "%s/" .) $path -}}{{- $_ := set $kept "yes" true -}}{{- end -}}{{- end -}}
-{{- if not $kept -}}
-{{- fail (printf "settings.%s.%s: %s must lie in %s: those are mounted from the host" (index $key 0) (index $key 1) $path (join " or " $folders)) -}}
-{{- end -}}
-{{- end -}}
+
+{{/* "yes" where metrics are for those alone who show a token or a certificate: whoever goes by annotations has neither. */}}
+{{- define "gpumgr.asksScrapers" -}}
+{{- if or .Values.http.tokenSecret (include "gpumgr.setting" (list . "http" "token_file")) (include "gpumgr.setting" (list . "http" "client_ca_file")) -}}yes{{- end -}}
 {{- end -}}
 
 {{/* Which of the driver's files the NVIDIA container runtime is to bring. */}}
