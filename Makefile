@@ -89,11 +89,11 @@ lock: venv ## resolve the dependencies anew into requirements.lock (network)
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-header --no-annotate pyproject.toml -c requirements.lock -o config/image/requirements.lock
 
-wheel: venv ## build the wheel into dist/
+wheel: venv ## build the wheel into dist/, the only one there
+	@rm -f dist/gpumgr-*.whl
 	@$(VENV)/bin/hatchling build -t wheel
 
-image: ## build the image with Docker
-	@rm -f dist/gpumgr-*.whl && $(MAKE) --no-print-directory wheel
+image: wheel ## build the image with Docker
 	@version=$$($(VENV)/bin/hatchling version) && docker build -f config/image/Dockerfile --build-arg VERSION=$$version -t gpumgr:$$version .
 
 clean: ## remove what was made here: the environment, caches, builds

@@ -1,4 +1,5 @@
-"""Concurrency in the few shapes that gpumgr uses: a conflating broadcast, work that no caller can cut in half, named daemons.
+"""Concurrency in the few shapes that gpumgr uses: a conflating broadcast, work that no caller can cut in half, named daemons, calls that
+may hang.
 
 Rule 1. A reader of `Latest` sees the newest value, perhaps not every value, and never delays the writer.
 Rule 2. A state change under way is finished even if nobody waits for its answer any more (`run_shielded`).
@@ -7,8 +8,11 @@ Rule 4. What only tells people something must not end the agent: its bugs are lo
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
@@ -80,6 +84,54 @@ class Subscription(Generic[T]):
         if self._closed:
             raise StopAsyncIteration
         return self._source.value
+
+
+async def sleep_as_told(seconds: Latest[float]) -> None:
+    """Sleeps for so long, counted from now. A value that comes meanwhile counts at once, from the same beginning."""
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    with seconds.subscribe() as values, suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout_at(begun + seconds.value):
+                await anext(values)
+
+
+class DaemonCalls:
+    """Blocking calls that may never return, as those of a network file system: one at a time, each on a daemon thread of its own.
+
+    Unlike with `asyncio.to_thread`, the end of the process does not wait for one that hangs, nor do others' calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._busy = False
+
+    async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
+        """What `work` returns or raises. Raises TimeoutError if that takes longer, or at once while an earlier call hangs still."""
+        if self._busy:
+            raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def end(settle: Callable[[], None]) -> None:
+            self._busy = False
+            if not answer.done():  # somebody waits still
+                settle()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
+                settle = partial(answer.set_exception, error)
+            else:
+                settle = partial(answer.set_result, result)
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(end, settle)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        self._busy = True
+        async with asyncio.timeout(timeout_seconds):
+            return await answer
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:

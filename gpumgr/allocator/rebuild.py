@@ -4,8 +4,10 @@ Ids name their GPU, so the kubelet's lists alone are enough. The kubelet's check
 containers, and the answers given (with the allocation's id in a mount path).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from gpumgr.allocator.ids import ALL_CORES, Cards, Masks, lowest
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -13,6 +15,12 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.sweep import shown
 from gpumgr.units import CORES_PER_GPU, KINDS, GpuName, Kind
+
+#: The form of our ids (gpumgr.allocator.ids), also of those of a GPU that is gone: they tell whose GPU they are.
+_OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
+
+#: (pod UID, container) -> ids.
+Holders = Mapping[tuple[str, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +173,13 @@ def migrate(
     now: float,
 ) -> Rebuilt:
     """`ledger` plus gpu-manager's records. Their pods hold anonymous ids; here they take ids of ours on the recorded GPUs, so that
-    nothing of theirs is given to others before they end."""
+    nothing of theirs is given to others before they end. A container that `ledger` has is left as it is: the records may be read
+    again."""
+    known = {(a.uid, a.container) for a in ledger.allocations.values()}
     added, problems = list[Allocation](), list[str]()
     for record in records:
+        if (record.uid, record.container) in known:
+            continue
         gpus = tuple(gpu_of_minor[m] for m in record.minors if m in gpu_of_minor)
         missing = [m for m in record.minors if m not in gpu_of_minor]
         if missing or not gpus:
@@ -197,6 +209,17 @@ def migrate(
         ledger = ledger.occupy(allocation)
         added.append(allocation)
     return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+
+
+def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], told: Collection[tuple[str, str]]) -> Holders:
+    """Of (UID, container, ids of vcuda resources) those whose ids name no GPU, and that are not among `told`, the containers whose
+    GPUs are known otherwise."""
+    found: dict[tuple[str, str], frozenset[str]] = {}
+    for uid, container, ids in entries:
+        strange = frozenset(each for each in ids if not _OURS.fullmatch(each))
+        if strange and (uid, container) not in told:
+            found[uid, container] = found.get((uid, container), frozenset()) | strange
+    return found
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from gpumgr.agent.picture import Picture
-from gpumgr.kubeapi.writer.condition import Condition, condition_of
+from gpumgr.kubeapi.writer.condition import NO_CONDITION, Condition, condition_of
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.topology.labels import gpu_labels
 
@@ -26,6 +26,7 @@ class NodeSide(Protocol):
 
 class Describing:
     """Call it once a second. `describe_node`: the condition, and labels of what the GPUs are; `node_labels` are written in any case.
+    What is not to be told (any more) is taken away once: an earlier agent, or this one with other settings, may have told it.
 
     `picture` gives the instant that all readers see. `clock` is monotonic, in seconds.
     """
@@ -44,8 +45,11 @@ class Describing:
         self._labelled: tuple[NodeSnapshot, dict[str, str]] | None = None
         self._not_ready_since: float | None = None
         self._was_ready = False
+        self._taken_away = False
 
     def __call__(self) -> None:
+        if not self._describe_node and not self._taken_away:
+            self._take_away()
         if not (self._describe_node or self._node_labels):
             return
         picture = self._picture()
@@ -53,6 +57,12 @@ class Describing:
             self._announcer.label_node(self._labels(picture.view.inventory.snapshot))
         if self._describe_node and (condition := self._condition(picture)) is not None:
             self._announcer.tell_condition(condition)
+
+    def _take_away(self) -> None:
+        self._taken_away = True
+        self._announcer.tell_condition(NO_CONDITION)
+        if not self._node_labels:  # else the others go when these are written
+            self._announcer.label_node({})
 
     def _labels(self, snapshot: NodeSnapshot) -> dict[str, str]:
         if self._labelled is None or self._labelled[0] is not snapshot:

@@ -17,11 +17,11 @@ import structlog
 from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.aio import finish_shielded, forever, persistently
+from gpumgr.aio import finish_shielded, forever, persistently, sleep_as_told
 from gpumgr.app.neighbours import Neighbours
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
-from gpumgr.app.recovery import read_entries, reconcile, take_over
+from gpumgr.app.recovery import SPECS_SECONDS, TakeOver, read_entries, reconcile
 from gpumgr.app.reload import Reloading, Source
 from gpumgr.app.station import Hardware, Station
 from gpumgr.app.upkeep import make_maintenance
@@ -85,8 +85,6 @@ async def run(
         history = station.books.history
         history.restore(loaded.history, living=loaded.ledger.allocations)
         await station.enforcing.open(station.books, lost=loaded.lost)
-        if TAKEN_OVER not in loaded.notes:
-            _take_over_first(station, checkpoint)
         maintenance = make_maintenance(station, checkpoint, podside)
         maintenance.restore(loaded.notes)
         readers = Readers(station, pods=podside.pods, maintenance=maintenance, outbox=podside.outbox)
@@ -96,6 +94,7 @@ async def run(
         if display is not None:
             stack.push_async_callback(display.stop)
         neighbours = Neighbours(settings.kubelet.device_plugin_dir)
+        _offer_after(station, neighbours, _take_over(station, checkpoint, podside, done=TAKEN_OVER in loaded.notes))
         async with asyncio.TaskGroup() as group:
             daemons = [
                 group.create_task(forever("monitor", station.monitor.run), name="monitor"),
@@ -106,7 +105,7 @@ async def run(
             ]
             if source is not None:
                 reloading = _reloading(source, station, podside, readers)
-                daemons.append(group.create_task(forever("reloading", reloading.run), name="reloading"))
+                daemons.append(group.create_task(persistently("reloading", reloading.run), name="reloading"))
             try:
                 await _meet(station, podside, loaded)
                 gc.collect()
@@ -146,26 +145,29 @@ def _tell_damage(loaded: Loaded) -> None:
         log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
 
 
-def _take_over_first(station: Station, checkpoint: SqliteCheckpoint) -> None:
-    """gpu-manager's records come in with the first GPUs that the driver shows, be it late, and before those are offered."""
+def _take_over(station: Station, checkpoint: SqliteCheckpoint, podside: PodSide, *, done: bool) -> TakeOver:
+    settings = station.settings
+    return TakeOver(
+        settings.checkpoint.gpu_manager_checkpoint,
+        settings.kubelet.device_plugin_dir,
+        books=station.books,
+        housekeeping=station.housekeeping,
+        admission=station.admission,
+        pods=podside.pods,
+        done=done,
+        remember=partial(checkpoint.save_note, TAKEN_OVER, "yes"),
+        wait_synced=partial(podside.wait_synced, SPECS_SECONDS),
+    )
 
-    async def first() -> None:
-        settings = station.settings
-        try:
-            done = await take_over(
-                settings.checkpoint.gpu_manager_checkpoint,
-                settings.kubelet.device_plugin_dir,
-                station.housekeeping,
-                station.admission,
-                now=time.time(),
-            )
-            if done:
-                await checkpoint.save_note(TAKEN_OVER, "yes")
-        except CheckpointError as error:
-            log.error("not_taken_over", error=str(error))
-            station.books.before_first_offer = first
 
-    station.books.before_first_offer = first
+def _offer_after(station: Station, neighbours: Neighbours, take_over: TakeOver) -> None:
+    """Nothing is offered beside a gpu-manager that runs, nor before it is known what its running pods have."""
+
+    async def held_back_by() -> str | None:
+        return await neighbours.gpu_manager() or await take_over.held_back_by()
+
+    station.link.held_back_by = held_back_by
+    station.books.before_first_offer = take_over.first
 
 
 async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
@@ -201,7 +203,7 @@ def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.Asyn
 async def _refresh(station: Station, readers: Readers) -> None:
     while True:
         await readers.refresh()
-        await asyncio.sleep(station.settings.nvml.sample_period_seconds)
+        await sleep_as_told(station.sample_period_seconds)
 
 
 async def _evict_again(podside: PodSide, maintenance: Maintenance) -> None:

@@ -6,7 +6,7 @@ from typing import Final, NoReturn
 
 import structlog
 
-from gpumgr.deviceplugin.other_plugins import answering, problem_and_remedy
+from gpumgr.deviceplugin.other_plugins import answering, gpu_manager_answers, problem_and_remedy
 
 log = structlog.get_logger(__name__)
 
@@ -14,11 +14,16 @@ LOOK_SECONDS: Final = 10.0
 
 
 class Neighbours:
-    """`folder`: the kubelet's folder of device plugins. Nothing is done about them: who is to go is the operator's choice."""
+    """`folder`: the kubelet's folder of device plugins. Nothing is done about them: who is to go is the operator's choice. But we don't
+    come to gpu-manager's place while it is there: the resources have the same names, so that ours would take its place at the kubelet."""
 
     def __init__(self, folder: Path, *, look_seconds: float = LOOK_SECONDS) -> None:
         self._folder, self._look_seconds = folder, look_seconds
         self._told: tuple[Path, ...] = ()
+
+    async def gpu_manager(self) -> str | None:
+        """Why nothing may be registered yet, with what to do; None if gpu-manager does not run."""
+        return await asyncio.to_thread(gpu_manager_answers, self._folder)
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

@@ -1,33 +1,51 @@
 """At start: what the kubelet and gpu-manager remember and the ledger does not."""
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import structlog
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.books import Books
+from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping
+from gpumgr.agent.ports import Pods
 from gpumgr.allocator.answer import allocation_id_in, mechanisms_in
-from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate, names_of
+from gpumgr.allocator.listing import Listing
+from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.rebuild import AnonymousRecord, Holders, KubeletEntry, foreign, migrate, names_of
 from gpumgr.app.podside import PodSide
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
-from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
-from gpumgr.errors import InputError, KubeletError
+from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, pods_with_devices, read_kubelet_checkpoint
+from gpumgr.errors import CheckpointError, InputError, KubeletError
 from gpumgr.units import KIND_OF, blocks_of
 
 log = structlog.get_logger(__name__)
 
 #: A rebuild wants the pods' specs (init containers!), but the API server may be away for long.
 SPECS_SECONDS = 5.0
+#: So many containers a sentence names.
+_NAMED: Final = 5
+_REMEDY: Final = (
+    "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
+    "components: [config/kustomize/take-over] of kustomize) and restart gpumgr, or end these pods"
+)
 
 
 async def read_entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry]:
     """The kubelet's checkpoint; empty (with a log line) if it can't be read."""
+    return await _entries(device_plugin_dir) or ()
+
+
+async def _entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
+    """None: it can't be read, and what is in it is not known."""
     try:
         return await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
     except KubeletError as error:
         log.warning("kubelet_checkpoint_unreadable", error=str(error))
-        return ()
+        return None
 
 
 async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Sequence[CheckpointEntry], *, lost: bool) -> None:
@@ -52,28 +70,178 @@ async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Seque
         log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
 
 
-async def take_over(path: Path, device_plugin_dir: Path, housekeeping: Housekeeping, admission: Admission, *, now: float) -> bool:
-    """Takes gpu-manager's checkpoint over, before anything of its GPUs is offered. Records whose pods the kubelet has forgotten are
-    left behind. False: it can't be read, and the next start must try again. The caller holds the books' lock."""
-    try:
-        records = read_gpu_manager_checkpoint(path)
-    except InputError as error:
-        log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence="it is read again at the next start")
-        return False
-    if not records:
-        return True
-    entries = await read_entries(device_plugin_dir)
-    alive = {entry.pod_uid for entry in entries}
-    live = [record for record in records if not entries or record.pod_uid in alive]
-    rebuilt = await housekeeping.migrate(
-        lambda ledger, minors: migrate(ledger, map(_record, live), minors, new_id=housekeeping.new_id, now=now)
-    )
-    listing = await admission.look()
-    if listing is not None:
-        names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in entries), listing)
-        await housekeeping.name(names)
-    log.info("taken_over_from_gpu_manager", path=str(path), records=len(records), live=len(live), taken=len(rebuilt.added))
-    return True
+class TakeOver:
+    """gpu-manager's running pods. Their ids name no GPU, only gpu-manager's own checkpoint does: its records are taken into the ledger,
+    before anything of their GPUs is offered. Records whose pods the kubelet has forgotten are left behind.
+
+    While the kubelet knows a running container with such ids that no record tells of, nothing may be offered at all: its GPU would be
+    given to others. That ends with these containers, or with a start that can read the file. `remember` makes durable that all is done,
+    and raises CheckpointError; `done`: it was, and there is nothing to do unless gpu-manager came back meanwhile. `clock` is monotonic,
+    in seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device_plugin_dir: Path,
+        *,
+        books: Books,
+        housekeeping: Housekeeping,
+        admission: Admission,
+        pods: Pods,
+        done: bool,
+        remember: Callable[[], Awaitable[None]],
+        wait_synced: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path, self._folder = path, device_plugin_dir
+        self._books, self._housekeeping, self._admission, self._pods = books, housekeeping, admission, pods
+        self._done, self._remember, self._wait_synced = done, remember, wait_synced
+        self._clock, self._wall_clock = clock, wall_clock
+        self._tried: set[GpuManagerRecord] = set()
+        self._taken = self._free = self._waited = False
+        self._unreadable: str | None = None
+        self._told: tuple[str, ...] = ()
+        #: As the kubelet's file had them when it could be read last.
+        self._entries: Sequence[CheckpointEntry] | None = None
+        self._absent_since: dict[tuple[str, str], float] = {}
+
+    async def first(self) -> None:
+        """With the first GPUs that the driver shows, be it late. The caller holds the books' lock."""
+        try:
+            await self._take(await self._look())
+        except CheckpointError as error:
+            log.error("not_taken_over", error=str(error))
+            self._books.before_first_offer = self.first
+
+    async def held_back_by(self) -> str | None:
+        """Why nothing may be offered yet, with what to do; None: nothing stands against it, now and later. What gpu-manager wrote since
+        the last look is taken over, too."""
+        if self._free:
+            return None
+        async with self._books.lock:
+            records = await self._look()
+            try:
+                await self._take(records)
+            except CheckpointError as error:
+                return f"the GPUs of gpu-manager's running pods can't be remembered: {error}"
+        left = self._left(records or ())
+        if left and not self._waited:
+            self._waited = True
+            await self._wait_synced()
+        running = await self._running(left) if left else {}
+        if running:
+            return self._tell(running)
+        self._free = True
+        await self._note()
+        return None
+
+    def _left(self, records: Iterable[GpuManagerRecord]) -> Holders:
+        """The containers whose GPUs neither these records nor the ledger tell."""
+        told = {(record.pod_uid, record.container) for record in records if record.minors}
+        told |= {(a.uid, a.container) for a in self._books.ledger.allocations.values() if a.uid and a.container}
+        return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in KIND_OF), told)
+
+    async def _look(self) -> Sequence[GpuManagerRecord] | None:
+        """Reads both files, gpu-manager's if there is need. None: it can't be read, and the next start must try again."""
+        self._entries = found if (found := await _entries(self._folder)) is not None else self._entries
+        if self._done and not self._left(()):
+            return ()
+        try:
+            records = await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)
+        except InputError as error:
+            if self._unreadable != str(error):
+                self._unreadable = str(error)
+                log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence="it is read again at the next start")
+            return None
+        self._unreadable = None
+        return records
+
+    async def _take(self, records: Sequence[GpuManagerRecord] | None) -> None:
+        """Raises CheckpointError. The caller holds the books' lock."""
+        if records is None or not self._books.inventory.snapshot.gpus:
+            return
+        live = pods_with_devices(self._entries)
+        kept = [record for record in records if live is None or record.pod_uid in live]
+        new = [record for record in kept if record not in self._tried]
+        if new or (records and not self._taken):
+            rebuilt = await self._housekeeping.migrate(
+                lambda ledger, minors: migrate(
+                    ledger, map(_record, new), minors, new_id=self._housekeeping.new_id, now=self._wall_clock()
+                )
+            )
+            self._tried.update(new)
+            listing = await self._admission.look()
+            if listing is not None:
+                names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
+                await self._housekeeping.name(names)
+            log.info(
+                "taken_over_from_gpu_manager",
+                path=str(self._path),
+                records=len(records),
+                live=len(kept),
+                taken=len(rebuilt.added),
+            )
+        self._taken = True
+        await self._note()
+
+    async def _note(self) -> None:
+        """Not with a kubelet's file that can't be read: what is in it may be known at the next start."""
+        if self._done or not (self._taken and self._free) or self._entries is None:
+            return
+        try:
+            await self._remember()
+        except CheckpointError as error:
+            log.error("not_taken_over", error=str(error))
+
+    async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
+        """Those that have not ended, with their pods' names. The kubelet's file goes on naming pods that ended, so its API tells; for a
+        while after its start that lacks pods, so the API server tells, too, or in its absence that while."""
+        async with self._books.lock:
+            listing = await self._admission.look()
+        shown = _holders_shown(listing) if listing is not None else {}
+        running: dict[tuple[str, str], PodKey | None] = {}
+        for holder, ids in left.items():
+            view = self._pods.by_uid(holder[0])
+            pod = next((shown[each] for each in ids if each in shown), None)
+            if listing is None or pod is not None:
+                self._absent_since.pop(holder, None)
+            elif self._pods.synced and (view is None or view.ended):
+                continue
+            elif not self._pods.synced:
+                since = self._absent_since.setdefault(holder, self._clock())
+                if self._clock() - since >= INCOMPLETE_SECONDS:
+                    continue
+            running[holder] = view.key if view is not None else pod
+        return running
+
+    def _tell(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
+        """The log has all of them, once; the sentence is for a node's condition, and names a few."""
+        holders = tuple(
+            f"{'/'.join(pod) if pod else f'pod uid {uid}'} ({container})" for (uid, container), pod in sorted(running.items())
+        )
+        more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
+        problem = (
+            f"{', '.join(holders[:_NAMED])}{more} hold GPUs from gpu-manager, and {self._path} does not tell which: nothing is offered, or "
+            "they would be given out again"
+        )
+        if holders != self._told:
+            self._told = holders
+            log.error("foreign_allocations", holders=holders, problem=problem, remedy=_REMEDY)
+        return f"{problem}; {_REMEDY}"
+
+
+def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
+    """Device id of one of our resources -> the pod that has it."""
+    return {
+        device_id: pod
+        for pod in listing.pods
+        for devices in listing.containers(pod).values()
+        for resource, ids in devices.items()
+        if resource in KIND_OF
+        for device_id in ids
+    }
 
 
 def _record(record: GpuManagerRecord) -> AnonymousRecord:

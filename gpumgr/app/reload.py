@@ -4,18 +4,23 @@ Rule 1. A file counts as changed when it was replaced or rewritten and then look
         files are links that the kubelet moves to a new folder, so what is looked at is the file behind the link.
 Rule 2. SIGHUP reads it at once, changed or not.
 Rule 3. All or nothing: with one mistake in the file, no setting of it counts, and the node has an event that says so.
+Rule 4. Nothing that is in the file or in its place ends or holds up the agent: neither a bug of ours that it brings to light, nor a file
+        system that hangs.
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 import structlog
 
 from gpumgr.agent.history import History
+from gpumgr.aio import Bugs, DaemonCalls
 from gpumgr.allocator.history import Entry
 from gpumgr.errors import InputError
 from gpumgr.settings import Settings
@@ -23,8 +28,16 @@ from gpumgr.settings.live import Reload, reload
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 #: How often the file is looked at.
 LOOK_SECONDS: Final = 1.0
+#: How long the file system may take.
+READ_SECONDS: Final = 15.0
+#: For so long the same reason to reject a file is not told a second time, but in the log.
+REPEAT_SECONDS: Final = 600.0
+#: Of what is wrong with a file, so much is told.
+MAX_REASON: Final = 4096
 REJECTED: Final = "rejected"
 RELOADED: Final = "reloaded"
 
@@ -52,7 +65,7 @@ class Source:
 
 
 class Reloading:
-    """`apply` puts settings in force that differ from those of before in live keys alone."""
+    """`apply` puts settings in force that differ from those of before in live keys alone. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -62,47 +75,87 @@ class Reloading:
         apply: Callable[[Settings], None],
         history: History,
         look_seconds: float = LOOK_SECONDS,
+        read_seconds: float = READ_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._in_force, self._apply, self._history = source, in_force, apply, history
-        self._look_seconds = look_seconds
+        self._look_seconds, self._read_seconds, self._clock = look_seconds, read_seconds, clock
+        self._calls = DaemonCalls("settings")
+        self._bugs = Bugs("reloading", clock=clock)
+        self._seen = source.read_as
         self._needs_restart: tuple[str, ...] = ()
-        self._rejected = False
+        self._hangs = False
+        #: Why the file was rejected when it was last read, and when that was told.
+        self._rejected: str | None = None
+        self._told_at = float("-inf")
 
     async def run(self) -> NoReturn:
         """Until cancelled."""
-        source = self._source
-        seen = source.read_as
+        asked = self._source.asked
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_seconds):
-                    await source.asked.wait()
-            before, seen = seen, await asyncio.to_thread(identity, source.path)
-            if source.asked.is_set() or seen == before != source.read_as:
-                source.asked.clear()
-                source.read_as = seen
-                await self._reload()
+                    await asked.wait()
+            try:
+                await self._look()
+            except TimeoutError:
+                if asked.is_set() or not self._hangs:
+                    self._reject(f"{self._source.path} can't be read: its file system gives no answer")
+                asked.clear()
+                self._hangs = True
 
-    async def _reload(self) -> None:
+    async def _look(self) -> None:
+        """Raises TimeoutError if the file system hangs."""
+        source = self._source
+        before, self._seen = self._seen, await self._aside(partial(identity, source.path))
+        if source.asked.is_set() or self._hangs or self._seen == before != source.read_as:
+            source.asked.clear()
+            written = await self._read()
+            source.read_as, self._hangs = self._seen, False
+            if written is not None:
+                self._put_in_force(written)
+
+    async def _read(self) -> Settings | None:
+        """None, and it is told, if something is wrong with the file. Raises TimeoutError."""
         try:
-            written = await asyncio.to_thread(self._source.load)
+            return await self._aside(self._source.load)
         except InputError as error:
-            self._reject(" ".join(str(error).split()))
-            return
+            self._reject(str(error))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            self._bugs.tell(error)
+            self._reject(f"a bug, please report it: {error!r}")
+        return None
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        return await self._calls.call(work, timeout_seconds=self._read_seconds)
+
+    def _put_in_force(self, written: Settings) -> None:
         outcome = reload(self._in_force, written)
+        try:
+            self._apply(outcome.settings)
+        except Exception as error:
+            self._bugs.tell(error)
+            self._reject(f"a bug, please report it: {error!r}")
+            self._apply(self._in_force)
+            return
         self._in_force = outcome.settings
-        self._apply(outcome.settings)
         tell = log.warning if outcome.needs_restart else log.info
         tell("config_reloaded", path=str(self._source.path), applied=outcome.applied, needs_restart=outcome.needs_restart)
-        if self._rejected or outcome.applied or outcome.needs_restart != self._needs_restart:
+        if self._rejected is not None or outcome.applied or outcome.needs_restart != self._needs_restart:
             self._tell(RELOADED, _told(outcome))
-        self._rejected, self._needs_restart = False, outcome.needs_restart
+        self._rejected, self._needs_restart = None, outcome.needs_restart
 
-    def _reject(self, reason: str) -> None:
-        self._rejected = True
+    def _reject(self, why: str) -> None:
+        reason = " ".join(why[:MAX_REASON].split())
         log.error(
             "config_rejected", path=str(self._source.path), reason=reason, consequence="the settings of before stay in force"
         )
-        self._tell(REJECTED, f"the settings of before stay in force: {reason}")
+        now = self._clock()
+        if reason != self._rejected or now - self._told_at >= REPEAT_SECONDS:
+            self._rejected, self._told_at = reason, now
+            self._tell(REJECTED, f"the settings of before stay in force: {reason}")
 
     def _tell(self, code: str, why: str) -> None:
         self._history.add(Entry(at=self._history.now(), what="config", code=code, why=why))

@@ -143,6 +143,8 @@ class Station:
             on_xid=self.metrics.xid,
             on_batch=self.metrics.batched,
         )
+        #: How often the GPUs are looked at, and what readers see is drawn anew.
+        self.sample_period_seconds = Latest(settings.nvml.sample_period_seconds)
         self.sample: NodeSample | None = None
         #: In monotonic seconds.
         self.sampled_at: float | None = None
@@ -158,6 +160,7 @@ class Station:
         self.truth.over_limit = _over_limit(settings)
         self.monitor.rules = _health_rules(settings)
         self.monitor.sample_period_seconds = settings.nvml.sample_period_seconds
+        self.sample_period_seconds.set(settings.nvml.sample_period_seconds)
         self.metrics.name_too(gpu_manager=settings.metrics.gpu_manager_names, hami=settings.metrics.hami_names)
 
     # -- what readers see --------------------------------------------------------------------------------------------------

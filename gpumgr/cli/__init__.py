@@ -22,6 +22,7 @@ _COMMANDS: Final = {
     "history": "history",
     "gpu": "gpu",
     "doctor": "doctor",
+    "healthy": "healthy",
     "install": "install",
     "migrate": "migrate",
     "place": "place",

@@ -1,15 +1,15 @@
 """`gpumgr install systemd`: the agent as a service of this host, or of an image of one.
 
-It writes the unit and, where there is none, the settings file; it starts nothing, but says what does. Done twice, it changes nothing.
+It writes the unit, a drop-in where the settings have folders that the unit keeps read-only and, where there is none, the settings
+file; it starts nothing, but says what does. Done twice, it changes nothing.
 """
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,12 +17,17 @@ import click
 
 import gpumgr
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.host import Host
+from gpumgr.cli.sandbox import MARK, Sandbox, drop_in, quoted
 from gpumgr.errors import GpumgrError
 from gpumgr.settings import Settings, load_settings
 
 UNIT: Final = Path("/etc/systemd/system/gpumgr.service")
 CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 _ENABLED: Final = UNIT.parent / "multi-user.target.wants" / UNIT.name
+DROP_IN: Final = Path(f"{UNIT}.d/10-settings.conf")
+#: The unit's EnvironmentFile=.
+_ENVIRONMENT: Final = Path("/etc/default/gpumgr")
 _OLD: Final = UNIT.with_name(f"{UNIT.name}.old")
 #: What an uninstall leaves: running pods, and the next agent, depend on it.
 _KEPT: Final = tuple(map(Path, ("/etc/gpumgr", "/var/lib/gpumgr", "/run/gpumgr", f"{UNIT}.d")))
@@ -30,11 +35,9 @@ _KEPT: Final = tuple(map(Path, ("/etc/gpumgr", "/var/lib/gpumgr", "/run/gpumgr",
 _SHIPPED: Final = Path(__file__).with_name("shipped")
 #: How the unit names the program, up to its arguments.
 _PROGRAM_IN_UNIT: Final = "ExecStart=/opt/gpumgr/bin/gpumgr "
-#: Where the unit shows the agent nothing (ProtectHome=, PrivateTmp=).
-_HIDDEN: Final = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 _EXIT_CODES: Final = {
     0: "done",
-    1: "not done: systemd does not run this host, it is not root who asks, or the unit could not work",
+    1: "not done: systemd does not run this host, it is not root who asks, or the unit is masked or could not work",
     2: "wrong usage, or the settings file that is there is wrong",
 }
 _BOOTED: Final = Path("/run/systemd/system")  # sd_booted(3)
@@ -56,83 +59,9 @@ class Program:
         return cls(command=command, places=places)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """Where it goes. `root` None: this host as it runs; else the folder of an image, where nothing is started."""
-
-    root: Path | None
-    dry_run: bool = False
-    #: What was done, or would be, one line each.
-    told: list[str] = field(default_factory=list)
-
-    def path(self, path: Path) -> Path:
-        """Where a path of the host lies for us."""
-        return path if self.root is None else self.root / path.relative_to("/")
-
-    def text(self, path: Path) -> str | None:
-        """What the host's file holds; None if it is not there."""
-        try:
-            return self.path(path).read_text()
-        except FileNotFoundError:
-            return None
-
-    def write(self, path: Path, text: str) -> None:
-        """Puts a file in place, whole or not at all."""
-        if self.text(path) == text:
-            self.told.append(f"unchanged  {path}")
-            return
-        if self._tell(f"write      {path}"):
-            target = self.path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(f".{target.name}.new")
-            beside.write_text(text)
-            beside.chmod(0o644)
-            os.replace(beside, target)
-
-    def remove(self, path: Path) -> None:
-        """Removes a file or a link if it is there."""
-        there = os.path.lexists(self.path(path))
-        if there and self._tell(f"remove     {path}"):
-            self.path(path).unlink()
-
-    def systemctl(self, *arguments: str) -> None:
-        """Has systemd do something; in an image there is none that could. Raises GpumgrError."""
-        if self.root is not None or not self._tell(f"run        systemctl {' '.join(arguments)}"):
-            return
-        done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True)
-        if done.returncode:
-            raise GpumgrError(f"systemctl {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
-
-    def is_active(self) -> bool:
-        """Whether the service runs on this host."""
-        if self.root is not None or shutil.which("systemctl") is None:
-            return False
-        return subprocess.run(["systemctl", "is-active", "--quiet", UNIT.name]).returncode == 0
-
-    def _tell(self, line: str) -> bool:
-        """Whether it is to be done, too."""
-        self.told.append(f"would {line}" if self.dry_run else line)
-        return not self.dry_run
-
-
 def unit_text(shipped: str, command: Sequence[str]) -> str:
     """The unit that runs this program."""
-    quoted = " ".join(map(_quoted, command))
-    return shipped.replace(_PROGRAM_IN_UNIT, f"ExecStart={quoted} ", 1)
-
-
-def _quoted(word: str) -> str:
-    """A word of a unit's command line. Source: systemd.service(5), "Command lines"; systemd.unit(5), "Specifiers"."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return f'"{escaped}"' if " " in word or escaped != word else word
-
-
-def hidden(paths: Iterable[Path]) -> Path | None:
-    """The first of them that the service can't see, because it lies (or what it links to lies) where the unit shows nothing."""
-    for path in paths:
-        if any(each.is_relative_to(place) for each in (path, path.resolve()) for place in _HIDDEN):
-            return path
-    return None
+    return shipped.replace(_PROGRAM_IN_UNIT, f"ExecStart={' '.join(map(quoted, command))} ", 1)
 
 
 def check_possible(*, user: int, booted: bool) -> None:
@@ -148,7 +77,11 @@ def check_possible(*, user: int, booted: bool) -> None:
 
 def install(host: Host, program: Program) -> list[str]:
     """Unit and settings in place; answers what a person does next. Raises GpumgrError, or InputError for settings that are wrong."""
-    place = hidden(program.places if host.root is None else [Path(program.command[0])])
+    check_unmasked(host)
+    shipped = (_SHIPPED / UNIT.name).read_text()
+    sandbox = Sandbox(texts=[shipped, *_drop_ins(host)], resolve=host.resolve)
+    places = program.places if host.root is None else [Path(program.command[0])]
+    place = next((each for each in places if sandbox.hiding(each) is not None), None)
     if place is not None:
         raise GpumgrError(
             f"the service would not see {place}: its unit hides home folders and /tmp. Install gpumgr elsewhere, for example: "
@@ -160,36 +93,71 @@ def install(host: Host, program: Program) -> list[str]:
         )
     own = host.path(CONFIG)
     config = own if own.exists() else _SHIPPED / CONFIG.name
-    settings = load_settings(config, environ={}, overrides={})
-    unit, before = unit_text((_SHIPPED / UNIT.name).read_text(), program.command), host.text(UNIT)
+    settings = load_settings(config, environ=environment(host.text(_ENVIRONMENT) or ""), overrides={})
+    unit, before = unit_text(shipped, program.command), host.text(UNIT)
     if before is not None and before != unit:
         host.write(_OLD, before)
     host.write(UNIT, unit)
+    _settle_drop_in(host, drop_in(sandbox.read_only(settings)))
     host.write(CONFIG, config.read_text())
     host.systemctl("daemon-reload")
-    return [*_about_kubeconfig(settings), f"{' '.join(program.command)} doctor", _start(host)]
+    return [*_about_kubeconfig(settings), *sandbox.advice(settings, CONFIG), f"{' '.join(program.command)} doctor", _start(host)]
 
 
 def _start(host: Host) -> str:
     if host.root is not None:
         return f"systemctl --root={host.root} enable gpumgr"
     # Not waited for: READY comes with the kubelet's registration.
-    return "systemctl restart gpumgr" if host.is_active() else "systemctl enable --now --no-block gpumgr"
+    return "systemctl restart gpumgr" if host.is_active(UNIT.name) else "systemctl enable --now --no-block gpumgr"
 
 
 def _about_kubeconfig(settings: Settings) -> list[str]:
-    file = settings.kubernetes.kubeconfig
-    if not settings.kubernetes.enabled:
+    if not settings.kubernetes.enabled or settings.kubernetes.kubeconfig is not None:
         return []
-    if file is None:
-        return [f"set kubernetes.kubeconfig in {CONFIG}, or kubernetes.enabled: false for a node without API server"]
-    if hidden([file]) is not None:
-        return [f"move {file}, which the unit hides from the agent, and set kubernetes.kubeconfig in {CONFIG}"]
-    return []
+    return [f"set kubernetes.kubeconfig in {CONFIG}, or kubernetes.enabled: false for a node without API server"]
+
+
+def check_unmasked(host: Host) -> None:
+    """Raises GpumgrError where the operator has masked the unit. Source: systemctl(1), "mask"; an empty file does that, too."""
+    place = host.place(UNIT)
+    if (place.is_symlink() and os.readlink(place) == os.devnull) or host.text(UNIT) == "":
+        root = "" if host.root is None else f"--root={host.root} "
+        raise GpumgrError(f"{UNIT.name} is masked; unmask it first: systemctl {root}unmask gpumgr")
+
+
+def environment(text: str) -> dict[str, str]:
+    """What the agent finds in its environment by the unit's EnvironmentFile=. Source: systemd.exec(5)."""
+    lines = (line.strip() for line in text.splitlines())
+    pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
+    return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
+
+
+def _drop_ins(host: Host) -> list[str]:
+    """Texts of the unit's drop-ins but for ours, in systemd's order."""
+    folder = host.path(DROP_IN.parent)
+    names = sorted(each.name for each in folder.glob("*.conf")) if folder.is_dir() else []
+    return [host.text(DROP_IN.parent / name) or "" for name in names if name != DROP_IN.name]
+
+
+def _settle_drop_in(host: Host, text: str) -> None:
+    """Ours with this text, or away with it. Raises GpumgrError where the operator has a file of that name."""
+    before = host.text(DROP_IN)
+    if before is not None and not before.startswith(MARK):
+        raise GpumgrError(f"{DROP_IN} was not written by this command: give it another name, and try again")
+    if text:
+        host.write(DROP_IN, text)
+        return
+    host.remove(DROP_IN)
+    host.remove_empty(DROP_IN.parent)
 
 
 def uninstall(host: Host) -> list[str]:
     """Stops the service and takes the unit away; answers what is left, and what would remove that. Raises GpumgrError."""
+    check_unmasked(host)
     if host.text(UNIT) is None:
         host.told.append(f"unchanged  {UNIT} is not there")
     else:
@@ -197,6 +165,7 @@ def uninstall(host: Host) -> list[str]:
         host.remove(_ENABLED)
         host.remove(UNIT)
         host.remove(_OLD)
+        _settle_drop_in(host, "")
         host.systemctl("daemon-reload")
     left = [str(host.path(each)) for each in _KEPT if host.path(each).exists()]
     return [f"rm -r {' '.join(left)}  # settings and state: not before the last pod with a GPU is gone"] if left else []
@@ -224,7 +193,8 @@ def command() -> None:
 def systemd(root: Path | None, dry_run: bool, away: bool) -> None:
     """Write the unit that runs this gpumgr and, if there is none, /etc/gpumgr/gpumgr.yaml. Starts nothing; says what does.
 
-    Doing it again is how an upgrade gets its unit. Changes of your own belong in a drop-in: systemctl edit gpumgr.
+    Doing it again is how an upgrade gets its unit, and how folders that you changed in the settings become writable, by a drop-in.
+    Changes of your own belong in another: systemctl edit gpumgr.
 
     \b
     Examples:

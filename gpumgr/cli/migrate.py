@@ -1,10 +1,11 @@
 """`gpumgr migrate`: what changes on this node when gpumgr comes in another agent's place; --apply writes our settings file, no more."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,14 +15,20 @@ import click
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.in_force import DEFAULT_CONFIG
-from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, read_kubelet_checkpoint
+from gpumgr.cli.printable import cleaned, printable
+from gpumgr.deviceplugin.kubelet_checkpoint import (
+    FILE_NAME,
+    parse_registered_devices,
+    pods_with_devices,
+    read_kubelet_checkpoint,
+)
 from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
 from gpumgr.kubeapi.client import ApiServer, answer_error
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
 from gpumgr.migrate.gpu_manager_command import Command
 from gpumgr.migrate.hami_config import read_config
-from gpumgr.migrate.objects import Object, full_name, of_kind, read_objects
+from gpumgr.migrate.objects import Object, checked, full_name, of_kind, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of
 from gpumgr.migrate.settings_file import write_settings
 from gpumgr.settings import Settings
@@ -38,6 +45,7 @@ _EXIT_CODES: Final = {
 _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
 )
+_API_SERVER: Final = "the API server's answer"
 #: What HAMi makes on its nodes beside its library's folder.
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
@@ -109,26 +117,27 @@ def migrate_gpu_manager(
       gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
       gpumgr migrate gpu-manager --flags "--share-mode=true --query-port=5679" --apply
     """
-    found = _command_of(manifest, text)
-    objects = _read(pod_files)
+    with _reading():
+        found, objects = _command_of(manifest, text), _read(pod_files)
     asked = dict(found.flags)
     place = Path(asked.get("checkpoint-path") or Settings().checkpoint.gpu_manager_checkpoint.parent)
     checkpoint = (checkpoint or place / Settings().checkpoint.gpu_manager_checkpoint.name).absolute()
     folder = Path(asked.get("device-plugin-path") or Settings().kubelet.device_plugin_dir)
     live, registered = asyncio.run(_kubelets_view(folder))
-    plan = gpu_manager.plan_gpu_manager(
-        found,
-        gpu_manager.Found(
-            node=node,
-            checkpoint=checkpoint,
-            records=read_gpu_manager_checkpoint(checkpoint),
-            live=live,
-            names=_names(objects),
-            answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
-            registered=registered,
-        ),
-        to=to,
-    )
+    with _reading():
+        plan = gpu_manager.plan_gpu_manager(
+            found,
+            gpu_manager.Found(
+                node=node,
+                checkpoint=checkpoint,
+                records=read_gpu_manager_checkpoint(checkpoint),
+                live=live,
+                names=_names(objects),
+                answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
+                registered=registered,
+            ),
+            to=to,
+        )
     _finish(plan, "gpu-manager", to, apply=apply, as_json=output == "json")
 
 
@@ -152,12 +161,10 @@ async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Mapping[s
     """UIDs of the pods that have devices (None: not to be known), and the number of ids of each of our resources."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
-        document = json.loads((folder / FILE_NAME).read_bytes())
-    except (KubeletError, OSError, ValueError):
+        counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
+    except (KubeletError, OSError):
         return None, {}
-    devices = (document.get("Data") or document).get("RegisteredDevices") or {}
-    counts = {name: len(devices[name] or ()) for name in RESOURCE_OF.values() if name in devices}
-    return frozenset(entry.pod_uid for entry in entries or ()), counts
+    return pods_with_devices(entries), {name: counts[name] for name in RESOURCE_OF.values() if name in counts}
 
 
 def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
@@ -200,10 +207,11 @@ def migrate_hami(
             f"which pods there are is not known: name --kubeconfig FILE, or --pods FILE with what "
             f"`kubectl get pods -A --field-selector spec.nodeName={node} -o json` prints"
         )
-    objects = _read((*pod_files, *manifests))
-    if kubeconfig is not None:
-        objects += asyncio.run(_asked(kubeconfig, node))
-    config = read_config(objects, node)
+    with _reading():
+        objects = _read((*pod_files, *manifests))
+        if kubeconfig is not None:
+            objects += asyncio.run(_asked(kubeconfig, node))
+        config = read_config(objects, node)
     found = hami.Found(
         node=node,
         objects=objects,
@@ -220,8 +228,8 @@ async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     try:
         pods = await _get(server, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"})
         return (
-            {"kind": "Node", **await _get(server, f"/api/v1/nodes/{node}", {})},
-            *({**pod, "kind": "Pod"} for pod in pods["items"]),
+            checked({**await _get(server, f"/api/v1/nodes/{node}", {}), "kind": "Node"}, _API_SERVER),
+            *(checked({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
         )
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
         raise GpumgrError(f"the API server can't be asked: {' '.join(str(error).split()) or type(error).__name__}") from error
@@ -249,18 +257,28 @@ def _library(folder: Path) -> tuple[Path, str] | None:
 # -- both --------------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """What is wrong with a file may quote it. Raises InputError in words that a terminal takes for text."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError("\n".join(map(printable, str(error).split("\n")))) from error
+
+
 def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
     return tuple(each for file in files for each in read_objects(file))
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints it first, and then does it."""
-    done = None
+    """Prints it first, and then does it. Names in it come from files: what a terminal would act on is spelled out; the settings are
+    shown as YAML, which does so itself."""
+    plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))
     if apply:
         done = write_settings(to, _HEAD.format(source=source) + settings_yaml(plan.settings))
     if as_json:
-        click.echo(json.dumps({**plan.document(), "file": str(to), "applied": done}, indent=2))
+        click.echo(json.dumps(cleaned({**plan.document(), "file": str(to), "applied": done}), indent=2))
     elif done is not None:
         click.echo(f"{to}: {done}")

@@ -1,30 +1,14 @@
-"""`gpumgr run`: the agent."""
+"""`gpumgr run`, as far as its command line goes. The agent itself (gpumgr.cli.running) takes half a second to import."""
 
-import asyncio
-import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import click
-import structlog
 
-from gpumgr.app.lifecycle import run
-from gpumgr.app.reload import Source
-from gpumgr.app.station import Hardware
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
-from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
-from gpumgr.log import configure_log
-from gpumgr.nvml.binding import DriverMismatchError
-from gpumgr.settings import Settings
-from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
-
-log = structlog.get_logger(__name__)
+from gpumgr.cli.in_force import DEFAULT_CONFIG
 
 EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
 
@@ -76,69 +60,12 @@ def command(
     assignments: tuple[str, ...],
 ) -> None:
     """Run the agent until SIGTERM. Flags of gpu-manager are accepted with their meaning, or refused with a reason."""
-    flags = parse_gpu_manager_flags(ctx.args)
+    # It asks for settings that are not even read yet. Until the agent listens to it, it must not end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from gpumgr.cli.running import run_agent  # only here, after that
+
     printed = [f"log.format={output}"] if output is not None else []
-    if file is None and DEFAULT_CONFIG.exists():
-        file = DEFAULT_CONFIG  # by its name from now on: if it goes away, that is a mistake
-
-    def load() -> Settings:
-        return settings_in_force(file, standalone=standalone, assignments=[*assignments, *printed], flags=flags.overrides)
-
-    source = Source(path=file or DEFAULT_CONFIG, load=load)
-    settings = load()
-    configure_log(settings.log.level, settings.log.format)
-    for note in flags.notes:
-        log.info("flag_without_effect", note=note)
-    with _hardware(settings, sim, sim_dir) as hardware:
-        sys.exit(asyncio.run(_until_signalled(settings, hardware, source)))
-
-
-async def _until_signalled(settings: Settings, hardware: Hardware, source: Source) -> int:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def signalled(number: int) -> None:
-        if stop.is_set():
-            log.warning("stopped_at_once", reason="second signal")
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled, number)
-    loop.add_signal_handler(signal.SIGHUP, source.ask)
-    try:
-        await run(settings, hardware, stop=stop, source=source)
-    except (GpumgrError, BaseExceptionGroup) as error:
-        return _exit_code(error)
-    return 0
-
-
-def _exit_code(error: BaseException) -> int:
-    """Says why the agent ends, and with what."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    codes: tuple[tuple[type[BaseException], int], ...] = (
-        (AlreadyRunning, EXIT_ALREADY_RUNNING),
-        (CheckpointError, EXIT_CHECKPOINT),
-        (DriverMismatchError, EXIT_DRIVER_REPLACED),
-        (InputError, EXIT_INPUT),
+    code = run_agent(
+        file, standalone=standalone, assignments=(*assignments, *printed), foreign_flags=ctx.args, sim=sim, sim_dir=sim_dir
     )
-    for kind, code in codes:
-        if isinstance(error, kind):
-            log.error("ended", reason=str(error), exit_code=code)
-            return code
-    log.error("ended_by_bug", reason=str(error), exit_code=EXIT_BUG, exc_info=error)
-    return EXIT_BUG
-
-
-@contextmanager
-def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iterator[Hardware]:
-    """The real driver, or a simulated node laid out in a folder that lives as long as the agent (or stays, with --sim-dir)."""
-    if sim is None:
-        path = settings.nvml.library_path
-        yield Hardware(library_path=str(path) if path else None)
-        return
-    from gpumgr.sim.library import prepare  # only here: an agent on a real node has no use for it
-
-    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as scratch:
-        node = prepare(sim, sim_dir or Path(scratch))
-        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
+    sys.exit(code)

@@ -7,6 +7,7 @@ form and can't be verified elsewhere. The file is written after Allocate has ans
 """
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,14 @@ class _File(msgspec.Struct):
     PodDeviceEntries: list[_Entry] | None = None
 
 
+class _RegisteredData(msgspec.Struct):
+    RegisteredDevices: dict[str, list[str] | None] | None = None
+
+
+class _RegisteredFile(_RegisteredData):
+    Data: _RegisteredData | None = None
+
+
 _decoder = msgspec.json.Decoder(_File)
 
 
@@ -59,6 +68,16 @@ def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
         raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
     data = file.Data if file.Data is not None else file
     return tuple(_entry(entry) for entry in data.PodDeviceEntries or ())
+
+
+def parse_registered_devices(text: bytes) -> Mapping[str, int]:
+    """Resource -> the number of ids that its device plugin offers. Raises KubeletError if `text` is not such a file."""
+    try:
+        file = msgspec.json.decode(text, type=_RegisteredFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
+    data = file.Data if file.Data is not None else file
+    return {resource: len(ids or ()) for resource, ids in (data.RegisteredDevices or {}).items()}
 
 
 async def read_kubelet_checkpoint(
@@ -80,6 +99,12 @@ async def read_kubelet_checkpoint(
                 raise KubeletError(f"{path}: {error}") from error
         await asyncio.sleep(retry_seconds)
     return None
+
+
+def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[str] | None:
+    """UIDs of the pods that have devices; None if nothing can be said of any pod: without a file, and with one that knows of no device
+    at all (a kubelet that lost its state forgets what still runs)."""
+    return frozenset(entry.pod_uid for entry in entries) if entries else None
 
 
 def _entry(entry: _Entry) -> CheckpointEntry:

@@ -26,6 +26,12 @@ def answering(folder: Path) -> tuple[Path, ...]:
         return ()
 
 
+def gpu_manager_answers(folder: Path) -> str | None:
+    """That gpu-manager runs, with what to do; None if it does not. Whoever registers its resources takes them away from it."""
+    managers = [path for path in answering(folder) if path.name in _GPU_MANAGER]
+    return "; ".join(problem_and_remedy(managers)) if managers else None
+
+
 def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
     """What it means that somebody answers at these sockets, and what to do."""
     managers = [path for path in found if path.name in _GPU_MANAGER]

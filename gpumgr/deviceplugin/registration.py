@@ -6,10 +6,12 @@ Law 3. "Registered" means that a kubelet watches us. A new kubelet.sock, a missi
        means register again, in place. Polling tells; lost inotify events can't.
 Law 4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 look clients up by resource name: when an old
        stream ends later, they disconnect the new registration in its place.
+Law 5. Nothing is registered while `held_back_by` has a reason. Once it has none it is not asked again: from then on pods have GPUs
+       of which nobody else knows, and to stay away would give those to others.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,8 @@ class LinkTiming:
     first_watch_seconds: float = 5.0
     #: How long running calls may take before a replaced socket's streams end.
     handover_seconds: float = 1.0
+    #: How often it is asked whether something still holds us back.
+    held_back_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +80,20 @@ class KubeletLink:
         random: Random | None = None,
     ) -> None:
         """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer."""
+        #: Why not to register, in a sentence with its remedy; asked until it says None. To be set before `run`.
+        self.held_back_by: Callable[[], Awaitable[str | None]] = _nothing
         self._on_state = on_state
-        self._registered = asyncio.Event()
+        self._timing = timing or LinkTiming()
+        self._registered, self._free = asyncio.Event(), asyncio.Event()
         self._resources = {
             kind: _ResourceLink(
                 folder,
                 kind,
                 partial(DevicePlugin, kind, allocator, watched, observe),
-                timing or LinkTiming(),
+                self._timing,
                 self._changed,
                 random or Random(),
+                self._free,
             )
             for kind, watched in devices.items()
         }
@@ -106,6 +114,7 @@ class KubeletLink:
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
         async with asyncio.TaskGroup() as group:
+            self._daemons.append(group.create_task(self._wait_until_free(), name="kubelet_link_held_back"))
             for kind, resource in self._resources.items():
                 name = f"kubelet_link_{kind}"
                 self._daemons.append(group.create_task(forever(name, resource.keep), name=name))
@@ -118,12 +127,27 @@ class KubeletLink:
             await asyncio.wait(self._daemons)
         await asyncio.gather(*(resource.drain(grace_seconds) for resource in self._resources.values()))
 
+    async def _wait_until_free(self) -> None:
+        told = None
+        while (reason := await self.held_back_by()) is not None:
+            if reason != told:
+                _log.warning("registration_waits", reason=reason)
+                for resource in self._resources.values():
+                    resource.hold_back(reason)
+            told = reason
+            await asyncio.sleep(self._timing.held_back_seconds)
+        self._free.set()
+
     def _changed(self, kind: Kind, state: LinkState) -> None:
         if all(resource.state.registered for resource in self._resources.values()):
             self._registered.set()
         else:
             self._registered.clear()
         self._on_state(kind, state)
+
+
+async def _nothing() -> None:
+    """Nothing holds us back."""
 
 
 class _ResourceLink:
@@ -137,20 +161,23 @@ class _ResourceLink:
         timing: LinkTiming,
         on_state: Callable[[Kind, LinkState], None],
         random: Random,
+        free: asyncio.Event,
     ) -> None:
+        """`free`: nothing is registered before it is set."""
         self._kind: Kind = kind
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._own_socket = folder / SOCKET_NAMES[kind]
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        self._random = random
+        self._random, self._free = random, free
         self._server: PluginServer | None = None
         self._log = _log.bind(resource=RESOURCE_OF[kind])
         self.state = LinkState()
 
     async def keep(self) -> None:
         """Registers, waits until that no longer holds, and again. Never returns."""
+        await self._free.wait()
         retry_seconds = self._timing.first_retry_seconds
         first_watch_seconds = self._timing.first_watch_seconds
         kubelet = None
@@ -170,6 +197,9 @@ class _ResourceLink:
             first_watch_seconds = self._timing.first_watch_seconds if was_watched else min(2 * first_watch_seconds, 60.0)
             self._log.warning("registration_lost", reason=reason)
             self._become(replace(self.state, registered=False))
+
+    def hold_back(self, reason: str) -> None:
+        self._become(replace(self.state, error=reason))
 
     async def drain(self, grace_seconds: float) -> None:
         if self._server is not None:

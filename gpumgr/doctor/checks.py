@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor import choice, gpus, host_paths, kubelet, mechanisms, neighbours, rights, runtime
+from gpumgr.doctor import choice, folders, gpus, host_paths, kubelet, ledger, mechanisms, neighbours, rights, runtime
 from gpumgr.doctor.examine import LIMIT_SECONDS
 from gpumgr.doctor.finding import Check
 from gpumgr.nvml.driver import Nvml
@@ -34,11 +34,11 @@ def checks_for(settings: Settings, host: Host, *, before_start: bool = False) ->
     """`before_start`: an agent with these settings is about to start here."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     seen = gpus.Gpus(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
-    words = {settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)}
+    words = folders.backend_words(settings)
     return (
         *_of_gpus(settings, host, seen),
         *_of_kubelet(settings),
-        *_of_place(settings, host, words, before_start=before_start),
+        *_of_place(settings, host, before_start=before_start),
         *_of_runtime(settings, host, words),
         *_of_mechanisms(settings, host, words),
         Check(name="rbac", look=partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), if_hung=rights.IF_HUNG),
@@ -66,27 +66,25 @@ def _of_kubelet(settings: Settings) -> Iterator[Check]:
     yield Check(name="pod-resources", look=pods, if_hung=kubelet.IF_HUNG)
 
 
-def _of_place(settings: Settings, host: Host, words: Collection[str], *, before_start: bool) -> Iterator[Check]:
+def _of_place(settings: Settings, host: Host, *, before_start: bool) -> Iterator[Check]:
     plugin_dir = settings.kubelet.device_plugin_dir
     plugins = partial(neighbours.look_at_plugins, plugin_dir)
     agent = partial(neighbours.look_at_agent, settings.process.lock_path, plugin_dir, before_start=before_start)
-    paths = partial(host_paths.look_at_host_paths, dict(_host_folders(settings, words)), host.proc_root, in_pod=host.in_pod)
+    paths = partial(host_paths.look_at_host_paths, dict(_host_folders(settings)), host.proc_root, in_pod=host.in_pod)
+    places = partial(folders.look_at_folders, dict(folders.written(settings)))
+    checkpoint = partial(ledger.look_at_checkpoint, settings.checkpoint.dir)
     yield Check(name="plugins", look=plugins, if_hung=neighbours.IF_HUNG)
     yield Check(name="agent", look=agent, if_hung=neighbours.IF_HUNG)
     yield Check(name=host_paths.NAME, look=paths, if_hung=host_paths.IF_HUNG)
+    yield Check(name=folders.NAME, look=places, if_hung=folders.IF_HUNG)
+    yield Check(name=ledger.NAME, look=checkpoint, if_hung=ledger.IF_HUNG)
 
 
-def _host_folders(settings: Settings, words: Collection[str]) -> Iterator[tuple[str, Path]]:
+def _host_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
     """What the kubelet, the runtime, other containers or the agent's next life must find again."""
     yield "kubelet.device_plugin_dir", settings.kubelet.device_plugin_dir
     yield "kubelet.pod_resources_socket", settings.kubelet.pod_resources_socket.parent
-    yield "checkpoint.dir", settings.checkpoint.dir
-    yield "process.lock_path", settings.process.lock_path.parent
-    yield "container.allocation_dir", settings.container.allocation_dir
-    if set(words) - {"none"}:
-        yield "enforcement.run_dir", settings.enforcement.run_dir
-    if settings.enforcement.injection == "cdi":
-        yield "enforcement.cdi_dir", settings.enforcement.cdi_dir
+    yield from folders.written(settings)
 
 
 def _of_runtime(settings: Settings, host: Host, words: Collection[str]) -> Iterator[Check]:

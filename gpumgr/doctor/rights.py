@@ -15,7 +15,7 @@ from gpumgr.settings import Settings
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
 _REACH: Final = "look whether the address in the kubeconfig is right and can be reached from this node"
 _GRANT: Final = (
-    "add them to the agent's ClusterRole: the chart grants them with rbac.create: true, config/examples/rbac.yaml has them all"
+    "add them to the agent's ClusterRole: the chart grants them with rbac.create: true, config/examples/rbac.yaml names them all"
 )
 _EVICT: Final = Right(verb="create", resource="pods", subresource="eviction")
 

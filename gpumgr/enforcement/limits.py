@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -22,6 +23,11 @@ from gpumgr.units import KINDS, Kind
 
 log = structlog.get_logger(__name__)
 
+#: Where the mounts of containers can't be read.
+_LET_IT_LOOK: Final = (
+    "files of containers that are gone stay until the agent may look at all processes: give it CAP_SYS_PTRACE, and the host's process "
+    "ids where it is a pod"
+)
 #: Others on a tenant's GPU: how people call them, and their mechanisms.
 Neighbours = Callable[[Tenant], Iterable[tuple[str, Mechanisms]]]
 
@@ -201,12 +207,24 @@ class Limits:
         gone = left - set(known())
         self._orphans = {allocation: self._orphans.get(allocation, now) for allocation in gone}
         due = [allocation for allocation, since in self._orphans.items() if now - since >= self._grace_seconds]
-        used = await asyncio.to_thread(self._in_use, due) if due else ()
+        used = await self._used(due) if due else ()
         for allocation in due:
             if allocation not in used:
                 await self._remove(allocation, known)
         waiting = [since + self._grace_seconds - now for allocation, since in self._orphans.items() if allocation not in due]
         return min(waiting, default=None)
+
+    async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
+        """Who may have a process: all of them where the host's processes can't be looked at. That is told once for each reason."""
+        try:
+            used = await asyncio.to_thread(self._in_use, due)
+        except OSError as error:
+            if self._said.get(("kept", "")) != str(error):
+                log.warning("orphans_kept", error=str(error), remedy=_LET_IT_LOOK)
+            self._said["kept", ""] = str(error)
+            return due
+        self._said.pop(("kept", ""), None)
+        return used
 
     def _left(self) -> set[AllocationId]:
         left: set[AllocationId] = set()

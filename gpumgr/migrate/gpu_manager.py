@@ -6,11 +6,12 @@ gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
 from gpumgr.migrate.gpu_manager_command import Command, DaemonSet
-from gpumgr.migrate.plan import Plan, differing
+from gpumgr.migrate.plan import NODE_LABEL, Plan, differing
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.units import blocks_of
 
@@ -19,7 +20,8 @@ _DOCKERSHIM: Final = "dockershim"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What there is on the node. `live`: UIDs of the pods that the kubelet knows devices of, None if it does not tell. `names`: UID ->
+    """What there is on the node. `live`: UIDs of the pods that the kubelet knows devices of, None if it tells of no pod (as the agent has
+    it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `names`: UID ->
     pod. `answering`: sockets of gpu-manager's at which somebody answers. `registered`: resource -> number of ids that the kubelet has."""
 
     node: str
@@ -46,6 +48,9 @@ def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
     settings = differing(overrides)
     if "http.address" in settings:
         notes.append("http.address: from beyond this host only probes and metrics are served, unless http.token_file is set")
+    notes.append(
+        f"gpumgr's DaemonSet comes to every node with GPUs: label those that gpu-manager serves {NODE_LABEL}=disable before"
+    )
     notes.append("gpu-admission is needed no more: take its extender out of kube-scheduler's configuration after the last node")
     return Plan(
         settings=settings,
@@ -53,9 +58,9 @@ def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
         notes=tuple(notes),
         warnings=tuple(_warnings(command, found)),
         stop=tuple(_stop(command, found.node)),
-        start=(f"gpumgr config check {to}", f"gpumgr doctor --before-start --config {to}", *_start()),
+        start=tuple(_start(found.node, to)),
         rollback=tuple(_rollback(command, found)),
-        clean_up=(f"rm {found.checkpoint}    # when gpu-manager shall not come back",),
+        clean_up=(f"rm {quote(str(found.checkpoint))}    # when gpu-manager shall not come back",),
     )
 
 
@@ -84,35 +89,47 @@ def _warnings(command: Command, found: Found) -> Iterator[str]:
         if found.answering or command.pid is not None:
             yield f"the kubelet has {number} ids of {resource} from it"
     if found.live is None and found.records:
-        yield "the kubelet's checkpoint can't be read, so that records of pods that are gone count as well; run this on the node, as root"
+        yield (
+            "the kubelet's checkpoint can't be read or tells of no pod, so that records of pods that are gone count as well; run this on "
+            "the node, as root"
+        )
 
 
 def _stop(command: Command, node: str) -> Iterator[str]:
-    daemon_set = command.daemon_set
+    daemon_set, node = command.daemon_set, quote(node)
     if daemon_set is None:
         yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
         daemon_set = DaemonSet()
     if daemon_set.selector:
-        keys = " ".join(f"{key}-" for key in daemon_set.selector)
+        keys = " ".join(quote(f"{key}-") for key in daemon_set.selector)
         yield f"kubectl label node {node} {keys}    # {daemon_set.namespace}/{daemon_set.name} leaves this node, and only this one"
     else:
         patch = '{"spec":{"template":{"spec":{"nodeSelector":{"gpumgr.io/gpu-manager":"stays"}}}}}'
         yield f"kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays    # it has no nodeSelector: all but {node}"
-        yield f"kubectl -n {daemon_set.namespace} patch daemonset {daemon_set.name} -p '{patch}'"
+        yield f"kubectl -n {quote(daemon_set.namespace)} patch daemonset {quote(daemon_set.name)} -p '{patch}'"
 
 
-def _start() -> Iterator[str]:
-    yield "systemctl enable --now gpumgr    # or let gpumgr's DaemonSet come to this node"
+def _start(node: str, to: Path) -> Iterator[str]:
+    yield f"gpumgr config check {quote(str(to))}"
+    yield f"gpumgr doctor --before-start --config {quote(str(to))}"
+    yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet, which must see gpu-manager's checkpoint:"
+    yield (
+        "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system --set gpuManager.takeOver=true    "
+        "# your values, too; kustomize: components: [config/kustomize/take-over]"
+    )
+    yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
     yield "gpumgr checkpoint show    # the pods of above are in it"
 
 
 def _rollback(command: Command, found: Found) -> Iterator[str]:
+    node = quote(found.node)
     yield "gpumgr checkpoint show    # delete the pods that came under gpumgr: gpu-manager would not know of them, and give their GPUs away"
-    yield "systemctl disable --now gpumgr    # or keep gpumgr's DaemonSet off this node"
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
     daemon_set = command.daemon_set
     if daemon_set is None:
         yield "systemctl enable --now gpu-manager    # or, if a DaemonSet runs it:"
         daemon_set = DaemonSet()
     labels = daemon_set.selector or {"gpumgr.io/gpu-manager": "stays"}
-    pairs = " ".join(f"{key}={value}" for key, value in labels.items())
-    yield f"kubectl label node {found.node} {pairs}    # it reads {found.checkpoint} again, as it left it"
+    pairs = " ".join(quote(f"{key}={value}") for key, value in labels.items())
+    yield f"kubectl label node {node} {pairs}    # it reads {found.checkpoint} again, as it left it"

@@ -106,7 +106,7 @@ def from_objects(objects: Sequence[Object]) -> Command | None:
                     daemon_set=DaemonSet(
                         namespace=str(metadata.get("namespace") or "kube-system"),
                         name=str(metadata.get("name") or DaemonSet().name),
-                        selector={str(key): str(value) for key, value in (spec.get("nodeSelector") or {}).items()},
+                        selector=spec.get("nodeSelector") or {},
                     ),
                 )
     return None

@@ -3,15 +3,17 @@
 The resources are others, so pods can't be taken over: those that HAMi placed end before gpumgr starts, and come back with other requests.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
 from gpumgr.migrate.objects import Object, containers, full_name, of_kind, pod_spec
-from gpumgr.migrate.plan import Plan, differing
+from gpumgr.migrate.plan import NODE_LABEL, Plan, differing
 
 #: The label that HAMi's DaemonSet looks for, unless its chart was told otherwise.
 _LABEL: Final = {"gpu": "on"}
@@ -28,6 +30,7 @@ _USERS: Final = (
     "hami.io/gpu-scheduler-policy",
 )
 _CORDON: Final = "hami.io/device-cordon"
+_UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +63,12 @@ def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
         start=(
-            f"gpumgr config check {to}",
-            f"gpumgr doctor --before-start --config {to}",
-            "systemctl enable --now gpumgr    # or let gpumgr's DaemonSet come to this node",
+            f"gpumgr config check {quote(str(to))}",
+            f"gpumgr doctor --before-start --config {quote(str(to))}",
+            "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:",
+            f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite",
             *_cordons(metadata.get("annotations") or {}),
-            f"kubectl uncordon {found.node}",
+            f"kubectl uncordon {quote(found.node)}",
         ),
         rollback=tuple(_rollback(config, found.node)),
         clean_up=tuple(_clean_up(found, metadata.get("annotations"))),
@@ -95,6 +99,9 @@ def _notes(found: Found, annotations: Mapping[str, Any]) -> Iterator[str]:
     yield "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
     if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
         yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when nobody uses it"
+    odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
+    if odd:
+        yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
@@ -114,32 +121,39 @@ def _warnings(pods: Sequence[_Pod], found: Found, node: Object | None) -> Iterat
 
 
 def _stop(pods: Sequence[_Pod], config: Config, node: str) -> Iterator[str]:
+    node = quote(node)
     yield f"kubectl cordon {node}"
     for pod in pods:
         namespace, _, name = pod.name.partition("/")
-        yield f"kubectl -n {namespace} delete pod {name}    # its owner makes it again, with the requests of above"
-    keys = " ".join(f"{key}-" for key in config.selector or _LABEL)
+        yield f"kubectl -n {quote(namespace)} delete pod {quote(name)}    # its owner makes it again, with the requests of above"
+    keys = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
     yield f"kubectl label node {node} {keys}    # HAMi's plugin leaves this node, and only this one"
 
 
 def _rollback(config: Config, node: str) -> Iterator[str]:
+    node = quote(node)
     yield f"kubectl cordon {node}"
     yield "gpumgr checkpoint show    # delete these pods; their owners ask for nvidia.com/gpu again"
-    yield "systemctl disable --now gpumgr    # or keep gpumgr's DaemonSet off this node"
-    pairs = " ".join(f"{key}={value}" for key, value in (config.selector or _LABEL).items())
+    yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"
+    yield f"kubectl label node {node} {NODE_LABEL}=disable --overwrite"
+    pairs = " ".join(quote(f"{key}={value}") for key, value in (config.selector or _LABEL).items())
     yield f"kubectl label node {node} {pairs}    # HAMi's plugin comes back, and writes its annotations anew"
     yield f"kubectl uncordon {node}"
 
 
+def _cordoned(annotations: Mapping[str, Any]) -> list[str]:
+    return [part.strip() for part in str(annotations.get(_CORDON) or "").split(",") if part.strip()]
+
+
 def _cordons(annotations: Mapping[str, Any]) -> Iterator[str]:
-    for uuid in filter(None, (part.strip() for part in str(annotations.get(_CORDON) or "").split(","))):
+    for uuid in filter(_UUID.fullmatch, _cordoned(annotations)):
         yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
 
 
 def _clean_up(found: Found, annotations: Mapping[str, Any] | None) -> Iterator[str]:
     keys = [REGISTER] if annotations is None else sorted(key for key in annotations if key.startswith(_PREFIX))
     if keys:
-        yield f"kubectl annotate node {found.node} {' '.join(f'{key}-' for key in keys)}"
+        yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"
     for folder in found.folders:
-        yield f"rm -r {folder}    # when no pod of HAMi's is left on this node"
+        yield f"rm -r {quote(str(folder))}    # when no pod of HAMi's is left on this node"
     yield "helm uninstall hami -n NAMESPACE    # after the last node: scheduler, webhook and DaemonSet"

@@ -8,18 +8,36 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import yaml
 
 from gpumgr.errors import InputError
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
+from gpumgr.migrate.objects import NO_YAML, WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
 from gpumgr.settings import Settings
 
+_DEVICE_CONFIG: Final = "device-config.yaml"
+_NODE_CONFIG: Final = "config.json"
 _POLICY: Final = "--gpu-scheduler-policy"
 #: Where HAMi puts its library and its containers' folders, unless HOOK_PATH says otherwise.
 _HOOK_PATH: Final = Path("/usr/local")
+
+
+class _DeviceConfig(msgspec.Struct):
+    """device-config.yaml."""
+
+    nvidia: dict[str, Any] | None = None
+
+
+class _NodeConfigs(msgspec.Struct):
+    """config.json."""
+
+    nodeconfig: list[dict[str, Any]] | None = None
+
+
+_Shape = TypeVar("_Shape", _DeviceConfig, _NodeConfigs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +76,13 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
         names=_names(nvidia),
         memory_scaling=_number({**nvidia, **override}, "devicememoryscaling"),
         selector=selector,
-        library_dir=Path(plugin.get("HOOK_PATH") or _HOOK_PATH) / "vgpu",
+        library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
     )
 
 
 def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
     """`config` by keys in lower case, as both files are read."""
-    count = config.get("devicesplitcount", 10)
+    count = _shown(config.get("devicesplitcount", 10))
     yield f"deviceSplitCount ({count}) has no counterpart: a GPU takes shares until its cores or its memory are used up"
     if (factor := _number(config, "devicememoryscaling")) != 1:
         yield f"deviceMemoryScaling {factor:g} has no counterpart: gpumgr never promises more memory than a GPU has"
@@ -75,26 +93,26 @@ def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("operatingmode") == "mig":
         yield "operatingmode mig has no counterpart: GPUs in MIG mode are not offered"
     if config.get("filterdevices"):
-        yield f"filterdevices {json.dumps(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
+        yield f"filterdevices {_shown(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
     if config.get("preconfigureddevicememory"):
         yield "preConfiguredDeviceMemory has no counterpart: a GPU whose memory NVML does not tell is not offered"
 
 
 def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:
     """Its block `nvidia`, by keys in lower case."""
-    for config_map, text in _files(objects, "device-config.yaml"):
-        block = _parsed(config_map, text).get("nvidia")
-        if isinstance(block, dict):
-            return {str(key).lower(): value for key, value in block.items()}
+    for config_map, text in _files(objects, _DEVICE_CONFIG):
+        block = _parsed(config_map, _DEVICE_CONFIG, text, _DeviceConfig).nvidia
+        if block is not None:
+            return {key.lower(): value for key, value in block.items()}
     return {}
 
 
 def _node_config(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
     """What config.json has for this very node."""
-    for config_map, text in _files(objects, "config.json"):
-        for entry in _parsed(config_map, text).get("nodeconfig") or ():
-            if isinstance(entry, dict) and entry.get("name") == node:
-                return {str(key).lower(): value for key, value in entry.items() if value is not None}
+    for config_map, text in _files(objects, _NODE_CONFIG):
+        for entry in _parsed(config_map, _NODE_CONFIG, text, _NodeConfigs).nodeconfig or ():
+            if entry.get("name") == node:
+                return {key.lower(): value for key, value in entry.items() if value is not None}
     return {}
 
 
@@ -105,21 +123,29 @@ def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[Object, str]]
             yield config_map, text
 
 
-def _parsed(config_map: Object, text: str) -> Mapping[str, Any]:
+def _parsed(config_map: Object, key: str, text: str, shape: type[_Shape]) -> _Shape:
+    where = f"ConfigMap {full_name(config_map)}, {key},"
     try:
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InputError(f"ConfigMap {full_name(config_map)} can't be read: {' '.join(str(error).split())}") from error
-    return document if isinstance(document, dict) else {}
+    except NO_YAML as error:
+        raise InputError(f"{where} can't be read: {' '.join(str(error).split())}") from error
+    try:
+        return msgspec.convert(document if document is not None else {}, type=shape)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise InputError(f"{where} is not what HAMi reads: {error}") from error
 
 
 def _names(nvidia: Mapping[str, Any]) -> Names:
+    def name(key: str, usual: str) -> str:
+        found = nvidia.get(key)
+        return found if found and isinstance(found, str) else usual
+
     usual = Names()
     return Names(
-        count=str(nvidia.get("resourcecountname") or usual.count),
-        memory=str(nvidia.get("resourcememoryname") or usual.memory),
-        percentage=str(nvidia.get("resourcememorypercentagename") or usual.percentage),
-        cores=str(nvidia.get("resourcecorename") or usual.cores),
+        count=name("resourcecountname", usual.count),
+        memory=name("resourcememoryname", usual.memory),
+        percentage=name("resourcememorypercentagename", usual.percentage),
+        cores=name("resourcecorename", usual.cores),
     )
 
 
@@ -129,7 +155,7 @@ def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, 
         spec = pod_spec(workload)
         for container in containers(spec):
             if "hami" in str(container.get("image")) and container.get("name") == "device-plugin":
-                return environment(container), {str(key): str(value) for key, value in (spec.get("nodeSelector") or {}).items()}
+                return environment(container), spec.get("nodeSelector") or {}
     return {}, {}
 
 
@@ -157,4 +183,15 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
 
 def _number(config: Mapping[str, Any], key: str) -> float:
     value = config.get(key, 1)
-    return float(value) if isinstance(value, int | float) else 1.0
+    try:
+        return float(value) if isinstance(value, int | float) else 1.0
+    except OverflowError:
+        return 1.0
+
+
+def _shown(value: object) -> str:
+    """As JSON has it, as far as that can be said: YAML knows more."""
+    try:
+        return json.dumps(value, default=str, skipkeys=True)
+    except (ValueError, RecursionError):
+        return "..."

@@ -91,7 +91,7 @@ def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[
     try:
         listed = json.loads(str(annotations.get(REGISTER) or "[]"))
         return {str(gpu["id"]): int(int(gpu["devmem"]) / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return {}
 
 

@@ -1,9 +1,10 @@
-"""Kubernetes objects as kubectl prints them: JSON or YAML, one, several, or a List."""
+"""Kubernetes objects as kubectl prints them: JSON or YAML, one, several, or a List. What is read of them has its shape checked once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import yaml
 
 from gpumgr.errors import InputError
@@ -12,8 +13,86 @@ Object = Mapping[str, Any]
 
 #: Kinds whose pods are described by a template.
 WORKLOADS: Final = ("DaemonSet", "Deployment", "StatefulSet", "Pod")
+#: What YAML's loaders raise for texts that are none: a value that is not what its tag says is any of these.
+NO_YAML: Final = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MAX_BYTES: Final = 64 << 20
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+#: Names, and keys of labels and annotations, come to stand in commands: none may begin as an option does.
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
+_Key = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*\Z")]
+#: What a program can be given.
+_Word = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
+
+
+class _Metadata(msgspec.Struct):
+    name: _Name | None = None
+    namespace: _Name | None = None
+    uid: str | None = None
+    annotations: dict[_Key, str | None] | None = None
+
+
+class _Resources(msgspec.Struct):
+    limits: dict[str, str | int | float | None] | None = None
+    requests: dict[str, str | int | float | None] | None = None
+
+
+class _Variable(msgspec.Struct):
+    name: str | None = None
+    value: _Word | None = None
+
+
+class _Container(msgspec.Struct):
+    name: str | None = None
+    image: str | None = None
+    command: list[_Word] | None = None
+    args: list[_Word] | None = None
+    env: list[_Variable] | None = None
+    resources: _Resources | None = None
+
+
+class _PodSpec(msgspec.Struct, rename="camel"):
+    node_name: str | None = None
+    node_selector: dict[_Key, str] | None = None
+    init_containers: list[_Container] | None = None
+    containers: list[_Container] | None = None
+
+
+class _Status(msgspec.Struct):
+    phase: str | None = None
+
+
+class _Named(msgspec.Struct):
+    metadata: _Metadata | None = None
+
+
+class _Pod(_Named):
+    spec: _PodSpec | None = None
+    status: _Status | None = None
+
+
+class _Template(msgspec.Struct):
+    spec: _PodSpec | None = None
+
+
+class _WorkloadSpec(msgspec.Struct):
+    template: _Template | None = None
+
+
+class _Workload(_Named):
+    spec: _WorkloadSpec | None = None
+
+
+class _ConfigMap(_Named):
+    data: dict[str, str] | None = None
+
+
+_SHAPES: Final[Mapping[str, type[_Named]]] = {
+    "Node": _Named,
+    "ConfigMap": _ConfigMap,
+    **dict.fromkeys(WORKLOADS, _Workload),
+    "Pod": _Pod,
+}
 
 
 def read_objects(path: Path) -> tuple[Object, ...]:
@@ -27,13 +106,29 @@ def read_objects(path: Path) -> tuple[Object, ...]:
         raise InputError(f"{path} has more than {_MAX_BYTES >> 20} MiB; give what kubectl prints of one node")
     try:
         documents = [document for document in yaml.load_all(content, Loader=_LOADER) if document is not None]
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except NO_YAML as error:
         said = " ".join(str(error).split())
         raise InputError(f"{path} is neither JSON nor YAML: {said}") from error
     objects = tuple(each for document in documents for each in _flat(document, path))
     if not objects:
         raise InputError(f"{path} has no Kubernetes object; give what `kubectl get ... -o json` prints")
     return objects
+
+
+def checked(each: Object, source: object) -> Object:
+    """The object, if those parts of it that we read have the shape that Kubernetes gives them. Raises InputError, which names the
+    `source`, the object and the key."""
+    shape = _SHAPES.get(each["kind"])
+    if shape is not None:
+        try:
+            msgspec.convert(each, type=shape)
+        except (msgspec.ValidationError, RecursionError) as error:
+            metadata = each.get("metadata")
+            name = metadata.get("name") if isinstance(metadata, dict) else None
+            raise InputError(
+                f"{source}: {each['kind']} {name if isinstance(name, str) else '?'} is none of Kubernetes' objects: {error}"
+            ) from error
+    return each
 
 
 def of_kind(objects: Sequence[Object], *kinds: str) -> Iterator[Object]:
@@ -50,26 +145,32 @@ def pod_spec(workload: Object) -> Object:
     spec = workload.get("spec") or {}
     if workload["kind"] != "Pod":
         spec = (spec.get("template") or {}).get("spec") or {}
-    return spec if isinstance(spec, dict) else {}
+    return spec
 
 
 def containers(spec: Object) -> list[Object]:
     """In the order in which the kubelet allocates."""
-    listed = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
-    return [each for each in listed if isinstance(each, dict)]
+    return [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
 
 
 def environment(container: Object) -> Mapping[str, str]:
     """The variables whose values stand there themselves."""
-    return {str(each["name"]): str(each["value"]) for each in container.get("env") or () if "name" in each and "value" in each}
+    return {
+        str(each["name"]): str(each["value"] or "") for each in container.get("env") or () if "name" in each and "value" in each
+    }
 
 
 def _flat(document: object, path: Path) -> Iterator[Object]:
     if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
         raise InputError(f"{path} has something that is no Kubernetes object; give what `kubectl get ... -o json` prints")
-    if document["kind"].endswith("List") and isinstance(document.get("items"), list):
-        for item in document["items"]:
-            if isinstance(item, dict):  # of a typed list (PodList) the items need not say their kind
-                yield from _flat({"kind": document["kind"].removesuffix("List"), **item}, path)
-    else:
-        yield document
+    kind, items = document["kind"], document.get("items")
+    if not (kind.endswith("List") and isinstance(items, list)):
+        yield checked(document, path)
+        return
+    for item in items:  # of a typed list (PodList) the items need not say their kind
+        if isinstance(item, dict) and isinstance(item.setdefault("kind", kind.removesuffix("List")), str):
+            yield checked(item, path)
+        else:
+            raise InputError(
+                f"{path}: {kind} has an item that is no Kubernetes object; give what `kubectl get ... -o json` prints"
+            )

@@ -1,6 +1,6 @@
 """What a migration comes to, for people and scripts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ class Plan:
     """`settings` are those that differ from the defaults, by dotted keys, in types that YAML knows. The others are lines of text, those
     of `stop`, `start`, `rollback` and `clean_up` commands in their order, with a comment behind "#".
 
+    What comes from files stands quoted in the commands.
+
     `pods`: what becomes of each container. `notes`: what has no counterpart, or is done otherwise. `warnings`: what stands in the way now.
     """
 
@@ -28,10 +30,26 @@ class Plan:
     rollback: tuple[str, ...] = ()
     clean_up: tuple[str, ...] = ()
 
+    def written(self, write: Callable[[str], str]) -> "Plan":
+        """With each line as `write` writes it."""
+        return Plan(
+            settings=self.settings,
+            pods=tuple(map(write, self.pods)),
+            notes=tuple(map(write, self.notes)),
+            warnings=tuple(map(write, self.warnings)),
+            stop=tuple(map(write, self.stop)),
+            start=tuple(map(write, self.start)),
+            rollback=tuple(map(write, self.rollback)),
+            clean_up=tuple(map(write, self.clean_up)),
+        )
+
     def document(self) -> dict[str, Any]:
         """For JSON."""
         return {**asdict(self), "settings": nested(self.settings)}
 
+
+#: Whether gpumgr's DaemonSet comes to a node, whatever else the node's labels say (config/helm/gpumgr/values.yaml).
+NODE_LABEL: Final = "gpumgr.io/node"
 
 _TITLES: Final[Mapping[str, str]] = {
     "warnings": "Mind first",

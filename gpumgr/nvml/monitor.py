@@ -79,9 +79,9 @@ class Monitor:
         self.watch_processes = False
         self._nvml = nvml
         self._listener = listener
-        #: These two may be changed at any time, too: from the next look and the next pause on.
+        #: May be changed at any time, too: from the next look on.
         self.rules = rules or HealthRules()
-        self.sample_period_seconds = sample_period_seconds
+        self._sample_period_seconds = sample_period_seconds
         self._retry_seconds = retry_seconds
         self._load = load if load_kernel_modules else None
         self._clock = clock
@@ -98,6 +98,16 @@ class Monitor:
     def health(self) -> Mapping[str, GpuHealth]:
         """Every GPU ever seen, by UUID."""
         return dict(self._health)
+
+    @property
+    def sample_period_seconds(self) -> float:
+        """May be changed at any time; the pause under way is then as long, from its beginning on."""
+        return self._sample_period_seconds
+
+    @sample_period_seconds.setter
+    def sample_period_seconds(self, seconds: float) -> None:
+        self._sample_period_seconds = seconds
+        self._wake.set()
 
     def hold(self, uuid: str, message: str) -> None:
         """An operator takes this GPU out of service, also one that is not there (yet)."""
@@ -232,10 +242,10 @@ class Monitor:
 
     async def _pause(self) -> None:
         """Until the next round is due; what an event or an operator brings is told at once."""
-        deadline = asyncio.get_running_loop().time() + self.sample_period_seconds
+        begun = asyncio.get_running_loop().time()
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(begun + self._sample_period_seconds):
                     await self._wake.wait()
             except TimeoutError:
                 return

@@ -19,9 +19,9 @@ import yaml
 
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import Settings, allowed, build, sections
+from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
-_MAX_FILE_BYTES: Final = 1 << 20
 _MAX_SHOWN: Final = 60
 #: sun_path of Linux's sockaddr_un, less the closing NUL.
 _MAX_SOCKET_PATH_BYTES: Final = 107
@@ -131,8 +131,9 @@ def _convert(given: _Given, problems: list[Problem]) -> object:
     if value is None:
         return None
     try:
+        _check_texts(value)
         result: object = msgspec.convert(value, kind, strict=not given.text, dec_hook=_absolute_path)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):  # the latter: numbers of thousands of digits
         problems.append(given.problem(f"{_shown(given.value)} is not allowed; allowed: {allowed(kind)}"))
         return None
     if isinstance(result, float) and not math.isfinite(result):
@@ -149,6 +150,13 @@ def _split(text: str, kind: Any) -> object:
     return text
 
 
+def _check_texts(value: object) -> None:
+    """Raises UnicodeEncodeError, a ValueError, for texts with halves of characters: nobody can print, store or send them."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, str | Path):
+            str(item).encode()
+
+
 def _absolute_path(kind: type, value: object) -> object:
     if isinstance(value, Path):
         value = str(value)
@@ -158,7 +166,10 @@ def _absolute_path(kind: type, value: object) -> object:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of whole numbers, Python prints 4300 digits at most
+        return "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
@@ -212,7 +223,11 @@ def _dotted() -> list[str]:
 
 
 def _from_file(path: Path, problems: list[Problem]) -> Iterator[_Given]:
-    root = _compose(path, problems)
+    try:
+        root = read_tree(path)
+    except UnreadableError as error:
+        problems.append(Problem(source=str(path), line=error.line, message=str(error)))
+        return
     for section, line, node in _entries(root, path, None, problems):
         if section not in sections():
             problems.append(Problem(source=str(path), line=line, key=section, message=_unknown_section(section)))
@@ -224,9 +239,9 @@ def _from_file(path: Path, problems: list[Problem]) -> Iterator[_Given]:
                 problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
                 continue
             try:
-                constructed = _construct(value)
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                message = f"can't be read ({str(error).splitlines()[0]}); allowed: {allowed(sections()[section][key])}"
+                constructed = value_of(value)
+            except UnreadableError as error:
+                message = f"can't be read ({error}); allowed: {allowed(sections()[section][key])}"
                 problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
             else:
                 yield _Given(name, constructed, str(path), key_line)
@@ -239,48 +254,19 @@ def _unknown_section(section: str) -> str:
     return f"unknown section; {nearest(section, sections())}"
 
 
-def _compose(path: Path, problems: list[Problem]) -> yaml.Node | None:
-    """The file as a tree with line numbers; None if it is empty or, with a problem, unreadable."""
-
-    def wrong(message: str, line: int | None = None) -> None:
-        problems.append(Problem(source=str(path), line=line, message=message))
-
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            wrong(f"the file has more than {_MAX_FILE_BYTES} bytes; this is no settings file")
-            return None
-        return yaml.compose(content, Loader=yaml.SafeLoader)
-    except OSError as error:
-        wrong(f"can't be read: {error.strerror or error}")
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        wrong(f"no valid YAML: {said}", mark.line + 1 if mark else None)
-    except yaml.reader.ReaderError as error:
-        # ReaderError counts in characters or bytes of the input, whichever it failed in; line breaks are one of either.
-        wrong(f"no valid YAML: {error.reason}", content[: error.position].count(b"\n") + 1)
-    except RecursionError:
-        wrong("no valid YAML: nested too deeply")
-    return None
-
-
 def _entries(
     node: yaml.Node | None, path: Path, section: str | None, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
     """(key, line, value) of a mapping; null counts as an empty one, a second entry of one key as a mistake."""
-    if node is None or node.tag == "tag:yaml.org,2002:null":
+    if node is None or is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):
         expected = ", ".join(sections()[section] if section else sections())
         message = f"must be a mapping; allowed: {expected}"
-        problems.append(Problem(source=str(path), line=node.start_mark.line + 1, key=section, message=message))
+        problems.append(Problem(source=str(path), line=line_of(node), key=section, message=message))
         return
     first_lines: dict[str, int] = {}
-    for key_node, value in node.value:
-        line = key_node.start_mark.line + 1
-        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+    for key, line, value in entries(node):
         if key in first_lines:
             name = f"{section}.{key}" if section else key
             problems.append(
@@ -289,8 +275,3 @@ def _entries(
             continue
         first_lines[key] = line
         yield key, line, value
-
-
-def _construct(node: yaml.Node) -> object:
-    value: object = yaml.constructor.SafeConstructor().construct_document(node)
-    return value

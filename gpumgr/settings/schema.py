@@ -62,7 +62,8 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Folder of our ledger; on a local disk, kept over restarts.
     dir: Path = Path("/var/lib/gpumgr")
-    #: gpu-manager's own checkpoint, read once when there is no ledger yet; it may be missing.
+    #: gpu-manager's own checkpoint: read at the first start, and where the kubelet knows containers of gpu-manager's that the ledger does
+    #: not. It may be missing.
     gpu_manager_checkpoint: Path = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 
 

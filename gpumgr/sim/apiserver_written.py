@@ -85,10 +85,13 @@ class Written:
         return web.json_response(node)
 
     async def _patch_status(self, request: web.Request) -> web.Response:
-        """Of conditions, `type` is the key; those that the patch does not name stay."""
+        """Of conditions, `type` is the key; those that the patch does not name stay, those that it deletes go."""
         if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
             return refused
         for condition in (await request.json())["status"]["conditions"]:
+            if condition.get("$patch") == "delete":
+                self.conditions.pop(condition["type"], None)
+                continue
             merge(self.conditions.setdefault(condition["type"], {}), condition)
         return web.json_response(self._node())
 

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.asking.agent_client import AgentClient
 from gpumgr.demo.node import Node
-from gpumgr.sim.kubelet import SimKubeletError
+from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from gpumgr.units import RESOURCE_OF
+from tests.component.doctor.conftest import listening
 from tests.component.sim_kubelet.plugin import GooglePlugin
 
 from .stage import BLOCKS, RUNNER, app, init, running, stage
@@ -126,6 +128,87 @@ async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -
         assert first["name"] in node.gpus_of(heir)
 
 
+async def of_gpu_manager(node: Node, *pods: SimPod) -> None:
+    """These pods run, with ids as gpu-manager gives them; it is gone then."""
+    cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in RESOURCE_OF.values())
+    async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
+        for pod in pods:
+            assert (await node.run(pod)).phase == "Running"
+
+
+async def not_ready(node: Node) -> str:
+    async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
+        assert answer.status == 503
+        return await answer.text()
+
+
+@pytest.mark.parametrize("api_server", [True, False])
+async def test_nothing_is_offered_while_nobody_tells_what_gpu_managers_pods_have(folder: Path, api_server: bool) -> None:
+    async with stage(folder, api_server=api_server) as node:
+        old = node.pod("old", app(30, 4))
+        await of_gpu_manager(node, old)
+        await node.agent.start()
+        line = await node.journal.until("foreign_allocations")
+        assert line["level"] == "error"
+        assert line["holders"] == [f"{old.namespace}/old (main)"]
+        assert "gpuManager.takeOver=true" in line["remedy"]
+        await node.journal.until("registration_waits")
+        await node.journal.until("web_listening")
+        said = await not_ready(node)
+        assert (
+            f"core is not registered with the kubelet: {old.namespace}/old (main) hold GPUs from gpu-manager, and {folder}"
+            in said
+        )
+        assert node.journal.find("registered") == []
+
+        await node.agent.kill()
+        record = {"Devices": ["/dev/nvidia0"], "Cores": 30, "Memory": 4 << 28}
+        (folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": {old.uid: {"main": record}}}))
+        await node.start_agent()
+        assert [line["taken"] for line in node.journal.find("taken_over_from_gpu_manager")] == [1]
+        assert len(node.journal.find("foreign_allocations")) == 1
+        assert (await node.run(node.pod("new", app(80, 4)))).phase == "Running"
+        first = (await node.graph())[0]
+        assert [holder["pod"] for holder in first["holders"]] == ["old"]
+
+
+async def test_the_nodes_gpus_are_offered_when_gpu_managers_pods_have_ended(folder: Path) -> None:
+    async with stage(folder) as node:
+        old = node.pod("old", app(30, 4))
+        await of_gpu_manager(node, old)
+        await node.agent.start()
+        await node.journal.until("registration_waits")
+        node.delete(old)
+        await node.until_offered()
+        assert (await node.run(node.pod("new", app(200)))).phase == "Running"
+        await node.agent.kill()
+        await node.start_agent()
+        assert len(node.journal.find("foreign_allocations")) == 1
+
+
+async def test_gpu_manager_that_came_back_meanwhile_left_pods_again(folder: Path) -> None:
+    async with running(folder) as node:
+        assert (await node.run(node.pod("ours", app(100)))).phase == "Running"
+        await node.agent.stop()
+        back = node.pod("back", app(30, 4))
+        await of_gpu_manager(node, back)
+        await node.agent.start()
+        assert (await node.journal.until("foreign_allocations"))["holders"] == [f"{back.namespace}/back (main)"]
+
+
+async def test_beside_a_gpu_manager_that_runs_nothing_is_registered(folder: Path) -> None:
+    async with stage(folder) as node:
+        with listening(node.kubelet.plugin_folder / "vcore.sock"):
+            await node.agent.start()
+            waits = await node.journal.until("registration_waits")
+            assert "gpu-manager answers at" in waits["reason"]
+            assert "stop it first" in waits["reason"]
+            await node.journal.until("web_listening")
+            assert "stop it first" in await not_ready(node)
+            assert node.journal.find("registered") == []
+        await node.until_offered()
+
+
 async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder: Path) -> None:
     async with running(folder) as node:
         await node.run(node.pod("a", app(30, 4)))
@@ -166,8 +249,8 @@ async def test_a_clock_that_is_set_back_confuses_nobody(folder: Path) -> None:
 async def test_an_id_that_nobody_offered_is_refused_at_the_containers_start(folder: Path) -> None:
     async with stage(folder) as node:
         stranger = node.pod("stranger", app(100, BLOCKS))
-        foreign = {kind: {f"{name}-{n}": None for n in range(100)} for kind, name in RESOURCE_OF.items()}
-        async with GooglePlugin(node.kubelet, dict(foreign["core"]), dict(foreign["memory"])):
+        cores, blocks = ({f"0badc0de-{letter}{n:02}": None for n in range(100)} for letter in "cm")
+        async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
             assert (await node.run(stranger)).phase == "Running"
         await node.start_agent()
         with pytest.raises(SimKubeletError, match="this node never offered"):

@@ -12,7 +12,7 @@ import yaml
 
 from gpumgr.demo.node import Node
 
-from .stage import app, running, stage
+from .stage import app, running, stage, until_sampled
 
 
 def rewritten(path: Path, **sections: Mapping[str, object]) -> str:
@@ -119,3 +119,50 @@ async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> 
             node.api.annotations(pod.uid) and any(each["reason"] == "GpumgrConfigReloaded" for each in events.values())
         ):
             await asyncio.sleep(0.05)
+
+
+async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: Path) -> None:
+    path = folder / "gpumgr.yaml"
+    async with running(folder) as node:
+        good = path.read_text()
+        for bad in (
+            b'log: {level: "\\UFFFFFFFF"}',
+            b"%YAML 1." + b"9" * 5000 + b"\n---\n",
+            b'http: {socket: "/run/\\uD800"}',
+            b"\xff",
+        ):
+            since = len(node.journal.lines)
+            path.write_bytes(bad)
+            node.agent.signal(signal.SIGHUP)
+            await node.journal.until("config_rejected", since=since)
+        path.unlink()
+        os.mkfifo(path)
+        since = len(node.journal.lines)
+        node.agent.signal(signal.SIGHUP)
+        assert "no regular file" in (await node.journal.until("config_rejected", since=since))["reason"]
+        (folder / "new").write_text(good)
+        os.rename(folder / "new", path)
+        await node.journal.until("config_reloaded", since=since)
+        path.unlink()
+        os.mkfifo(path)
+        await node.journal.until("config_rejected", since=len(node.journal.lines))
+        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        async with asyncio.timeout(10):
+            assert await node.agent.stop() == 0
+
+
+async def test_a_shorter_sample_period_counts_at_once_and_a_description_that_is_switched_off_is_taken_away(folder: Path) -> None:
+    path = folder / "gpumgr.yaml"
+    async with running(folder, settings={"nvml": {"sample_period_seconds": 3600}}) as node:
+        assert node.api is not None
+        while "nvidia.com/gpu.count" not in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.05)
+        path.write_text(rewritten(path, nvml={"sample_period_seconds": 0.1}, kubernetes={"describe_node": False}))
+        assert (await node.journal.until("config_reloaded"))["applied"] == [
+            "kubernetes.describe_node",
+            "nvml.sample_period_seconds",
+        ]
+        await until_sampled(node)
+        while "nvidia.com/gpu.count" in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.05)
+        assert "gpumgr.io/labels" not in node.api.written.annotations

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 #: As gpumgr.cli.main and the command do it.
 AGENT: Final = (
-    "import sys; sys.modules['rich'] = None; import gpumgr.cli.run, gpumgr.kubeapi.library as l; assert l.load_library().slim"
+    "import sys; sys.modules['rich'] = None; import gpumgr.cli.running, gpumgr.kubeapi.library as l; assert l.load_library().slim"
 )
 NOTHING: Final = "import sys"
 _TELL: Final = """

@@ -18,6 +18,8 @@ MEANINGS: Final = {
     "registered": "the kubelet takes the resource from us",
     "registration_failed": "the kubelet said no or is away (retried in place, at once when its socket is new); "
     "of the backend `vcuda`: a bug while a process registered, which is refused",
+    "registration_waits": "nothing is offered yet; `reason` says why, and what to do: gpu-manager still answers on this node, or has left "
+    "pods whose GPUs are not known. Looked at again every two seconds",
     "registration_lost": "the kubelet restarted or is gone, or our socket is; registered again in place",
     "call_failed": "a bug in a call of the kubelet's; the traceback says where, the pod fails",
     # decisions
@@ -64,10 +66,14 @@ MEANINGS: Final = {
     "kubelet_checkpoint_unreadable": "the kubelet's own file can't be read; PodResources alone must do",
     "gpu_manager_checkpoint_unreadable": "gpu-manager's file can't be read; it is read again at the next start",
     "taken_over_from_gpu_manager": "its records were taken into the ledger, once",
+    "foreign_allocations": "`holders` run with GPUs from gpu-manager, and its checkpoint does not tell which: nothing is offered, or they "
+    "would be given out again. `remedy`: let gpumgr see the file and restart it, or end those pods",
     "not_taken_over": "what was read of gpu-manager can't be kept; it is read again at the next start",
     "flag_without_effect": "a flag of gpu-manager's that means nothing here, and why",
     "config_reloaded": "the settings file changed: what was applied, what needs a restart",
     "config_rejected": "the settings file is wrong, `reason` says where; the settings of before hold",
+    "node_description_removed": "`kubernetes.describe_node` is off (and `node_labels` empty): what stood on the node is taken away",
+    "node_description_left": "it can't be looked for without rights; the commands are under **Remove**",
     # the agent's own work
     "daemon_retries": "a part of the agent met trouble from outside and tries again; `error` says what",
     "daemon_failed": "a bug in a part that the agent can do without for a while; it begins anew, the traceback says where",
@@ -83,6 +89,7 @@ MEANINGS: Final = {
     "enforcement_not_{what}": "a mechanism could not be `recovered`, `observed` or `adjusted`; tried again",
     "orphan_removed": "files of a container that is gone, after `enforcement.orphan_grace_seconds`",
     "orphan_not_removed": "they can't be removed; tried again",
+    "orphans_kept": "the host's processes can't be looked at, so files of containers that may be gone stay; `remedy` says what to do",
     "orphans_not_looked_for": "a mechanism can't tell what it has left; tried again",
     "container_over_limit": "the driver counts more memory for a container than it was granted; event and metric, eviction only if "
     "`enforcement.evict` is on",

@@ -1,5 +1,6 @@
 """Settings of the cluster's parts, and the pods of the tests, as plain data."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,12 +100,21 @@ def kubeconfig(server: str, authority: str, token: str) -> Json:
 
 
 def agent_rights() -> list[tuple[str, Json]]:
-    """What the agent may do, as shipped, with the paths that the objects are posted to; here it is the user "gpumgr"."""
+    """What the agent may do, as shipped, with the paths that the objects are posted to; here it is the user "gpumgr".
+
+    What is shipped as a comment, for who wants evictions, is taken in.
+    """
     group = "rbac.authorization.k8s.io"
     base = f"/apis/{group}/v1"
-    shipped = {each["kind"]: each for each in yaml.safe_load_all(RIGHTS.read_text())}
+    shipped = {each["kind"]: each for each in yaml.safe_load_all(_with_evictions(RIGHTS.read_text()))}
     binding = {**shipped["ClusterRoleBinding"], "subjects": [{"kind": "User", "apiGroup": group, "name": "gpumgr"}]}
     return [(f"{base}/clusterroles", shipped["ClusterRole"]), (f"{base}/clusterrolebindings", binding)]
+
+
+def _with_evictions(text: str) -> str:
+    fuller = re.sub(r"(?m)^  # (- apiGroups|  resources|  verbs)", r"  \1", text)
+    assert fuller != text, f"{RIGHTS} has no comment for evictions any more"
+    return fuller
 
 
 def container(name: str = "main", cores: int = 0, memory: int = 0, command: str = SLEEP, **fields: Any) -> Json:

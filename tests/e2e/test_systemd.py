@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import pytest
 
+from gpumgr.enforcement import cdi
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import compile_library
 
@@ -32,7 +33,7 @@ GPUMGR = ENVIRONMENT / "bin" / "gpumgr"
 CONFIG = Path("/etc/gpumgr/gpumgr.yaml")
 PLUGINS = Path("/var/lib/kubelet/device-plugins")
 #: What `systemd-analyze security` of systemd 252 says. A directive that goes makes it more, and has to be argued for.
-EXPOSURE = 2.9
+EXPOSURE = 3.2
 SETTINGS = """
 kubernetes: {enabled: false}
 enforcement: {backend: mps}
@@ -236,6 +237,32 @@ def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubel
 
 
 @pytest.mark.usefixtures("kubelet")
+def test_what_a_living_container_has_mounted_is_no_leftover(service: Machine) -> None:
+    service.write(CONFIG, SETTINGS.replace("{backend: mps}", "{backend: mps, orphan_grace_seconds: 1}"))
+    living, gone = "00112233445566ff", "ffeeddccbbaa9988"
+    for each in (living, gone):
+        service.write(Path("/run/cdi") / cdi.file_name(each), "{}")
+    service.run("mkdir", f"/opt/{living}")
+    of_another_user = ("--property=User=nobody", f"--property=BindReadOnlyPaths=/opt/{living}:/mnt")
+    service.run("systemd-run", "--unit=tenant", *of_another_user, "/usr/bin/sleep", "infinity")
+    service.run("systemctl", "start", UNIT)
+    wait_until("the removal", lambda: cdi.file_name(gone) not in service.run("ls", "/run/cdi"), 20, every=0.2)
+    assert service.run("ls", "/run/cdi") == f"{cdi.file_name(living)}\n"
+
+
+def test_folders_of_the_settings_are_allowed_by_an_install(service: Machine, kubelet: Kubelet) -> None:
+    elsewhere = "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/agent.lock}\ncontainer: {allocation_dir: /srv/vm}\n"
+    service.write(CONFIG, SETTINGS + elsewhere)
+    assert f"write      /etc/systemd/system/{UNIT}.d/10-settings.conf\n" in service.run(GPUMGR, "install", "systemd")
+    assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
+    service.run("systemctl", "start", UNIT)
+    kubelet.run_pod("far")
+    assert service.run("ls", "/data", "/data/ledger").split()[:3] == ["/data:", "agent.lock", "ledger"]
+    service.run("test", "-f", "/data/ledger/gpumgr.sqlite3")
+    assert len(service.run("ls", "/srv/vm").split()) == 1
+
+
+@pytest.mark.usefixtures("kubelet")
 def test_a_gpu_is_reset_from_within_the_sandbox(service: Machine) -> None:
     service.run("systemctl", "start", UNIT)
     service.run(GPUMGR, "gpu", "cordon", "3", "--reason", "ECC errors")
@@ -271,4 +298,8 @@ def test_an_uninstall_leaves_settings_and_state(service: Machine, kubelet: Kubel
     assert service.show(UNIT, "ActiveState") == "inactive"
     assert [each["pod"] for each in ledger(service)] == ["left"]
     assert service.run("cat", CONFIG) == SETTINGS
+    service.run("systemctl", "mask", UNIT)
+    said = service.run(GPUMGR, "install", "systemd", check=False)
+    assert said == f"gpumgr: {UNIT} is masked; unmask it first: systemctl unmask gpumgr\n"
+    service.run("systemctl", "unmask", UNIT)
     service.run(GPUMGR, "install", "systemd")

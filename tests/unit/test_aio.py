@@ -1,6 +1,9 @@
 """Concurrency shapes: conflation, shielded work, daemons."""
 
 import asyncio
+import sys
+import threading
+from subprocess import run
 
 import pytest
 from structlog.testing import capture_logs
@@ -8,6 +11,7 @@ from structlog.testing import capture_logs
 from gpumgr.aio import (
     BUG_AGAIN_SECONDS,
     Bugs,
+    DaemonCalls,
     DaemonExitedError,
     Latest,
     every,
@@ -15,6 +19,7 @@ from gpumgr.aio import (
     forever,
     persistently,
     run_shielded,
+    sleep_as_told,
 )
 
 
@@ -177,3 +182,74 @@ async def test_every_retries_weather_and_tells_each_text_once() -> None:
     with capture_logs() as logs, pytest.raises(LookupError, match="a bug"):
         await every(0, work, name="walk", weather=(OSError,))
     assert [line["error"] for line in logs] == ["rain", "hail"]
+
+
+# -- a sleep whose length changes ------------------------------------------------------------------------------------------
+
+
+async def test_a_sleep_that_becomes_shorter_ends() -> None:
+    seconds = Latest(3600.0)
+    sleeping = asyncio.create_task(sleep_as_told(seconds))
+    await asyncio.sleep(0)
+    seconds.set(1800.0)
+    await asyncio.sleep(0.01)
+    assert not sleeping.done()
+    seconds.set(0.001)
+    async with asyncio.timeout(5):
+        await sleeping
+    assert seconds.readers == 0
+
+
+async def test_a_sleep_ends_by_itself() -> None:
+    async with asyncio.timeout(5):
+        await sleep_as_told(Latest(0.01))
+
+
+# -- calls that may hang ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_gives_what_it_returns_or_raises() -> None:
+    calls = DaemonCalls("test")
+    assert await calls.call(threading.current_thread, timeout_seconds=5) is not threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        await calls.call(lambda: 1 / 0, timeout_seconds=5)
+
+
+async def test_while_a_call_hangs_others_fail_at_once_and_afterwards_all_is_well() -> None:
+    calls, released = DaemonCalls("test"), threading.Event()
+    with pytest.raises(TimeoutError):
+        await calls.call(released.wait, timeout_seconds=0.01)
+    with pytest.raises(TimeoutError, match="has not returned"):
+        await calls.call(lambda: 1, timeout_seconds=3600)
+    released.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert await calls.call(lambda: 1, timeout_seconds=5) == 1
+                return
+            except TimeoutError:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_call_alone() -> None:
+    calls, released = DaemonCalls("test"), threading.Event()
+    task = asyncio.create_task(calls.call(released.wait, timeout_seconds=3600))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    released.set()
+
+
+def test_the_process_ends_while_a_call_hangs() -> None:
+    code = """
+import asyncio, threading
+from gpumgr.aio import DaemonCalls
+async def main():
+    try:
+        await DaemonCalls("test").call(threading.Event().wait, timeout_seconds=0.01)
+    except TimeoutError:
+        print("it hangs")
+asyncio.run(main())
+"""
+    assert run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True).stdout == "it hangs\n"

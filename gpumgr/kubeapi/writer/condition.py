@@ -25,6 +25,10 @@ class Condition:
     message: str
 
 
+#: Told to take away what was told before.
+NO_CONDITION: Final = Condition(trouble=False, reason="", message="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """The condition as it was written last; `since` is the transition's time, `at` the heartbeat's (unix seconds)."""
@@ -58,6 +62,17 @@ def condition_patch(told: Told) -> Body:
         "lastTransitionTime": timestamp(told.since),
     }
     return {"status": {"conditions": [condition]}}
+
+
+def removal_patch() -> Body:
+    """A strategic merge patch, too (source: the Kubernetes documentation, "Update API Objects in Place Using kubectl patch", and
+    apimachinery's strategicpatch: `$patch: delete` with the list's merge key, which of conditions is `type`)."""
+    return {"status": {"conditions": [{"$patch": "delete", "type": TYPE}]}}
+
+
+def has_condition(node: Mapping[str, Any]) -> bool:
+    """Also one that `parse_told` can't read."""
+    return any(each.get("type") == TYPE for each in (node.get("status") or {}).get("conditions") or ())
 
 
 def parse_told(node: Mapping[str, Any]) -> Told | None:

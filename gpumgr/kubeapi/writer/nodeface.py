@@ -3,7 +3,19 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gpumgr.kubeapi.writer.condition import Condition, Told, condition_patch, parse_told, told_next
+import structlog
+
+from gpumgr.kubeapi.client import AnswerError
+from gpumgr.kubeapi.writer.condition import (
+    NO_CONDITION,
+    Condition,
+    Told,
+    condition_patch,
+    has_condition,
+    parse_told,
+    removal_patch,
+    told_next,
+)
 from gpumgr.kubeapi.writer.jobs import Job, NodeJob
 from gpumgr.kubeapi.writer.node_labels import labels_patch
 from gpumgr.kubeapi.writer.notices import annotations_patch
@@ -11,7 +23,10 @@ from gpumgr.kubeapi.writer.outbox import Outbox
 from gpumgr.kubeapi.writer.pace import Pace
 from gpumgr.kubeapi.writer.writes import Writes
 
+log = structlog.get_logger(__name__)
+
 _NEVER: Final = float("-inf")
+_BY_HAND: Final = "if an earlier agent described the node, take it away by hand: config/README.md, Remove, has the commands"
 
 
 class NodeFace:
@@ -39,13 +54,14 @@ class NodeFace:
         self._outbox.put("annotations", self._clock())
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """All of our labels; others that were ours are taken away."""
+        """All of our labels, none if `labels` is empty; others that were ours are taken away."""
         now = self._clock()
         if labels != self._labels or now - self._labels_at >= self._pace.heartbeat_seconds:
             self._labels = dict(labels)
             self._outbox.put("labels", now)
 
     def tell(self, condition: Condition) -> None:
+        """NO_CONDITION takes it away."""
         now, before = self._clock(), self._condition
         self._condition = condition
         if before is None or _differ(before, condition):
@@ -59,6 +75,19 @@ class NodeFace:
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
     async def write(self, job: NodeJob) -> None:
+        try:
+            await self._write(job)
+        except AnswerError as error:
+            if error.status != 403 or not self._takes_away(job):
+                raise
+            # The rights come and go with what is described: mostly there is nothing, and nothing to ask for.
+            log.info("node_description_left", what=job, error=str(error), remedy=_BY_HAND)
+            self._outbox.done(job)
+
+    def _takes_away(self, job: NodeJob) -> bool:
+        return (job == "labels" and not self._labels) or (job == "condition" and self._condition == NO_CONDITION)
+
+    async def _write(self, job: NodeJob) -> None:
         match job:
             case "annotations":
                 await self._write_annotations()
@@ -92,28 +121,39 @@ class NodeFace:
         labels = self._labels or {}
         if (patch := labels_patch(await self._writes.read_node(), labels)) is not None:
             await self._writes.patch_node(patch)
+            if not labels:
+                log.info("node_description_removed", what="labels")
         self._labels_at = self._clock()
         if self._labels == labels:
             self._outbox.done("labels")
 
     async def _write_condition(self) -> None:
-        """The node is read once: an earlier life of the agent may have told the same, and since when."""
-        if self._told is None:
-            self._told = parse_told(await self._writes.read_node())
-        wish, now = self._condition, self._wall()
+        wish = self._condition
         if wish is None:
             raise RuntimeError("a condition is wished before it is written")
-        before = self._told
-        if before is None or before.condition != wish or now - before.at >= self._pace.heartbeat_seconds:
-            told = told_next(wish, before, now)
-            await self._writes.patch_node_status(condition_patch(told))
-            self._told = told
+        await (self._remove_condition() if wish == NO_CONDITION else self._tell_condition(wish))
         self._told_at = self._clock()
         latest = self._condition or wish
         if latest == wish:
             self._outbox.done("condition")
         else:
             self._outbox.again("condition", self._told_at + (0 if _differ(latest, wish) else self._pace.reword_seconds))
+
+    async def _tell_condition(self, wish: Condition) -> None:
+        """The node is read once: an earlier life of the agent may have told the same, and since when."""
+        if self._told is None:
+            self._told = parse_told(await self._writes.read_node())
+        before, now = self._told, self._wall()
+        if before is None or before.condition != wish or now - before.at >= self._pace.heartbeat_seconds:
+            told = told_next(wish, before, now)
+            await self._writes.patch_node_status(condition_patch(told))
+            self._told = told
+
+    async def _remove_condition(self) -> None:
+        if has_condition(await self._writes.read_node()):
+            await self._writes.patch_node_status(removal_patch())
+            log.info("node_description_removed", what="condition")
+        self._told = None
 
 
 def _differ(one: Condition, other: Condition) -> bool:

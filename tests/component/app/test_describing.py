@@ -7,7 +7,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.picture import Picture
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.app.describing import PATIENCE_SECONDS, Describing
-from gpumgr.kubeapi.writer.condition import Condition
+from gpumgr.kubeapi.writer.condition import NO_CONDITION, Condition
 from tests.component.stage.stage import Clock
 from tests.unit.metrics.pictures import name_of, uuid_of, view_of
 
@@ -118,10 +118,12 @@ def test_a_driver_that_is_away_is_the_whole_story_and_its_labels_stay() -> None:
     assert node.side.labels == []
 
 
-def test_what_is_switched_off_is_not_told_and_the_operators_labels_are() -> None:
-    silent = Node(up(), describe_node=False)
+def test_what_is_switched_off_is_taken_away_once_and_the_operators_labels_are_told() -> None:
+    silent = Node(up(nvml_up=False), describe_node=False)
     silent.look()
-    assert (silent.side.conditions, silent.side.labels) == ([], [])
+    silent.look()
+    assert (silent.side.conditions, silent.side.labels) == ([NO_CONDITION], [{}])
     labelled = Node(up(), describe_node=False, node_labels=("zone=a",))
     labelled.look()
-    assert (labelled.side.conditions, labelled.side.labels) == ([], [{"zone": "a"}])
+    labelled.look()
+    assert (labelled.side.conditions, labelled.side.labels) == ([NO_CONDITION], [{"zone": "a"}] * 2)

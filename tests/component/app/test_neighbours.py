@@ -42,3 +42,14 @@ async def test_a_second_one_is_news(folder: Path) -> None:
         with listening(folder / "vcore.sock"):
             await neighbours.look()
     assert [line["problem"].partition(" answers")[0] for line in logs] == ["NVIDIA's device plugin, or HAMi's,", "gpu-manager"]
+
+
+async def test_only_gpu_manager_is_in_our_place(folder: Path) -> None:
+    neighbours = Neighbours(folder)
+    with listening(folder / "nvidia-gpu.sock"):
+        assert await neighbours.gpu_manager() is None
+        with listening(folder / "vmemory.sock"):
+            reason = str(await neighbours.gpu_manager())
+        assert reason.startswith(f"gpu-manager answers at {folder}/vmemory.sock: ")
+        assert "; stop it first; " in reason
+        assert await neighbours.gpu_manager() is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +21,14 @@ def rewrite(path: Path, text: str) -> None:
 
 
 class Followed:
-    """`applied` has what was put in force, one after the other; `reads` counts how often the file was read."""
+    """`applied` has what was put in force, one after the other; `reads` counts how often the file was read. While `answers` is cleared,
+    reading hangs; each of `bugs` is raised once, where the settings are read or applied. `now` is the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.reads = path, 0
+        self.path, self.reads, self.now = path, 0, 0.0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.bugs: dict[str, Exception] = {}
         self.applied: list[Settings] = []
         self.history = History(MemoryCheckpoint(), wall_clock=lambda: 7.0)
         self.source = Source(path=path, load=self._load)
@@ -31,7 +36,15 @@ class Followed:
 
     def _load(self) -> Settings:
         self.reads += 1
+        self.answers.wait()
+        if (bug := self.bugs.pop("load", None)) is not None:
+            raise bug
         return load_settings(self.path, environ={}, overrides={"node.name": "n"})
+
+    def apply(self, settings: Settings) -> None:
+        if (bug := self.bugs.pop("apply", None)) is not None:
+            raise bug
+        self.applied.append(settings)
 
     @property
     def told(self) -> list[tuple[str | None, str]]:
@@ -52,11 +65,21 @@ async def following(path: Path, *, meanwhile: str | None = None) -> AsyncIterato
     it = Followed(path)
     if meanwhile is not None:
         rewrite(path, meanwhile)
-    reloading = Reloading(it.source, in_force=it.start, apply=it.applied.append, history=it.history, look_seconds=0.02)
+    reloading = Reloading(
+        it.source,
+        in_force=it.start,
+        apply=it.apply,
+        history=it.history,
+        look_seconds=0.02,
+        read_seconds=0.2,
+        clock=lambda: it.now,
+    )
     task = asyncio.create_task(reloading.run())
     try:
         yield it
+        assert not task.done(), task
     finally:
+        it.answers.set()
         task.cancel()
         await asyncio.wait([task])
 
@@ -145,3 +168,105 @@ async def test_what_changed_between_the_first_look_and_the_start_is_not_missed(t
     async with following(path, meanwhile="placement: {policy: spread}") as it:
         await it.until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "spread"
+
+
+# -- what is wrong with more than a key ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", ['log: {level: "\\UFFFFFFFF"}', f"%YAML 1.{'9' * 5000}\n---\n", 'http: {socket: "/run/\\uD800"}'], ids=range(3)
+)
+async def test_what_the_parser_stumbles_over_is_a_bad_file(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        path.write_text(bad)
+        await it.until(lambda: bool(it.told))
+        assert it.told[0][1].startswith(f"the settings of before stay in force: {path}:1: ")
+
+
+@pytest.mark.parametrize("where", ["load", "apply"])
+async def test_a_bug_is_told_as_such_and_the_settings_of_before_stay(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+            it.bugs[where] = LookupError("a bug")
+            path.write_text("placement: {policy: spread}")
+            await it.until(lambda: bool(it.told))
+            assert it.told == [
+                ("rejected", "the settings of before stay in force: a bug, please report it: LookupError('a bug')")
+            ]
+            assert [each.placement.policy for each in it.applied] == (["binpack"] if where == "apply" else [])
+            it.source.ask()
+            await it.until(lambda: len(it.told) == 2)
+            assert it.told[1] == ("reloaded", "applied: placement.policy")
+    assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
+
+
+async def test_a_fifo_in_the_files_place_is_a_bad_file_and_later_ones_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        os.mkfifo(tmp_path / "fifo")
+        os.rename(tmp_path / "fifo", path)
+        await it.until(lambda: bool(it.told))
+        assert "this is no regular file" in it.told[0][1]
+        replace(path, "placement: {policy: spread}")
+        await it.until(lambda: bool(it.applied))
+
+
+async def test_a_file_system_that_hangs_is_told_once_and_when_it_answers_the_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+            it.answers.clear()
+            path.write_text("placement: {policy: spread}")
+            await it.until(lambda: bool(it.told))
+            it.source.ask()
+            await it.until(lambda: len(lines) == 2)
+            await asyncio.sleep(0.1)
+            why = f"{path} can't be read: its file system gives no answer"
+            assert it.told == [("rejected", f"the settings of before stay in force: {why}")]
+            assert [line["reason"] for line in lines] == [why] * 2  # who asks is answered
+            it.answers.set()
+            await it.until(lambda: len(it.told) == 2)
+            assert it.told[1] == ("reloaded", "applied: placement.policy")
+
+
+async def test_the_same_reason_is_told_once_in_a_while(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+
+    with structlog.testing.capture_logs() as lines:
+        async with following(path) as it:
+
+            async def ask(answers: int) -> None:
+                it.source.ask()
+                await it.until(lambda: len(lines) == answers)
+
+            path.write_text("placement: {policy: sprad}")
+            await it.until(lambda: len(lines) == 1)
+            for times in range(2, 12):
+                await ask(times)
+            assert [code for code, _ in it.told] == ["rejected"]
+            path.write_text("placement: {policy: spred}")
+            await it.until(lambda: len(it.told) == 2)
+            it.now += 600
+            it.source.ask()
+            await it.until(lambda: len(it.told) == 3)
+            path.write_text("{}")
+            await it.until(lambda: len(it.told) == 4)
+            path.write_text("placement: {policy: spred}")
+            await it.until(lambda: len(it.told) == 5)
+            assert [code for code, _ in it.told] == ["rejected"] * 3 + ["reloaded", "rejected"]
+
+
+async def test_of_very_much_that_is_wrong_the_beginning_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "gpumgr.yaml"
+    path.write_text("{}")
+    async with following(path) as it:
+        path.write_text("".join(f"a{n}: 1\n" for n in range(1000)))
+        await it.until(lambda: bool(it.told))
+        assert len(it.told[0][1]) < 5000

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,13 +24,15 @@ QUICK = LinkTiming(
     last_retry_seconds=0.05,
     unwatched_seconds=0.2,
     handover_seconds=0.2,
+    held_back_seconds=0.01,
 )
 
 
 class Link:
     """A running KubeletLink, and what it told."""
 
-    def __init__(self, folder: Path, timing: LinkTiming) -> None:
+    def __init__(self, folder: Path, timing: LinkTiming, reasons: Sequence[str] = ()) -> None:
+        """`reasons`: what holds it back, one after the other."""
         self.allocator = ScriptedAllocator()
         self.devices: dict[Kind, Latest[bytes]] = {
             "core": Latest(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
@@ -39,6 +41,12 @@ class Link:
         self.history: list[tuple[Kind, LinkState]] = []
         self.states = Latest(0)
         self.link = KubeletLink(folder, self.allocator, self.devices, timing=timing, on_state=self._told)
+        self.reasons, self.asked = list(reasons), 0
+        self.link.held_back_by = self._held_back_by
+
+    async def _held_back_by(self) -> str | None:
+        self.asked += 1
+        return self.reasons.pop(0) if self.reasons else None
 
     def _told(self, kind: Kind, state: LinkState) -> None:
         self.history.append((kind, state))
@@ -55,8 +63,8 @@ class Link:
 
 
 @asynccontextmanager
-async def linked(folder: Path, timing: LinkTiming = QUICK) -> AsyncIterator[Link]:
-    link = Link(folder, timing)
+async def linked(folder: Path, timing: LinkTiming = QUICK, *, held_back: Sequence[str] = ()) -> AsyncIterator[Link]:
+    link = Link(folder, timing, held_back)
     running = asyncio.create_task(link.link.run())
     try:
         async with asyncio.timeout(10):
@@ -85,6 +93,27 @@ async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
         assert link.link.registered
         assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
         assert link.link.states == dict.fromkeys(KINDS, LinkState(registered=True, registrations=1))
+
+
+async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
+            await link.until(lambda: all(state.error == "second" for state in link.link.states.values()))
+            assert kubelet.registrations == []
+            await offered(kubelet)
+            assert link.link.states == dict.fromkeys(KINDS, LinkState(registered=True, registrations=1))
+            assert link.asked == 4
+            link.reasons.append("later")
+            await kubelet.restart()
+            await link.until_registrations(2)
+    waits = [line for line in logs if line["event"] == "registration_waits"]
+    assert [(line["reason"], line["log_level"]) for line in waits] == [("first", "warning"), ("second", "warning")]
+
+
+async def test_a_link_that_is_held_back_can_be_stopped(kubelet: SimKubelet) -> None:
+    async with linked(kubelet.plugin_folder, held_back=["first"] * 10_000) as link:
+        await link.until(lambda: all(state.error == "first" for state in link.link.states.values()))
+    assert kubelet.registrations == []
 
 
 async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKubelet) -> None:

@@ -33,6 +33,8 @@ def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
         "cri": {"socket": f"{folder}/cri.sock", "cgroup_root": f"{folder}/cgroup"},
         "mps": {"control_program": "no-such-program"},
         "enforcement": {"backend": "none"},
+        "checkpoint": {"dir": str(folder)},
+        "container": {"allocation_dir": f"{folder}/vm"},
         "process": {"lock_path": f"{folder}/agent.lock"},
         **sections,
     }
@@ -49,7 +51,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(8), found.pop(8)  # they speak in the words of their stations
+    cri, cgroups = found.pop(10), found.pop(10)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     assert found == [
         {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
@@ -71,6 +73,13 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {"check": "plugins", "state": "skipped", "message": "DIR/plugins is no folder", "remedy": None},
         {"check": "agent", "state": "ok", "message": "none runs on this node", "remedy": None},
         {"check": "host-paths", "state": "skipped", "message": "not in a pod", "remedy": None},
+        {"check": "folders", "state": "ok", "message": "2 folders can be written", "remedy": None},
+        {
+            "check": "checkpoint",
+            "state": "ok",
+            "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent makes one",
+            "remedy": None,
+        },
         {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
         {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
         {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
@@ -88,7 +97,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 16
+    assert len(lines) == 18
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")
@@ -101,7 +110,9 @@ def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
     peers.enter_context(listening(folder / "plugins/kubelet.sock"))
     peers.enter_context(serving(folder / "pods.sock", {GET_POD: b""}))
     peers.enter_context(serving(folder / "cri.sock", {VERSION: version_answer("containerd", "v2.1.4")}))
-    path = write_settings(folder, cri={"socket": f"{folder}/cri.sock"}, enforcement={"backend": "auto"})
+    path = write_settings(
+        folder, cri={"socket": f"{folder}/cri.sock"}, enforcement={"backend": "auto", "run_dir": f"{folder}/run"}
+    )
     result = doctor("--config", path, "--sim", "pcie-a10-4", "--output", "json")
     states = {finding["check"]: finding["state"] for finding in json.loads(result.stdout)}
     assert "warning" in states.values()
@@ -118,7 +129,7 @@ def test_flags_go_over_the_file(folder: Path) -> None:
     *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
     assert rbac["state"] == "skipped"
     findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
-    assert {"check": "mps", "state": "error"}.items() <= findings[11].items()
+    assert {"check": "mps", "state": "error"}.items() <= findings[13].items()
 
 
 def test_wrong_settings_are_an_input_error(folder: Path) -> None:

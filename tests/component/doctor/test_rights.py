@@ -1,5 +1,6 @@
 """What the account may do, asked at the stand-in API server."""
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,22 @@ async def test_what_is_switched_off_needs_no_right(
     assert found.message == asked
 
 
-def test_the_example_grants_exactly_what_is_used() -> None:
-    everything = Settings(enforcement=EnforcementSettings(evict=True))
-    used = {
-        (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
-        for right in (*needed(everything), *for_people(everything), *for_drains(everything))
-    }
-    documents = yaml.safe_load_all((Path(__file__).parents[3] / "config" / "examples" / "rbac.yaml").read_text())
-    (role,) = (document for document in documents if document["kind"] == "ClusterRole")
-    granted = {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert granted == used
+def granted(text: str) -> set[tuple[str, str]]:
+    """Verb and resource of each right of a text like the example's."""
+    (role,) = (document for document in yaml.safe_load_all(text) if document["kind"] == "ClusterRole")
+    return {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+
+
+def test_the_example_grants_exactly_what_the_defaults_use_and_names_the_rest() -> None:
+    plain, evicting = Settings(), Settings(enforcement=EnforcementSettings(evict=True))
+    text = (Path(__file__).parents[3] / "config" / "examples" / "rbac.yaml").read_text()
+    for wanted, told in ((plain, text), (evicting, re.sub(r"(?m)^  # (- api|  res|  verbs)", r"  \1", text))):
+        used = {
+            (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
+            for right in (*needed(wanted), *for_people(wanted))
+        }
+        assert granted(told) == used
+    assert set(for_drains(plain)) <= set(needed(evicting))
 
 
 @pytest.mark.parametrize(

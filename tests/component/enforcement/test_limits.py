@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
@@ -111,6 +112,8 @@ class Made:
     told: list[str]
     used: set[str]
     neighbours: list[tuple[str, tuple[str, ...]]]
+    #: Why the host's processes can't be looked at.
+    blind: list[OSError]
 
 
 @pytest.fixture
@@ -122,7 +125,13 @@ def folder(tmp_path: Path) -> Path:
 def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), with_cdi: bool = False) -> Made:
     clock, told, used = Clock(), list[str](), set[str]()
     neighbours = list[tuple[str, tuple[str, ...]]]()
-    files = Files(folder / "mps")
+    files, blind = Files(folder / "mps"), list[OSError]()
+
+    def in_use(names: Collection[str]) -> Collection[str]:
+        if blind:
+            raise blind[0]
+        return used & set(names)
+
     limits = Limits(
         [files, Nothing(lambda _tenant, message: told.append(message))],
         setting=setting,
@@ -130,11 +139,11 @@ def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), 
         cdi_dir=folder / "cdi",
         inject_by_cdi=with_cdi,
         orphan_grace_seconds=60,
-        in_use=lambda names: used & set(names),
+        in_use=in_use,
         neighbours=lambda _: neighbours,
         clock=clock,
     )
-    return Made(limits, files, clock, told, used, neighbours)
+    return Made(limits, files, clock, told, used, neighbours, blind)
 
 
 async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
@@ -231,6 +240,23 @@ async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_
     await made.limits.tend(lambda: {ID})
     assert made.files.remains() == [ID]
     assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_where_nobody_can_look_nothing_is_removed_and_that_is_told_once(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted("mps"), tenant())
+    await made.limits.tend(set)
+    made.clock.now += 60
+    made.blind.append(PermissionError(13, "Permission denied"))
+    with capture_logs() as told:
+        for _ in range(3):
+            await made.limits.tend(set)
+    assert made.files.remains() == [ID]
+    assert [each["event"] for each in told] == ["orphans_kept"]
+    assert "CAP_SYS_PTRACE" in told[0]["remedy"]
+    made.blind.clear()
+    await made.limits.tend(set)
+    assert made.files.remains() == []
 
 
 async def test_mps_shares_a_gpu_with_nobody(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,37 @@ def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
         migrate("gpu-manager", "--flags", f"--checkpoint-path={node}")
 
 
+def test_a_kubelet_that_knows_of_no_device_has_forgotten_nobody(node: Path) -> None:
+    empty = {"Data": {"PodDeviceEntries": [], "RegisteredDevices": {"tencent.com/vcuda-core": ["a"]}}}
+    (node / "kubelet_internal_checkpoint").write_text(json.dumps(empty))
+    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node}"
+    document = json.loads(migrate("gpu-manager", "--flags", flags, "--output", "json").stdout)
+    assert [line.partition(" keeps")[0] for line in document["pods"]] == ["pod uid u1 (main):", "pod uid u2 (main):"]
+    assert "tells of no pod" in document["warnings"][0]
+
+
+@pytest.mark.parametrize("registered", [[], {"tencent.com/vcuda-core": 5}, 5])
+def test_a_kubelets_checkpoint_of_another_shape_tells_nothing(node: Path, registered: object) -> None:
+    (node / "kubelet_internal_checkpoint").write_text(
+        json.dumps({"Data": {"PodDeviceEntries": [], "RegisteredDevices": registered}})
+    )
+    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node}"
+    document = json.loads(migrate("gpu-manager", "--flags", flags, "--output", "json").stdout)
+    assert "the kubelet's checkpoint can't be read" in document["warnings"][0]
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_names_in_its_checkpoint_do_nothing_to_the_terminal(node: Path, output: str) -> None:
+    hostile = "\x1b[2Jmain\nrm -r /\x7f\u202e"
+    record = {hostile: {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 1 << 30}}
+    (node / "gpumanager_internal_checkpoint").write_text(json.dumps({"PodGPUMapping": {f"u{hostile}": record}}))
+    flags = f"--share-mode --checkpoint-path={node} --device-plugin-path={node / 'none'}"
+    said = migrate("gpu-manager", "--flags", flags, "--output", output).stdout
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert "x1b[2Jmain" in said
+    assert not any(line.startswith("rm") for line in said.splitlines())
+
+
 # -- HAMi --------------------------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +184,77 @@ def test_hami_from_files(folder: Path) -> None:
 def test_hami_wants_to_know_the_pods() -> None:
     with pytest.raises(InputError, match="name --kubeconfig FILE, or --pods FILE"):
         migrate("hami")
+
+
+def changed(each: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with this at the dotted path."""
+    copy: dict[str, Any] = json.loads(json.dumps(each))
+    *above, last = path.split(".")
+    inner: Any = copy
+    for key in above:
+        inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[int(key)]
+    inner[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("Pod", "metadata", []),
+        ("Pod", "metadata.annotations", []),
+        ("Pod", "status", []),
+        ("Pod", "spec", 5),
+        ("Pod", "spec.containers", 5),
+        ("Pod", "spec.containers", [5]),
+        ("Pod", "spec.containers.0.resources", []),
+        ("Pod", "spec.containers.0.resources.limits", []),
+        ("Pod", "spec.containers.0.env", [5]),
+        ("Pod", "metadata.name", "--all"),
+        ("Pod", "metadata.namespace", "a; reboot #"),
+        ("Node", "metadata.annotations", []),
+        ("Node", "metadata.annotations", {"--all": ""}),
+        ("ConfigMap", "data", []),
+        ("DaemonSet", "spec.template", []),
+        ("DaemonSet", "spec.template.spec.nodeSelector", []),
+        ("DaemonSet", "spec.template.spec.containers", [{"args": ["\0"]}]),
+    ],
+)
+def test_an_object_of_another_shape_is_named_with_its_key(folder: Path, kind: str, path: str, value: object) -> None:
+    each = hami_pod() if kind == "Pod" else {"kind": kind, "metadata": {"name": "gpu-7"}}
+    file = folder / "all.json"
+    file.write_text(json.dumps({"kind": "List", "items": [changed(each, path, value)]}))
+    where = re.sub(r"\.(\d+)", r"[\1]", path)
+    with pytest.raises(InputError) as caught:
+        migrate("hami", "--node", "gpu-7", "--pods", file)
+    said = str(caught.value)
+    assert said.startswith(f"{file}: {kind} ")
+    assert where in said.replace("`", "") or "key in" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{kind: List, items: [5]}",
+        "{kind: List, items: [{kind: 5}]}",
+        '"\\UFFFFFFFF"',
+        '!!int ""',
+        "!!timestamp x",
+        "!%1b[2J x",
+    ],
+)
+def test_files_that_no_kubectl_prints_are_refused_in_words(folder: Path, text: str) -> None:
+    file = folder / "all.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        migrate("hami", "--node", "gpu-7", "--pods", file)
+    assert str(caught.value).startswith(str(file))
+    assert str(caught.value).isprintable()
+
+
+def test_a_list_in_itself_is_an_object_like_another(folder: Path) -> None:
+    file = folder / "all.yaml"
+    file.write_text("&a {kind: List, items: [*a]}")
+    assert migrate("hami", "--node", "gpu-7", "--pods", file).exit_code == 0
 
 
 async def test_hami_from_the_api_server(folder: Path) -> None:

@@ -97,6 +97,13 @@ async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> 
         await listener.until(lambda: listener.states[0] == WELL)
 
 
+async def test_a_shorter_period_counts_at_once(node: Prepare, watched: Watch) -> None:
+    async with watched(node("mixed-2"), sample_period_seconds=3600.0) as (monitor, listener):
+        await listener.rounds(1)
+        monitor.sample_period_seconds = PERIOD_SECONDS
+        await listener.rounds(2)
+
+
 async def test_a_mig_gpu_is_withdrawn_from_the_very_first_word(node: Prepare, watched: Watch) -> None:
     sim = node("mixed-2")
     sim.control.set_mig(0, enabled=True)

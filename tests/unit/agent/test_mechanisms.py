@@ -23,7 +23,7 @@ ORDERS = ["core_first", "memory_first"]
 class Recorded(Nothing):
     """A mechanism that keeps both kinds and remembers what it was asked."""
 
-    name = "hami-core"  # type: ignore[misc]
+    name = "hami-core"
     limits = frozenset({"core", "memory"})  # type: ignore[misc]
 
     def __init__(self) -> None:

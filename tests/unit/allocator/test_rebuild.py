@@ -9,7 +9,7 @@ from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodView
-from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, migrate, names_of
+from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
 
 from .nodes import app, empty, init, pod
@@ -161,6 +161,24 @@ def test_records_that_do_not_fit_are_told(records: tuple[AnonymousRecord, ...], 
     rebuilt = moved(empty(), *records)
     assert len(rebuilt.added) == len(records) - 1
     assert rebuilt.problems[0].startswith(sentence)
+
+
+def test_records_that_are_read_again_are_taken_once() -> None:
+    first = moved(empty(), record(0))
+    assert moved(first.ledger, record(0)).added == ()
+
+
+def test_foreign_ids_name_no_gpu_and_nobody_tells_whose_they_are() -> None:
+    theirs = "tencent.com/vcuda-core-1"
+    entries = [
+        ("uid-a", "main", ("0badc0de-c07", "0badc0dex1-m400")),
+        ("uid-b", "main", (theirs, "tencent.com/vcuda-core-2")),
+        ("uid-b", "main", ("tencent.com/vcuda-memory-268435456-0",)),
+        ("uid-b", "told", (theirs,)),
+    ]
+    assert foreign(entries, {("uid-b", "told")}) == {
+        ("uid-b", "main"): {theirs, "tencent.com/vcuda-core-2", "tencent.com/vcuda-memory-268435456-0"}
+    }
 
 
 def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:

@@ -1,11 +1,13 @@
 """`gpumgr install systemd` on the folder of an image: what it writes, and when it refuses."""
 
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from gpumgr.cli.install import CONFIG, UNIT, Host, Program, check_possible, command, hidden, install, uninstall, unit_text
+from gpumgr.cli.host import Host
+from gpumgr.cli.install import CONFIG, DROP_IN, UNIT, Program, check_possible, command, environment, install, uninstall, unit_text
 from gpumgr.errors import GpumgrError
 from gpumgr.settings import InvalidSettingsError
 
@@ -99,6 +101,107 @@ def test_a_kubeconfig_that_the_unit_hides_is_named(image: Path) -> None:
     host.path(CONFIG).parent.mkdir(parents=True)
     host.path(CONFIG).write_text("kubernetes: {kubeconfig: /root/.kube/config}\n")
     assert install(host, PROGRAM)[0].startswith("move /root/.kube/config, which the unit hides from the agent")
+    assert host.told == [f"write      {UNIT}", f"unchanged  {CONFIG}"]
+
+
+def configured(image: Path, text: str) -> Host:
+    """The image with these settings, and nothing asked of a cluster."""
+    host = Host(root=image)
+    host.path(CONFIG).parent.mkdir(parents=True, exist_ok=True)
+    host.path(CONFIG).write_text(f"kubernetes: {{enabled: false}}\n{text}")
+    return host
+
+
+def test_folders_of_the_settings_become_writable_and_follow_them(image: Path) -> None:
+    host = configured(image, "checkpoint: {dir: /data/gpumgr}\nprocess: {lock_path: /data/gpumgr/lock}\n")
+    own = host.place(DROP_IN).with_name("20-mine.conf")
+    own.parent.mkdir(parents=True)
+    own.write_text("[Service]\nNice=1\n")
+    assert len(install(host, PROGRAM)) == 2
+    assert host.told == [f"write      {UNIT}", f"write      {DROP_IN}", f"unchanged  {CONFIG}"]
+    text = host.text(DROP_IN) or ""
+    assert text.partition("[Unit]\n")[2] == (
+        "RequiresMountsFor=/data/gpumgr\n\n[Service]\n# checkpoint.dir\nReadWritePaths=-/data/gpumgr\n"
+        "ExecStartPre=-+/usr/bin/mkdir --parents /data/gpumgr\n"
+    )
+    install(configured(image, "container: {allocation_dir: /data/vm}\n"), PROGRAM)
+    assert "/data/vm" in (host.text(DROP_IN) or "")
+    assert "/data/gpumgr" not in (host.text(DROP_IN) or "")
+    again = configured(image, "")
+    install(again, PROGRAM)
+    assert again.told == [f"unchanged  {UNIT}", f"remove     {DROP_IN}", f"unchanged  {CONFIG}"]
+    assert own.exists()
+
+
+def test_an_uninstall_takes_the_drop_in_of_the_settings_along(image: Path) -> None:
+    host = configured(image, "checkpoint: {dir: /data}\n")
+    install(host, PROGRAM)
+    uninstall(host)
+    assert f"remove     {DROP_IN}" in host.told
+    assert not host.path(DROP_IN.parent).exists()
+
+
+def test_a_drop_in_of_the_operators_is_not_overwritten(image: Path) -> None:
+    host = configured(image, "checkpoint: {dir: /data}\n")
+    host.place(DROP_IN).parent.mkdir(parents=True)
+    host.place(DROP_IN).write_text("[Service]\n")
+    with pytest.raises(GpumgrError, match=r"10-settings\.conf was not written by this command"):
+        install(host, PROGRAM)
+    assert host.text(DROP_IN) == "[Service]\n"
+
+
+def test_what_the_units_environment_sets_counts(image: Path) -> None:
+    host = configured(image, "")
+    host.place(Path("/etc/default")).mkdir()
+    host.place(Path("/etc/default/gpumgr")).write_text('# ours\nGPUMGR_CHECKPOINT_DIR="/data/ledger"\n')
+    install(host, PROGRAM)
+    assert "ReadWritePaths=-/data/ledger\n" in (host.text(DROP_IN) or "")
+    assert environment("A=b c\n; no\nB='d'\n\nC=\n") == {"A": "b c", "B": "d", "C": ""}
+
+
+def test_each_hidden_path_is_named_with_its_setting_until_a_drop_in_shows_it(image: Path) -> None:
+    text = "http: {token_file: /root/token}\nnvml: {library_path: /home/ada/libnvidia-ml.so.1}\n"
+    host = configured(image, text)
+    token, library, *_ = install(host, PROGRAM)
+    assert token.startswith(
+        "move /home/ada/libnvidia-ml.so.1, which the unit hides from the agent, and set nvml.library_path in "
+    )
+    assert library == (
+        f"move /root/token, which the unit hides from the agent, and set http.token_file in {CONFIG}; or let the agent see it: "
+        "`systemctl edit gpumgr`, with the lines [Service] and ProtectHome=read-only"
+    )
+    host.place(DROP_IN).parent.mkdir(parents=True)
+    host.place(DROP_IN).with_name("override.conf").write_text("[Service]\nProtectHome=read-only\n")
+    assert install(configured(image, text), PROGRAM)[0] == "/opt/gpumgr/bin/gpumgr doctor"
+
+
+def test_links_of_an_image_are_followed_within_it(image: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    (image / "etc").mkdir()
+    (image / "etc/gpumgr").symlink_to(outside)
+    (image / "etc/systemd").symlink_to("../../../../../../../../usr/lib/elsewhere")
+    install(Host(root=image), PROGRAM)
+    assert not list(outside.iterdir())
+    assert (image / outside.relative_to("/") / CONFIG.name).is_file()
+    assert (image / "usr/lib/elsewhere/system" / UNIT.name).is_file()
+    (image / "loop").symlink_to("/loop")
+    with pytest.raises(GpumgrError, match="lead in a circle"):
+        Host(root=image).path(Path("/loop/file"))
+
+
+@pytest.mark.parametrize("mask", ["link", "empty"])
+def test_a_masked_unit_stays_masked(mask: str, image: Path) -> None:
+    host = Host(root=image)
+    place = host.place(UNIT)
+    place.parent.mkdir(parents=True)
+    place.symlink_to(os.devnull) if mask == "link" else place.touch()
+    refusal = f"masked; unmask it first: systemctl --root={image} unmask gpumgr"
+    with pytest.raises(GpumgrError, match=refusal):
+        install(host, PROGRAM)
+    with pytest.raises(GpumgrError, match=refusal):
+        uninstall(host)
+    assert host.told == []
+    assert place.is_symlink() == (mask == "link")
 
 
 def test_an_image_without_gpumgr_is_refused(tmp_path: Path) -> None:
@@ -110,12 +213,6 @@ def test_a_gpumgr_in_a_home_folder_is_refused() -> None:
     places = (Path("/opt/gpumgr/bin/gpumgr"), Path("/home/ada/.pyenv/bin/python"))
     with pytest.raises(GpumgrError, match=r"would not see /home/ada/\.pyenv/bin/python.*python3 -m venv /opt/gpumgr"):
         install(Host(root=None, dry_run=True), Program(command=("/opt/gpumgr/bin/gpumgr",), places=places))
-
-
-def test_what_a_visible_link_leads_to_counts(tmp_path: Path) -> None:
-    (tmp_path / "python").symlink_to("/root/python")
-    assert hidden([Path("/opt"), tmp_path / "python"]) == tmp_path / "python"
-    assert hidden([Path("/opt/gpumgr"), Path("/rooted")]) is None
 
 
 def test_this_program_is_one_that_can_be_called() -> None:

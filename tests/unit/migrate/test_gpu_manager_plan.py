@@ -1,5 +1,6 @@
 """The plan of a node that had gpu-manager."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,39 @@ def test_a_service_of_the_host_is_stopped_as_one() -> None:
     made = plan()
     assert made.stop[0].startswith("systemctl disable --now gpu-manager")
     assert any(line.startswith("systemctl enable --now gpu-manager") for line in made.rollback)
+
+
+def test_gpumgrs_daemon_set_sees_the_checkpoint_and_comes_and_goes_by_its_own_label() -> None:
+    made = plan()
+    enable, disable = (f"kubectl label node gpu-7 gpumgr.io/node={word} --overwrite" for word in ("enable", "disable"))
+    (helm,) = (line for line in made.start if line.startswith("helm"))
+    assert "--set gpuManager.takeOver=true" in helm
+    assert "components: [config/kustomize/take-over]" in helm
+    assert made.start.index(helm) < made.start.index(enable)
+    (back,) = (line for line in made.rollback if "nvidia-device-enable=enable" in line)
+    assert made.rollback.index(disable) < made.rollback.index(back)
+
+
+def test_commands_take_nothing_from_files_as_shell_text() -> None:
+    evil = "x; reboot #"
+    found = replace(NOTHING, node=evil, checkpoint=Path(f"/tmp/{evil}"))
+    made = plan_gpu_manager(
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={evil: evil})),
+        found,
+        to=Path(f"/etc/{evil}"),
+    )
+    words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
+    for expected in (
+        ["kubectl", "label", "node", evil, f"{evil}-"],
+        ["kubectl", "label", "node", evil, f"{evil}={evil}"],
+        ["gpumgr", "config", "check", f"/etc/{evil}"],
+        ["rm", f"/tmp/{evil}"],
+    ):
+        assert expected in words
+    bare = plan_gpu_manager(
+        replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={})), found, to=TO
+    )
+    assert shlex.split(bare.stop[1])[:6] == ["kubectl", "-n", evil, "patch", "daemonset", evil]
 
 
 def test_as_text_the_steps_are_in_order() -> None:

@@ -1,6 +1,7 @@
 """The plan of a node that had HAMi."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, Names
 from gpumgr.migrate.plan import Plan
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
+UUIDS = ("GPU-8dcd427f-483b-b48f-d7e5-75fb19a52b76", "GPU-0e0e0e0e-0000-1111-2222-333344445555")
 NODE: dict[str, Any] = {
     "kind": "Node",
     "metadata": {
@@ -20,7 +22,7 @@ NODE: dict[str, Any] = {
         "annotations": {
             REGISTER: json.dumps([{"id": "GPU-a", "devmem": 16384, "mode": "hami-core"}]),
             "hami.io/node-handshake": "Requesting_2026",
-            "hami.io/device-cordon": "GPU-a, GPU-b",
+            "hami.io/device-cordon": ", ".join(UUIDS),
             "other.io/key": "stays",
         },
     },
@@ -86,10 +88,7 @@ def test_what_hami_left_at_the_node_goes_by_commands() -> None:
         "rm -r /tmp/vgpulock",
         "helm uninstall hami -n NAMESPACE",
     ]
-    assert [line for line in commands(made.start) if "cordon GPU" in line] == [
-        "gpumgr gpu cordon GPU-a",
-        "gpumgr gpu cordon GPU-b",
-    ]
+    assert [line for line in commands(made.start) if "cordon GPU" in line] == [f"gpumgr gpu cordon {uuid}" for uuid in UUIDS]
     assert made.warnings == ("HAMi's or NVIDIA's plugin answers at /dp/nvidia-gpu.sock: stop it before gpumgr starts",)
 
 
@@ -169,5 +168,55 @@ def test_its_library_can_stay() -> None:
 
 
 def test_a_broken_config_map_is_named() -> None:
-    with pytest.raises(InputError, match="ConfigMap kube-system/c can't be read"):
+    with pytest.raises(InputError, match=r"ConfigMap kube-system/c, config\.json, can't be read"):
         plan(NODE, config_map("config.json", "{"))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("config.json", '{"nodeconfig": 5}', r"Expected `array \| null`, got `int` - at `\$\.nodeconfig`"),
+        ("config.json", '{"nodeconfig": [5]}', "Expected `object`, got `int`"),
+        ("config.json", "[]", "Expected `object`, got `array`"),
+        ("device-config.yaml", "nvidia: [1]", r"Expected `object \| null`, got `array` - at `\$\.nvidia`"),
+        ("device-config.yaml", '"\\UFFFFFFFF"', "can't be read"),
+        ("device-config.yaml", '!!int ""', "can't be read"),
+        ("device-config.yaml", "!!bool x", "can't be read"),
+    ],
+)
+def test_a_config_map_of_another_shape_is_named_with_its_key(key: str, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=f"ConfigMap kube-system/c, {key}, .*{said}"):
+        plan(NODE, config_map(key, text))
+
+
+def test_what_yaml_has_and_json_has_not_is_shown_all_the_same() -> None:
+    text = (
+        "nodeconfig: [{name: gpu-7, filterdevices: {uuid: [2024-01-01], 2024-01-01: 1}, devicememoryscaling: 1" + "0" * 400 + "}]"
+    )
+    assert any('{"uuid": ["2024-01-01"]}' in note for note in plan(NODE, config_map("config.json", text)).notes)
+
+
+def test_commands_take_nothing_from_files_as_shell_text() -> None:
+    evil = "x; reboot #"
+    metadata = {"name": "gpu-7", "annotations": {"hami.io/device-cordon": f"GPU-1; reboot #, {UUIDS[0]}", f"hami.io/{evil}": ""}}
+    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}
+    made = plan(
+        {"kind": "Node", "metadata": metadata},
+        pod(evil, gpu="1"),
+        workload("DaemonSet", plugin, nodeSelector={evil: evil}),
+        folders=[Path(f"/tmp/{evil}")],
+    )
+    words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
+    assert ["kubectl", "-n", "team", "delete", "pod", evil] in words
+    assert ["kubectl", "label", "node", "gpu-7", f"{evil}-"] in words
+    assert ["kubectl", "label", "node", "gpu-7", f"{evil}={evil}"] in words
+    assert ["kubectl", "annotate", "node", "gpu-7", "hami.io/device-cordon-", f"hami.io/{evil}-"] in words
+    assert ["rm", "-r", f"/tmp/{evil}"] in words
+    assert [line[3] for line in words if line[:3] == ["gpumgr", "gpu", "cordon"]] == [UUIDS[0]]
+    assert "hami.io/device-cordon has what is no GPU's UUID, and is passed over: GPU-1; reboot #" in made.notes
+
+
+def test_gpumgrs_daemon_set_comes_and_goes_by_its_own_label() -> None:
+    made = plan(NODE)
+    assert "kubectl label node gpu-7 gpumgr.io/node=enable --overwrite" in made.start
+    assert "kubectl label node gpu-7 gpumgr.io/node=disable --overwrite" in made.rollback

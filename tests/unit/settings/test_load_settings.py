@@ -1,13 +1,10 @@
 """Three layers, and every mistake named with its place."""
 
-import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpumgr.settings import InvalidSettingsError, Settings, check_settings, load_settings
 from gpumgr.settings.load import parse_text
@@ -207,10 +204,3 @@ def test_a_file_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
     assert problem.message == "can't be read: No such file or directory"
     (problem,) = check_settings(tmp_path)
     assert problem.message == "can't be read: Is a directory"
-
-
-@given(text=st.text(string.ascii_letters + string.digits + " \n:{}[]-&*!#'\"|>%@`,?\t\x00\N{SNOWMAN}", max_size=80))
-def test_any_text_gives_settings_or_problems(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(text)
-    check_settings(path)

@@ -1,0 +1,104 @@
+"""The process of `gpumgr run`: its settings, signals and hardware, and how it ends."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from gpumgr.app.lifecycle import run
+from gpumgr.app.reload import Source
+from gpumgr.app.station import Hardware
+from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
+from gpumgr.cli.run import EXIT_ALREADY_RUNNING, EXIT_BUG, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED, EXIT_INPUT
+from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.log import configure_log
+from gpumgr.nvml.binding import DriverMismatchError
+from gpumgr.settings import Settings
+from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
+
+log = structlog.get_logger(__name__)
+
+
+def run_agent(
+    file: Path | None,
+    *,
+    standalone: bool,
+    assignments: Sequence[str],
+    foreign_flags: Sequence[str],
+    sim: str | None,
+    sim_dir: Path | None,
+) -> int:
+    """Until it is told to stop, or can't go on; its exit code. `foreign_flags` are gpu-manager's; the others as in the command's help.
+
+    Raises InputError if flags or settings are wrong at the start.
+    """
+    flags = parse_gpu_manager_flags(foreign_flags)
+    if file is None and DEFAULT_CONFIG.exists():
+        file = DEFAULT_CONFIG  # by its name from now on: if it goes away, that is a mistake
+
+    def load() -> Settings:
+        return settings_in_force(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
+
+    source = Source(path=file or DEFAULT_CONFIG, load=load)
+    settings = load()
+    configure_log(settings.log.level, settings.log.format)
+    for note in flags.notes:
+        log.info("flag_without_effect", note=note)
+    with _hardware(settings, sim, sim_dir) as hardware:
+        return asyncio.run(_until_signalled(settings, hardware, source))
+
+
+async def _until_signalled(settings: Settings, hardware: Hardware, source: Source) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def signalled(number: int) -> None:
+        if stop.is_set():
+            log.warning("stopped_at_once", reason="second signal")
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
+    loop.add_signal_handler(signal.SIGHUP, source.ask)
+    try:
+        await run(settings, hardware, stop=stop, source=source)
+    except (GpumgrError, BaseExceptionGroup) as error:
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: BaseException) -> int:
+    """Says why the agent ends, and with what."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    codes: tuple[tuple[type[BaseException], int], ...] = (
+        (AlreadyRunning, EXIT_ALREADY_RUNNING),
+        (CheckpointError, EXIT_CHECKPOINT),
+        (DriverMismatchError, EXIT_DRIVER_REPLACED),
+        (InputError, EXIT_INPUT),
+    )
+    for kind, code in codes:
+        if isinstance(error, kind):
+            log.error("ended", reason=str(error), exit_code=code)
+            return code
+    log.error("ended_by_bug", reason=str(error), exit_code=EXIT_BUG, exc_info=error)
+    return EXIT_BUG
+
+
+@contextmanager
+def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iterator[Hardware]:
+    """The real driver, or a simulated node laid out in a folder that lives as long as the agent (or stays, with --sim-dir)."""
+    if sim is None:
+        path = settings.nvml.library_path
+        yield Hardware(library_path=str(path) if path else None)
+        return
+    from gpumgr.sim.library import prepare  # only here: an agent on a real node has no use for it
+
+    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as scratch:
+        node = prepare(sim, sim_dir or Path(scratch))
+        yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)

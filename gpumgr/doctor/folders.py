@@ -1,0 +1,63 @@
+"""The folders that the agent writes: can they be made, and written?"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from gpumgr.doctor.examine import aside
+from gpumgr.doctor.finding import Finding, error, ok
+from gpumgr.settings import Settings
+
+NAME: Final = "folders"
+IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
+_REMEDY: Final = "set them to folders on a file system that the agent may write to"
+#: File systems that know no nameless files, and kernels that take the flag for something else. Source: open(2), O_TMPFILE.
+_NO_NAMELESS: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
+
+
+def backend_words(settings: Settings) -> frozenset[str]:
+    """What the settings say of backends, "auto" among them."""
+    return frozenset({settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)})
+
+
+def written(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Setting -> folder."""
+    yield "checkpoint.dir", settings.checkpoint.dir
+    yield "process.lock_path", settings.process.lock_path.parent
+    yield "container.allocation_dir", settings.container.allocation_dir
+    if backend_words(settings) - {"none"}:
+        yield "enforcement.run_dir", settings.enforcement.run_dir
+    if settings.enforcement.injection == "cdi":
+        yield "enforcement.cdi_dir", settings.enforcement.cdi_dir
+
+
+async def look_at_folders(folders: Mapping[str, Path]) -> Finding:
+    """`folders`: setting -> the folder that it means. Nothing is left behind in them, and none is made."""
+    obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := _obstacle(path))])
+    if obstacles:
+        return error(NAME, f"can't be written: {', '.join(f'{what}: {why}' for what, why in obstacles)}", _REMEDY)
+    return ok(NAME, f"{len(set(folders.values()))} folders can be written")
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Why nothing can be made in it, or it itself can't be made."""
+    nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    try:
+        _write_in(nearest)
+    except OSError as exception:
+        reason = exception.strerror or str(exception)
+        return reason if nearest == folder else f"it can't be made in {nearest}: {reason}"
+    return None
+
+
+def _write_in(folder: Path) -> None:
+    """Raises OSError where nothing can be made in the folder."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as exception:
+        if exception.errno not in _NO_NAMELESS:
+            raise
+        os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=folder))

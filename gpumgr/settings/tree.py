@@ -1,0 +1,113 @@
+"""A settings file as a tree of YAML nodes, each with its line.
+
+A person wrote the file, or a broken tool, or something else stands in its place: what comes of it is a tree or one sentence.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from gpumgr.errors import SettingsError
+
+#: A hundred times more than anybody needs. PyYAML makes 600 bytes in memory of one of the file, and does 100 KiB a second.
+MAX_FILE_BYTES: Final = 128 << 10
+_MAX_NAME: Final = 60
+_MAX_SENTENCE: Final = 300
+_NULL: Final = "tag:yaml.org,2002:null"
+
+
+class UnreadableError(SettingsError):
+    """The file, or a value in it, can't be read. `line` counts from 1; None if no line is to blame."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def read_tree(path: Path) -> yaml.Node | None:
+    """None if the file is empty. Raises UnreadableError."""
+    return _compose(_read(path))
+
+
+def entries(node: yaml.MappingNode) -> Iterator[tuple[str, int, yaml.Node]]:
+    """(key, line, value), keys as `legible` has them. What is no text is "?"."""
+    for key, value in node.value:
+        yield legible(key.value) if isinstance(key, yaml.ScalarNode) else "?", line_of(key), value
+
+
+def line_of(node: yaml.Node) -> int:
+    line: int = node.start_mark.line
+    return line + 1
+
+
+def is_null(node: yaml.Node | None) -> bool:
+    return node is None or node.tag == _NULL
+
+
+def value_of(node: yaml.Node) -> object:
+    """A scalar, or a list of such: settings hold nothing else, and what is nested can grow beyond all bounds. Raises UnreadableError."""
+    flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(item, yaml.ScalarNode) for item in flat):
+        raise UnreadableError("neither a value nor a list of values")
+    try:
+        value: object = yaml.constructor.SafeConstructor().construct_document(node)
+    except Exception as error:  # PyYAML checks tags' contents by trying: `!!bool x` is a KeyError
+        raise UnreadableError(_sentence(error)) from error
+    return value
+
+
+def legible(text: str, limit: int = _MAX_NAME) -> str:
+    """On one line, fit for logs, databases and terminals, which take neither halves of characters nor escape sequences."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UnreadableError("can't be read: this is no regular file; write the settings into one")
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UnreadableError(f"can't be read: {error.strerror or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise UnreadableError(f"the file has more than {MAX_FILE_BYTES} bytes; this is no settings file")
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Who opens a FIFO otherwise waits for somebody who writes."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _compose(content: bytes) -> yaml.Node | None:
+    loader: yaml.SafeLoader | None = None
+    try:
+        loader = yaml.SafeLoader(content)
+        tree: yaml.Node | None = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _no_yaml(said, mark.line + 1 if mark else None) from error
+    except yaml.reader.ReaderError as error:
+        # ReaderError counts in characters or bytes of the input, whichever it failed in; line breaks are one of either.
+        raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
+    except RecursionError as error:
+        raise _no_yaml("nested too deeply") from error
+    except Exception as error:  # what int() and chr() say to digits that PyYAML hands them unseen
+        raise _no_yaml(_sentence(error), loader.line + 1 if loader is not None else None) from error
+    return tree
+
+
+def _no_yaml(why: str, line: int | None = None) -> UnreadableError:
+    return UnreadableError(f"no valid YAML: {legible(why, _MAX_SENTENCE)}", line)
+
+
+def _sentence(error: Exception) -> str:
+    """Errors of Python's own types say too little without their type."""
+    said = str(error).partition("\n")[0]
+    return legible(said if isinstance(error, yaml.YAMLError | ValueError) and said else repr(error), _MAX_SENTENCE)

@@ -1,0 +1,82 @@
+"""`gpumgr healthy`, which the image's health check runs, against sockets that answer, hang, or are not there."""
+
+import json
+import socket as sockets
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from .conftest import Gpumgr
+
+
+class Agent:
+    """/healthz on a unix socket, as the agent has it."""
+
+    reasons: tuple[str, ...] = ()
+
+    async def answer(self, _request: web.Request) -> web.Response:
+        document = {"status": "failing" if self.reasons else "ok", "reasons": list(self.reasons)}
+        return web.json_response(document, status=503 if self.reasons else 200)
+
+
+@pytest.fixture
+async def alive(socket: Path) -> AsyncIterator[Agent]:
+    agent, app = Agent(), web.Application()
+    app.router.add_get("/healthz", agent.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(socket)).start()
+    yield agent
+    await runner.cleanup()
+
+
+async def test_the_socket_of_the_settings_is_asked(alive: Agent, socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
+    """Which may say of address, port and TLS what they want."""
+    (folder / "gpumgr.yaml").write_text(f"http: {{socket: {socket}, port: 1}}\n")
+    ended = await gpumgr_command("healthy")
+    assert (ended.code, json.loads(ended.out)["status"]) == (0, "ok")
+    alive.reasons = ("the loop\nhangs",)
+    ended = await gpumgr_command("healthy")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith("gpumgr: the agent answers 503: {")
+
+
+@pytest.mark.usefixtures("alive")
+async def test_a_socket_of_its_own(socket: Path, gpumgr_command: Gpumgr) -> None:
+    assert (await gpumgr_command("healthy", "--socket", socket)).code == 0
+
+
+async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("healthy", "--socket", socket)
+    assert (ended.code, ended.err) == (1, f"gpumgr: no agent answers at {socket}: No such file or directory\n")
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM) as other:
+        other.bind(str(socket))
+        ended = await gpumgr_command("healthy", "--socket", socket)
+    assert ended.code == 1
+
+
+async def test_one_that_takes_the_call_and_is_silent(
+    socket: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumgr.cli.healthy._ANSWER_SECONDS", 0.05)
+    with sockets.socket(sockets.AF_UNIX) as silent:
+        silent.bind(str(socket))
+        silent.listen()
+        ended = await gpumgr_command("healthy", "--socket", socket)
+    assert (ended.code, ended.err) == (1, f"gpumgr: no agent answers at {socket}: timed out\n")
+
+
+async def test_wrong_settings_are_an_input_error(folder: Path, gpumgr_command: Gpumgr) -> None:
+    (folder / "gpumgr.yaml").write_text("http: {port: many}\n")
+    assert (await gpumgr_command("healthy")).code == 2
+
+
+def test_no_more_is_imported_than_it_takes() -> None:
+    """A container runtime starts it every few seconds."""
+    code = "import sys, gpumgr.cli.healthy; print(*{'aiohttp', 'grpc', 'grpclib', 'rich', 'kubernetes_asyncio', 'pynvml'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

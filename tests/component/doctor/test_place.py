@@ -1,0 +1,109 @@
+"""What the agent writes: its folders and its checkpoint, as a look before its start finds them."""
+
+import asyncio
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.checkpoint.files import NAME
+from gpumgr.checkpoint.store import SqliteCheckpoint
+from gpumgr.cli.doctor import command
+from gpumgr.doctor.finding import Finding
+from gpumgr.doctor.folders import look_at_folders
+from gpumgr.doctor.ledger import look_at_checkpoint
+
+from .test_command import write_settings
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+async def made(folder: Path) -> Path:
+    """The folder of a checkpoint that an agent made and closed."""
+    assert await SqliteCheckpoint.open(folder).close()
+    return folder
+
+
+def execute(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / NAME)) as connection:
+        connection.execute(statement)
+        connection.commit()
+
+
+async def look(folder: Path) -> Finding:
+    """What is found of the checkpoint; nothing of it changes."""
+    before = content(folder)
+    found = await look_at_checkpoint(folder)
+    assert content(folder) == before
+    assert found.check == "checkpoint"
+    return found
+
+
+async def test_a_checkpoint_that_can_be_used_or_made_is_well(folder: Path) -> None:
+    found = await look(folder)
+    assert (found.state, found.message) == ("ok", f"there is no checkpoint at {folder}/{NAME}: the agent makes one")
+    found = await look(await made(folder))
+    assert (found.state, found.message) == ("ok", f"{len(Ledger().allocations)} allocations in {folder}")
+
+
+async def test_one_of_a_newer_gpumgr_is_an_error(folder: Path) -> None:
+    execute(await made(folder), "UPDATE schema SET version = 999")
+    found = await look(folder)
+    assert found.state == "error"
+    assert "was written by a newer gpumgr (schema 999, " in found.message
+
+
+def test_the_command_tells_it_before_the_agent_starts(folder: Path) -> None:
+    asyncio.run(made(folder))
+    execute(folder, "UPDATE schema SET version = 999")
+    options = ["--config", str(write_settings(folder)), "--sim", "pcie-a10-4", "--before-start"]
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 1
+    assert f"error    checkpoint    the checkpoint {folder}/{NAME} was written by a newer gpumgr" in result.stdout
+
+
+async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) -> None:
+    (folder / NAME).write_bytes(b"no database" * 100)
+    found = await look(folder)
+    assert found.state == "warning"
+    assert found.remedy == "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
+
+
+async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
+    store = SqliteCheckpoint.open(folder)
+    assert (await look_at_checkpoint(folder)).state == "ok"
+    await store.save_note("key", "it goes on writing")
+    assert await store.close()
+
+
+async def test_folders_that_are_there_or_can_be_made_are_well_and_stay_as_they_are(folder: Path) -> None:
+    found = await look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
+    assert (found.check, found.state, found.message) == ("folders", "ok", "2 folders can be written")
+    assert os.listdir(folder) == []
+
+
+async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder: Path) -> None:
+    (folder / "file").touch()
+    wrong = {
+        "checkpoint.dir": Path("/proc/gpumgr/state"),
+        "container.allocation_dir": folder / "file",
+        "enforcement.run_dir": folder,
+    }
+    found = await look_at_folders(wrong)
+    assert found.state == "error"
+    assert found.message.startswith("can't be written: /proc/gpumgr/state (checkpoint.dir): it can't be made in /proc: ")
+    assert f"{folder}/file (container.allocation_dir): Not a directory" in found.message
+    assert "enforcement.run_dir" not in found.message
+
+
+def test_the_command_looks_at_the_folders_of_the_settings(folder: Path) -> None:
+    path = write_settings(folder, container={"allocation_dir": "/proc/vm"}, process={"lock_path": "/proc/x/lock"})
+    lines = CliRunner().invoke(command, ["--config", str(path), "--sim", "pcie-a10-4"]).stdout.splitlines()
+    (told,) = (line for line in lines if line.split()[1] == "folders")
+    assert told.startswith("error    folders       can't be written: /proc/x (process.lock_path): ")
+    assert "/proc/vm (container.allocation_dir)" in told
