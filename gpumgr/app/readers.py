@@ -95,6 +95,9 @@ class Readers:
     def not_ready(self) -> Sequence[str]:
         return self._station.not_ready()
 
+    def no_driver(self) -> Sequence[str]:
+        return self._station.no_driver()
+
     def view(self) -> AgentView:
         return self._station.view()
 

@@ -178,9 +178,12 @@ class Station:
             for kind, state in self.link.states.items()
             if not state.registered
         ]
-        if not self.nvml_up:
-            reasons.append("the driver's library does not answer" if self.sampled_at else "no driver was found yet")
-        return reasons
+        return reasons + self.no_driver()
+
+    def no_driver(self) -> list[str]:
+        if self.nvml_up:
+            return []
+        return ["the driver's library does not answer" if self.sampled_at else "no driver was found yet"]
 
     def status(self) -> str:
         """One line for `systemctl status`."""

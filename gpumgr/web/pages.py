@@ -95,7 +95,14 @@ class Pages:
         return _verdict(request, self._sources.not_alive())
 
     async def readyz(self, request: web.Request) -> web.Response:
-        return _verdict(request, self._sources.not_ready())
+        """With `?only=driver`, what a start in a pod must wait for: whoever has no driver's files then gets them by another start."""
+        match request.query.get("only"):
+            case None:
+                return _verdict(request, self._sources.not_ready())
+            case "driver":
+                return _verdict(request, self._sources.no_driver())
+            case other:
+                return failure(400, f"only {other!r} is none of: driver")
 
     async def version(self, _request: web.Request) -> web.Response:
         snapshot = self._sources.view().inventory.snapshot

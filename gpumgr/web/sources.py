@@ -23,6 +23,10 @@ class Sources(Protocol):
         """Why the node can't take pods with GPUs now, a sentence each; empty when it can."""
         ...
 
+    def no_driver(self) -> Sequence[str]:
+        """Why there is no driver, a sentence; empty while it answers."""
+        ...
+
     def view(self) -> AgentView:
         """The books of this moment."""
         ...

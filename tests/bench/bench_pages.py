@@ -55,6 +55,9 @@ class Node:
     def not_ready(self) -> Sequence[str]:
         return ()
 
+    def no_driver(self) -> Sequence[str]:
+        return ()
+
     def view(self) -> AgentView:
         return self._picture.view
 

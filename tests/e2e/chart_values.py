@@ -64,6 +64,11 @@ SETS: Final[Mapping[str, Values]] = {
         "extraVolumes": [{"name": "kubeconfig", "secret": {"secretName": "kubeconfig"}}],
         "extraVolumeMounts": [{"name": "kubeconfig", "mountPath": "/etc/kubernetes", "readOnly": True}],
     },
+    "with folders of the operator's": {
+        "settings": {"container": {"device_root": "/driver/dev"}, "display": {"socket": "/shared/display.sock"}},
+        "extraVolumes": [{"name": "nodes", "emptyDir": {}}, {"name": "shared", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "nodes", "mountPath": "/driver/dev"}, {"name": "shared", "mountPath": "/shared"}],
+    },
     "with an account of its own": {"serviceAccount": {"create": False, "name": "gpus"}, "fullnameOverride": "gpus"},
     "other folders": {
         "settings": {

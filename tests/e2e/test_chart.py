@@ -203,7 +203,7 @@ def test_the_probes_say_different_things() -> None:
     container = agent_container(render())
     probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["httpGet"]["path"] for name, probe in probes.items()} == {
-        "startup": "/readyz",
+        "startup": "/readyz?only=driver",
         "liveness": "/healthz",
         "readiness": "/readyz",
     }

@@ -34,6 +34,7 @@ class Scene:
     def __init__(self) -> None:
         self.ailments: list[str] = []
         self.obstacles: list[str] = []
+        self.driverless: list[str] = []
         self.books = view_of(
             allocation("a", ("team", "share"), cores={0: 0b111}, blocks={0: 0b1}), whole("b", ("team", "train"), 1)
         )
@@ -61,6 +62,9 @@ class Scene:
 
     def not_ready(self) -> Sequence[str]:
         return self.obstacles
+
+    def no_driver(self) -> Sequence[str]:
+        return self.driverless
 
     def view(self) -> Any:
         return self.books

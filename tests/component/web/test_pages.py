@@ -42,7 +42,9 @@ async def test_metrics_come_as_openmetrics_and_compressed_when_asked(server: Web
         assert (await answer.read()).startswith(b"\x1f\x8b")
 
 
-@pytest.mark.parametrize(("path", "reasons"), [("/healthz", "ailments"), ("/readyz", "obstacles")])
+@pytest.mark.parametrize(
+    ("path", "reasons"), [("/healthz", "ailments"), ("/readyz", "obstacles"), ("/readyz?only=driver", "driverless")]
+)
 async def test_probes_answer_with_their_reasons(client: aiohttp.ClientSession, scene: Scene, path: str, reasons: str) -> None:
     async with client.get(path) as answer:
         assert answer.status == 200
@@ -55,6 +57,14 @@ async def test_probes_answer_with_their_reasons(client: aiohttp.ClientSession, s
             "status": "failing",
             "reasons": ["tencent.com/vcuda-core is not registered with the kubelet"],
         }
+
+
+async def test_readiness_has_one_part_that_can_be_asked_for(client: aiohttp.ClientSession, scene: Scene) -> None:
+    scene.obstacles.append("tencent.com/vcuda-core is not registered with the kubelet")
+    async with client.get("/readyz?only=driver") as answer:
+        assert answer.status == 200
+    async with client.get("/readyz?only=luck") as answer:
+        assert (answer.status, (await answer.json())["error"]) == (400, "only 'luck' is none of: driver")
 
 
 async def test_version(client: aiohttp.ClientSession) -> None:

@@ -28,9 +28,20 @@
 {{- if eq (include "gpumgr.setting" (list . "nvml" "load_kernel_modules")) "true" -}}
 {{- fail "settings.nvml.load_kernel_modules: there is no modprobe in the image; load the driver's modules on the host, by systemd-modules-load or as the driver's package does it" -}}
 {{- end -}}
-{{- if ne "/dev" (default "/dev" (include "gpumgr.setting" (list . "container" "device_root")) | clean) -}}
-{{- fail "settings.container.device_root: the agent's pod has device nodes in /dev alone; leave the key out" -}}
+{{- $devices := default "/dev" (include "gpumgr.setting" (list . "container" "device_root")) | clean -}}
+{{- if and (ne "/dev" $devices) (not (include "gpumgr.broughtBy" (list .Values.extraVolumeMounts $devices))) -}}
+{{- fail (printf "settings.container.device_root: nothing is mounted at %s; leave the key out for /dev, or bring the folder by extraVolumes and extraVolumeMounts" $devices) -}}
 {{- end -}}
+{{- end -}}
+
+{{/* "yes" if one of these mounts has the path. */}}
+{{- define "gpumgr.broughtBy" -}}
+{{- $path := printf "%s/" (index . 1 | clean) -}}
+{{- $there := dict -}}
+{{- range default list (index . 0) -}}
+{{- if hasPrefix (printf "%s/" (clean .mountPath)) $path -}}{{- $_ := set $there "yes" true -}}{{- end -}}
+{{- end -}}
+{{- if $there -}}yes{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.checkWeb" -}}
@@ -39,11 +50,8 @@
 {{- end -}}
 {{- $kubeconfig := include "gpumgr.setting" (list . "kubernetes" "kubeconfig") -}}
 {{- if and $kubeconfig (dig "kubernetes" "enabled" true .Values.settings) -}}
-{{- $there := dict -}}
-{{- range concat (include "gpumgr.hostMounts" . | fromYamlArray) (default list .Values.extraVolumeMounts) -}}
-{{- if hasPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $kubeconfig)) -}}{{- $_ := set $there "yes" true -}}{{- end -}}
-{{- end -}}
-{{- if not $there -}}
+{{- $mounts := concat (include "gpumgr.hostMounts" . | fromYamlArray) (default list .Values.extraVolumeMounts) -}}
+{{- if not (include "gpumgr.broughtBy" (list $mounts $kubeconfig)) -}}
 {{- fail (printf "settings.kubernetes.kubeconfig: nothing is mounted where %s is; bring the file by extraVolumes and extraVolumeMounts" $kubeconfig) -}}
 {{- end -}}
 {{- end -}}
@@ -69,7 +77,7 @@
 {{- $path := include "gpumgr.path" (list $ (index $key 0) (index $key 1)) -}}
 {{- $kept := dict -}}
 {{- range $folders -}}{{- if hasPrefix (printf "%s/" .) $path -}}{{- $_ := set $kept "yes" true -}}{{- end -}}{{- end -}}
-{{- if not $kept -}}
+{{- if not (or $kept (include "gpumgr.broughtBy" (list $.Values.extraVolumeMounts $path))) -}}
 {{- fail (printf "settings.%s.%s: %s must lie in %s: those are mounted from the host" (index $key 0) (index $key 1) $path (join " or " $folders)) -}}
 {{- end -}}
 {{- end -}}
