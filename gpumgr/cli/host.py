@@ -10,6 +10,8 @@ from typing import Final
 
 from gpumgr.errors import GpumgrError
 
+#: What `systemctl is-active` says of a unit that has, or is about to have, a process. A Type=notify one is "activating" until it is READY.
+_RUNNING: Final = frozenset({"active", "activating", "reloading"})
 #: As many as the kernel follows. Source: path_resolution(7).
 _MOST_LINKS: Final = 40
 
@@ -36,9 +38,9 @@ class Host:
         return self.path(path.parent) / path.name
 
     def text(self, path: Path) -> str | None:
-        """What the host's file holds; None if it is not there."""
+        """What the host's file holds, be it text or not: `write` makes the same bytes of it. None if it is not there."""
         try:
-            return self.path(path).read_text()
+            return self.path(path).read_bytes().decode(errors="surrogateescape")
         except FileNotFoundError:
             return None
 
@@ -51,15 +53,16 @@ class Host:
             target = self.place(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             beside = target.with_name(f".{target.name}.new")
-            beside.write_text(text)
+            beside.write_bytes(text.encode(errors="surrogateescape"))
             beside.chmod(0o644)
             os.replace(beside, target)
 
-    def remove(self, path: Path) -> None:
-        """Removes a file or a link if it is there."""
+    def remove(self, path: Path) -> bool:
+        """Removes a file or a link, and answers whether it is there."""
         there = os.path.lexists(self.place(path))
         if there and self._tell(f"remove     {path}"):
             self.place(path).unlink()
+        return there
 
     def remove_empty(self, folder: Path) -> None:
         """Removes a folder if nothing is in it."""
@@ -75,11 +78,11 @@ class Host:
         if done.returncode:
             raise GpumgrError(f"systemctl {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
 
-    def is_active(self, unit: str) -> bool:
-        """Whether the unit runs on this host."""
+    def is_running(self, unit: str) -> bool:
+        """Whether the unit runs on this host, or tries to."""
         if self.root is not None or shutil.which("systemctl") is None:
             return False
-        return subprocess.run(["systemctl", "is-active", "--quiet", unit]).returncode == 0
+        return subprocess.run(["systemctl", "is-active", unit], capture_output=True, text=True).stdout.strip() in _RUNNING
 
     def _tell(self, line: str) -> bool:
         """Whether it is to be done, too."""

@@ -5,10 +5,11 @@ file; it starts nothing, but says what does. Done twice, it changes nothing.
 """
 
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,19 +19,25 @@ import click
 import gpumgr
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
-from gpumgr.cli.sandbox import MARK, Sandbox, drop_in, quoted
+from gpumgr.cli.sandbox import MARK, Sandbox, drop_in, lasting, quoted
 from gpumgr.errors import GpumgrError
 from gpumgr.settings import Settings, load_settings
 
 UNIT: Final = Path("/etc/systemd/system/gpumgr.service")
 CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 _ENABLED: Final = UNIT.parent / "multi-user.target.wants" / UNIT.name
-DROP_IN: Final = Path(f"{UNIT}.d/10-settings.conf")
+#: The last of all drop-ins, after `systemctl edit`'s override.conf: one that resets a list before it takes nothing of ours away.
+DROP_IN: Final = Path(f"{UNIT}.d/zz-gpumgr-settings.conf")
 #: The unit's EnvironmentFile=.
 _ENVIRONMENT: Final = Path("/etc/default/gpumgr")
 _OLD: Final = UNIT.with_name(f"{UNIT.name}.old")
 #: What an uninstall leaves: running pods, and the next agent, depend on it.
-_KEPT: Final = tuple(map(Path, ("/etc/gpumgr", "/var/lib/gpumgr", "/run/gpumgr", f"{UNIT}.d")))
+_KEPT: Final = (
+    CONFIG.parent,
+    _ENVIRONMENT,
+    *map(Path, ("/var/lib/gpumgr", "/run/gpumgr", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver")),
+    DROP_IN.parent,
+)
 #: Links to the files of the same names in the source tree; the wheel holds their texts.
 _SHIPPED: Final = Path(__file__).with_name("shipped")
 #: How the unit names the program, up to its arguments.
@@ -60,8 +67,10 @@ class Program:
 
 
 def unit_text(shipped: str, command: Sequence[str]) -> str:
-    """The unit that runs this program."""
-    return shipped.replace(_PROGRAM_IN_UNIT, f"ExecStart={' '.join(map(quoted, command))} ", 1)
+    """The unit that runs this program. Raises InputError where no unit can."""
+    return shipped.replace(
+        _PROGRAM_IN_UNIT, f"ExecStart={' '.join(quoted(each, 'the path of this gpumgr') for each in command)} ", 1
+    )
 
 
 def check_possible(*, user: int, booted: bool) -> None:
@@ -76,7 +85,10 @@ def check_possible(*, user: int, booted: bool) -> None:
 
 
 def install(host: Host, program: Program) -> list[str]:
-    """Unit and settings in place; answers what a person does next. Raises GpumgrError, or InputError for settings that are wrong."""
+    """Unit and settings in place; answers what a person does next. Raises GpumgrError, or InputError for settings that are wrong.
+
+    What may be wrong is looked at before anything is written.
+    """
     check_unmasked(host)
     shipped = (_SHIPPED / UNIT.name).read_text()
     sandbox = Sandbox(texts=[shipped, *_drop_ins(host)], resolve=host.resolve)
@@ -91,15 +103,19 @@ def install(host: Host, program: Program) -> list[str]:
         raise GpumgrError(
             f"{host.root} has no {program.command[0]}: install gpumgr in the image first, at the path that it has here"
         )
-    own = host.path(CONFIG)
-    config = own if own.exists() else _SHIPPED / CONFIG.name
-    settings = load_settings(config, environ=environment(host.text(_ENVIRONMENT) or ""), overrides={})
+    settings = _settings(host)
     unit, before = unit_text(shipped, program.command), host.text(UNIT)
+    allowing = drop_in(sandbox.read_only(settings), sandbox.open_pods(settings))
+    if allowing and host.text(DROP_IN) is not None and not _is_ours(host, DROP_IN):
+        raise GpumgrError(f"{DROP_IN} was not written by this command: give it another name, and try again")
     if before is not None and before != unit:
         host.write(_OLD, before)
     host.write(UNIT, unit)
-    _settle_drop_in(host, drop_in(sandbox.read_only(settings)))
-    host.write(CONFIG, config.read_text())
+    _settle_drop_in(host, allowing)
+    if host.path(CONFIG).exists():
+        host.told.append(f"unchanged  {CONFIG}")
+    else:
+        host.write(CONFIG, (_SHIPPED / CONFIG.name).read_text())
     host.systemctl("daemon-reload")
     return [*_about_kubeconfig(settings), *sandbox.advice(settings, CONFIG), f"{' '.join(program.command)} doctor", _start(host)]
 
@@ -108,7 +124,14 @@ def _start(host: Host) -> str:
     if host.root is not None:
         return f"systemctl --root={host.root} enable gpumgr"
     # Not waited for: READY comes with the kubelet's registration.
-    return "systemctl restart gpumgr" if host.is_active(UNIT.name) else "systemctl enable --now --no-block gpumgr"
+    return f"systemctl {'restart' if host.is_running(UNIT.name) else 'enable --now'} --no-block gpumgr"
+
+
+def _settings(host: Host) -> Settings:
+    """What the agent will have: by the file that is there or is about to be, and its environment. Raises InvalidSettingsError."""
+    own = host.path(CONFIG)
+    environ = environment(host.text(_ENVIRONMENT) or "")
+    return load_settings(own if own.exists() else _SHIPPED / CONFIG.name, environ=environ, overrides={})
 
 
 def _about_kubeconfig(settings: Settings) -> list[str]:
@@ -140,35 +163,53 @@ def _drop_ins(host: Host) -> list[str]:
     """Texts of the unit's drop-ins but for ours, in systemd's order."""
     folder = host.path(DROP_IN.parent)
     names = sorted(each.name for each in folder.glob("*.conf")) if folder.is_dir() else []
-    return [host.text(DROP_IN.parent / name) or "" for name in names if name != DROP_IN.name]
+    return [host.text(each) or "" for each in map(DROP_IN.with_name, names) if not _is_ours(host, each)]
 
 
-def _settle_drop_in(host: Host, text: str) -> None:
-    """Ours with this text, or away with it. Raises GpumgrError where the operator has a file of that name."""
-    before = host.text(DROP_IN)
-    if before is not None and not before.startswith(MARK):
-        raise GpumgrError(f"{DROP_IN} was not written by this command: give it another name, and try again")
+def _is_ours(host: Host, path: Path) -> bool:
+    """Whether it is a drop-in that this command wrote: by its name, and how it begins."""
+    return path == DROP_IN and (host.text(path) or "").startswith(MARK)
+
+
+def _settle_drop_in(host: Host, text: str) -> bool:
+    """Ours with this text, or away with it; the operator's stay. Answers whether it went."""
     if text:
         host.write(DROP_IN, text)
-        return
-    host.remove(DROP_IN)
+        return False
+    gone = _is_ours(host, DROP_IN) and host.remove(DROP_IN)
     host.remove_empty(DROP_IN.parent)
+    return gone
 
 
 def uninstall(host: Host) -> list[str]:
     """Stops the service and takes the unit away; answers what is left, and what would remove that. Raises GpumgrError."""
     check_unmasked(host)
-    if host.text(UNIT) is None:
-        host.told.append(f"unchanged  {UNIT} is not there")
-    else:
+    if host.text(UNIT) is not None:
         host.systemctl("disable", "--now", UNIT.name)
-        host.remove(_ENABLED)
-        host.remove(UNIT)
-        host.remove(_OLD)
-        _settle_drop_in(host, "")
+    else:
+        host.told.append(f"unchanged  {UNIT} is not there")
+        if host.is_running(UNIT.name):
+            host.systemctl("stop", UNIT.name)
+    gone = [host.remove(each) for each in (_ENABLED, UNIT, _OLD)]
+    if any([*gone, _settle_drop_in(host, "")]):
         host.systemctl("daemon-reload")
+    return [*_left(host)]
+
+
+def _left(host: Host) -> Iterator[str]:
+    """Commands that remove what is only ours, and comments for what may not be."""
     left = [str(host.path(each)) for each in _KEPT if host.path(each).exists()]
-    return [f"rm -r {' '.join(left)}  # settings and state: not before the last pod with a GPU is gone"] if left else []
+    if left:
+        yield f"rm -r {shlex.join(left)}  # settings and state: not before the last pod with a GPU is gone"
+    try:
+        settings = _settings(host)
+    except (GpumgrError, OSError):
+        yield f"# what gpumgr wrote in other folders: {CONFIG} would tell, but is wrong (gpumgr config check {CONFIG})"
+        return
+    # Folders that the operator chose may hold other things, too: no command for these.
+    for folder, key in {folder: key for key, folder in lasting(settings)}.items():
+        if not any(folder.is_relative_to(each) for each in _KEPT) and host.path(folder).exists():
+            yield f"# what gpumgr wrote in {host.path(folder)} ({key})"
 
 
 @click.group("install")

@@ -1,17 +1,22 @@
 """What the unit's sandbox keeps from the agent: places that it hides, and folders of the settings that it would keep read-only."""
 
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.folders import backend_words, written
+from gpumgr.doctor.folders import written
+from gpumgr.errors import InputError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import plain
 
 #: How a drop-in of ours begins. Another file of its name is the operator's.
 MARK: Final = "# Written by `gpumgr install systemd`"
 _ROOT: Final = Path("/")
+_LEDGER: Final = "checkpoint.dir"
+_PLUGINS: Final = "kubelet.device_plugin_dir"
 #: Directives that hide places, and what of them shows these again. Source: systemd.exec(5).
 _HIDING: Final[Mapping[str, tuple[str, ...]]] = {
     "ProtectHome": ("/home", "/root", "/run/user"),
@@ -20,7 +25,14 @@ _HIDING: Final[Mapping[str, tuple[str, ...]]] = {
 _SHOWING: Final[Mapping[str, str]] = {"ProtectHome": "read-only", "PrivateTmp": "no"}
 _VISIBLE: Final = frozenset({"no", "false", "off", "0", "n", "f", "read-only"})
 #: Directives of folders that systemd makes and leaves writable, and where these are.
-_OWN_FOLDERS: Final = {"StateDirectory": "/var/lib", "ConfigurationDirectory": "/etc", "RuntimeDirectory": "/run"}
+_OWN_FOLDERS: Final[Mapping[str, str]] = {
+    "StateDirectory": "/var/lib",
+    "ConfigurationDirectory": "/etc",
+    "RuntimeDirectory": "/run",
+}
+#: Words that need no quotes in a unit.
+_PLAIN: Final = re.compile(r"[A-Za-z0-9/._+:@=,-]+")
+_COMMENT: Final = re.compile(r"^[ \t]*[#;].*\n?", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +55,17 @@ class Sandbox:
         """Folders that the agent writes and may not -> the setting of each."""
         writable = tuple(self._writable())
         folders: dict[Path, str] = {}
-        for key, folder in _all_written(settings):
+        for key, folder in (*lasting(settings), *_passing(settings)):
             if not _below(_modern(self.resolve(folder)), writable):
                 folders.setdefault(folder, key)
         return folders
+
+    def open_pods(self, settings: Settings) -> list[Path]:
+        """The folder of pods' volumes, if the kubelet has its own elsewhere than the unit knows, which hides them."""
+        root = settings.kubelet.device_plugin_dir.parent
+        pods, closed = root / "pods", self._listed("InaccessiblePaths")
+        known = root == _ROOT or any(_below(each, closed) for each in (pods, self.resolve(pods)))
+        return [] if known else [pods]
 
     def advice(self, settings: Settings, config: Path) -> list[str]:
         """A sentence for each path of the settings that the service would not see, or that no drop-in may allow."""
@@ -60,49 +79,77 @@ class Sandbox:
         return [*told, f"set {bare} in {config} to a path in a folder of its own: the unit keeps / read-only"] if bare else told
 
     def _writable(self) -> Iterator[str]:
+        yield from self._listed("ReadWritePaths")
+        for directive, place in _OWN_FOLDERS.items():
+            yield from (f"{place}/{each}" for each in self._listed(directive))
+
+    def _listed(self, directive: str) -> list[str]:
+        """What a directive that is a list has in the end: an empty value forgets all before it. Source: systemd.unit(5)."""
+        words: list[str] = []
         for name, value in self._assignments():
-            if name == "ReadWritePaths":
-                yield from (each.strip('"').removeprefix("-") for each in value.split())
-            elif name in _OWN_FOLDERS:
-                yield from (f"{_OWN_FOLDERS[name]}/{each}" for each in value.split())
+            if name == directive:
+                words = [*words, *value.split()] if value else []
+        return [each.strip('"').removeprefix("-") for each in words]
 
     def _assignments(self) -> Iterator[tuple[str, str]]:
-        for line in "\n".join(self.texts).splitlines():
+        """A backslash continues a line, past comments, too. Source: systemd.syntax(7)."""
+        for line in _COMMENT.sub("", "\n".join(self.texts)).replace("\\\n", " ").split("\n"):
             name, equals, value = line.partition("=")
-            if equals and not line.startswith(("#", ";")):
+            if equals:
                 yield name.strip(), value.strip()
 
 
-def drop_in(folders: Mapping[Path, str]) -> str:
-    """A drop-in that lets the agent write these folders, and has them made before it starts; "" if there is nothing to allow."""
+def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = ()) -> str:
+    """A drop-in that lets the agent write these folders (each with its setting), has them made before it starts, and hides others.
+
+    "" if there is nothing to say. Raises InputError for a folder that no unit can name.
+    """
     wanted = {folder: key for folder, key in folders.items() if folder != _ROOT}
-    if not wanted:
+    if not wanted and not hidden:
         return ""
-    lines = [f"{MARK}: folders of the settings that the unit would keep read-only.", "# Do that again when the settings change."]
-    lines += ["[Unit]", *(f"RequiresMountsFor={quoted(str(folder))}" for folder in wanted), "", "[Service]"]
+    lines = [f"{MARK}: folders of the settings that the unit does not know.", "# Do that again when the settings change."]
+    if wanted:
+        lines += ["[Unit]", *(f"RequiresMountsFor={quoted(str(folder), key)}" for folder, key in wanted.items()), ""]
+    lines += ["[Service]"]
     for folder, key in wanted.items():
         # A folder that is missing when a process starts stays read-only for it; mkdir runs before the agent, outside the sandbox. The
         # minus signs leave it to the agent to say what is wrong with a folder that can't be made.
-        made = quoted(str(folder).replace("$", "$$"))
-        lines += [f"# {key}", f"ReadWritePaths={quoted(f'-{folder}')}", f"ExecStartPre=-+/usr/bin/mkdir --parents {made}"]
+        made = quoted(str(folder).replace("$", "$$"), key)
+        mkdir = "/usr/bin/mkdir --mode=0700 --parents" if key == _LEDGER else "/usr/bin/mkdir --parents"
+        lines += [f"# {key}", f"ReadWritePaths={quoted(f'-{folder}', key)}", f"ExecStartPre=-+{mkdir} {made}"]
+    for folder in hidden:
+        lines += ["# Pods' volumes.", f"InaccessiblePaths={quoted(f'-{folder}', _PLUGINS)}"]
     return "\n".join([*lines, ""])
 
 
-def quoted(word: str) -> str:
-    """A word of a unit's command line or list. Source: systemd.service(5), "Command lines"; systemd.unit(5), "Specifiers"."""
+def quoted(word: str, what: str) -> str:
+    """A word of a unit's command line or list. Source: systemd.service(5), "Command lines"; systemd.unit(5), "Specifiers".
+
+    Raises InputError, which tells `what` it is, for what systemd drops a line for; after a newline, the rest would be a line of its own.
+    """
+    if any(unicodedata.category(each) in {"Cc", "Cs"} for each in word):
+        raise InputError(
+            f"{what} is {word!r}: no unit can name a path with control characters, or one that is not UTF-8; choose another"
+        )
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return f'"{escaped}"' if " " in word or escaped != word else word
+    return word if _PLAIN.fullmatch(word) else f'"{escaped}"'
 
 
-def _all_written(settings: Settings) -> Iterator[tuple[str, Path]]:
+def lasting(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Setting -> folder, of all that outlives the agent."""
     yield from written(settings)
-    yield "kubelet.device_plugin_dir", settings.kubelet.device_plugin_dir
+    if settings.vcuda.library_path is not None:  # the agent makes containers' copies of the driver's files, whatever the backend
+        yield "container.driver_share_dir", settings.container.driver_share_dir.parent
+        yield "container.driver_whole_dir", settings.container.driver_whole_dir.parent
+
+
+def _passing(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Setting -> folder, of its sockets."""
+    # The kubelet's whole folder: a mount of device-plugins would stay the old one when `kubeadm reset` makes it anew.
+    yield _PLUGINS, settings.kubelet.device_plugin_dir.parent
     yield "http.socket", settings.http.socket.parent
     if settings.display.enabled:
         yield "display.socket", settings.display.socket.parent
-    if "vcuda" in backend_words(settings):
-        yield "container.driver_share_dir", settings.container.driver_share_dir.parent
-        yield "container.driver_whole_dir", settings.container.driver_whole_dir.parent
 
 
 def _paths(settings: Settings) -> Iterator[tuple[str, Path]]:

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, ok
@@ -14,6 +14,9 @@ from gpumgr.settings import Settings
 NAME: Final = "folders"
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
 _REMEDY: Final = "set them to folders on a file system that the agent may write to"
+_AS_ROOT: Final = "run this as root, as the agent runs: another user can't tell what root may write"
+#: What root would not be told where only the user's rights are missing.
+_WANT_OF_RIGHTS: Final = frozenset({errno.EACCES, errno.EPERM})
 #: File systems that know no nameless files, and kernels that take the flag for something else. Source: open(2), O_TMPFILE.
 _NO_NAMELESS: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
@@ -38,18 +41,25 @@ async def look_at_folders(folders: Mapping[str, Path]) -> Finding:
     """`folders`: setting -> the folder that it means. Nothing is left behind in them, and none is made."""
     obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := _obstacle(path))])
     if obstacles:
-        return error(NAME, f"can't be written: {', '.join(f'{what}: {why}' for what, why in obstacles)}", _REMEDY)
+        said = ", ".join(f"{what}: {why.sentence}" for what, why in obstacles)
+        by_root = os.geteuid() != 0 and any(why.errno in _WANT_OF_RIGHTS for _, why in obstacles)
+        return error(NAME, f"can't be written: {said}", _AS_ROOT if by_root else _REMEDY)
     return ok(NAME, f"{len(set(folders.values()))} folders can be written")
 
 
-def _obstacle(folder: Path) -> str | None:
+class _Obstacle(NamedTuple):
+    sentence: str
+    errno: int | None
+
+
+def _obstacle(folder: Path) -> _Obstacle | None:
     """Why nothing can be made in it, or it itself can't be made."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         _write_in(nearest)
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return reason if nearest == folder else f"it can't be made in {nearest}: {reason}"
+        return _Obstacle(reason if nearest == folder else f"it can't be made in {nearest}: {reason}", exception.errno)
     return None
 
 

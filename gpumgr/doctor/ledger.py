@@ -1,4 +1,8 @@
-"""The agent's checkpoint: can this gpumgr use it? Read as `gpumgr checkpoint show` reads it; nothing is changed."""
+"""The agent's checkpoint: can this gpumgr use it? Read as `gpumgr checkpoint show` reads it.
+
+Nothing that it says is changed, and no file is made. sqlite may make its index of the log (-shm) anew after a killed agent; so does the
+next agent. A copy would do without, but beside a running agent it could be one of two states.
+"""
 
 from pathlib import Path
 from typing import Final

@@ -253,7 +253,7 @@ def test_what_a_living_container_has_mounted_is_no_leftover(service: Machine) ->
 def test_folders_of_the_settings_are_allowed_by_an_install(service: Machine, kubelet: Kubelet) -> None:
     elsewhere = "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/agent.lock}\ncontainer: {allocation_dir: /srv/vm}\n"
     service.write(CONFIG, SETTINGS + elsewhere)
-    assert f"write      /etc/systemd/system/{UNIT}.d/10-settings.conf\n" in service.run(GPUMGR, "install", "systemd")
+    assert f"write      /etc/systemd/system/{UNIT}.d/zz-gpumgr-settings.conf\n" in service.run(GPUMGR, "install", "systemd")
     assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
     service.run("systemctl", "start", UNIT)
     kubelet.run_pod("far")

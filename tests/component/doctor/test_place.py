@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import shutil
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from gpumgr.allocator.ledger import Ledger
@@ -81,6 +84,19 @@ async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
     assert await store.close()
 
 
+async def test_one_that_a_killed_agent_left_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
+    store = SqliteCheckpoint.open(tmp_path)
+    await store.save_note("key", "in the log alone")
+    shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
+    assert await store.close()
+    before = content(folder)
+    assert set(before) == {NAME, f"{NAME}-wal", f"{NAME}-shm"}
+    assert (await look_at_checkpoint(folder)).state == "ok"
+    after = content(folder)
+    index = f"{NAME}-shm"  # sqlite's, of the log
+    assert after | {index: b""} == before | {index: b""}
+
+
 async def test_folders_that_are_there_or_can_be_made_are_well_and_stay_as_they_are(folder: Path) -> None:
     found = await look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
     assert (found.check, found.state, found.message) == ("folders", "ok", "2 folders can be written")
@@ -99,6 +115,27 @@ async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder
     assert found.message.startswith("can't be written: /proc/gpumgr/state (checkpoint.dir): it can't be made in /proc: ")
     assert f"{folder}/file (container.allocation_dir): Not a directory" in found.message
     assert "enforcement.run_dir" not in found.message
+
+
+@pytest.fixture
+def closed_folder(folder: Path) -> Iterator[Path]:
+    """One that nobody but root may write, and we are not root until the test ends."""
+    user = os.geteuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o755)
+
+
+async def test_who_may_not_write_is_sent_to_root(closed_folder: Path) -> None:
+    found = await look_at_folders({"checkpoint.dir": closed_folder / "state"})
+    other = await look_at_folders({"checkpoint.dir": Path("/etc/passwd/state")})
+    place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
+    assert found.message == f"can't be written: {place}: Permission denied"
+    assert found.remedy == "run this as root, as the agent runs: another user can't tell what root may write"
+    assert other.remedy == "set them to folders on a file system that the agent may write to"
 
 
 def test_the_command_looks_at_the_folders_of_the_settings(folder: Path) -> None:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from gpumgr.cli.host import Host
 from gpumgr.cli.install import CONFIG, DROP_IN, UNIT, Program, check_possible, command, environment, install, uninstall, unit_text
-from gpumgr.errors import GpumgrError
+from gpumgr.errors import GpumgrError, InputError
 from gpumgr.settings import InvalidSettingsError
 
 PROGRAM = Program(command=("/opt/gpumgr/bin/gpumgr",), places=())
@@ -122,7 +122,7 @@ def test_folders_of_the_settings_become_writable_and_follow_them(image: Path) ->
     text = host.text(DROP_IN) or ""
     assert text.partition("[Unit]\n")[2] == (
         "RequiresMountsFor=/data/gpumgr\n\n[Service]\n# checkpoint.dir\nReadWritePaths=-/data/gpumgr\n"
-        "ExecStartPre=-+/usr/bin/mkdir --parents /data/gpumgr\n"
+        "ExecStartPre=-+/usr/bin/mkdir --mode=0700 --parents /data/gpumgr\n"
     )
     install(configured(image, "container: {allocation_dir: /data/vm}\n"), PROGRAM)
     assert "/data/vm" in (host.text(DROP_IN) or "")
@@ -145,9 +145,117 @@ def test_a_drop_in_of_the_operators_is_not_overwritten(image: Path) -> None:
     host = configured(image, "checkpoint: {dir: /data}\n")
     host.place(DROP_IN).parent.mkdir(parents=True)
     host.place(DROP_IN).write_text("[Service]\n")
-    with pytest.raises(GpumgrError, match=r"10-settings\.conf was not written by this command"):
+    with pytest.raises(GpumgrError, match=r"zz-gpumgr-settings\.conf was not written by this command"):
         install(host, PROGRAM)
     assert host.text(DROP_IN) == "[Service]\n"
+    assert host.told == []
+    install(configured(image, ""), PROGRAM)
+    assert uninstall(host)
+    assert host.told == [f"remove     {UNIT}"]
+    assert host.text(DROP_IN) == "[Service]\n"
+
+
+def test_our_drop_in_comes_after_the_operators() -> None:
+    assert DROP_IN.name > "override.conf"
+
+
+def test_a_reset_in_the_operators_drop_in_is_made_up_for(image: Path) -> None:
+    host = configured(image, "")
+    host.place(DROP_IN).parent.mkdir(parents=True)
+    host.place(DROP_IN).with_name("override.conf").write_text("[Service]\nReadWritePaths=\n")
+    install(host, PROGRAM)
+    assert "ReadWritePaths=-/var/lib/kubelet\n" in (host.text(DROP_IN) or "")
+
+
+def test_another_root_of_the_kubelet_is_allowed_and_its_pods_are_hidden(image: Path) -> None:
+    host = configured(image, "kubelet: {device_plugin_dir: /data/kubelet/device-plugins}\n")
+    install(host, PROGRAM)
+    text = host.text(DROP_IN) or ""
+    assert "ReadWritePaths=-/data/kubelet\n" in text
+    assert "InaccessiblePaths=-/data/kubelet/pods\n" in text
+
+
+def test_a_path_that_no_unit_can_name_is_refused_before_anything_is_written(image: Path) -> None:
+    host = configured(image, 'checkpoint: {dir: "/data\\nUser=ada"}\n')
+    with pytest.raises(InputError, match=r"^checkpoint\.dir is '/data"):
+        install(host, PROGRAM)
+    assert host.told == []
+    with pytest.raises(InputError, match=r"^the path of this gpumgr is '/opt/a"):
+        unit_text("", ["/opt/a\nb"])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_files_of_the_operators_keep_their_bytes(encoding: str, image: Path) -> None:
+    host = Host(root=image)
+    settings = "# é\nkubernetes: {enabled: false}\n".encode("utf-16")
+    unit = "# é\r\n[Service]\r\n".encode(encoding)
+    for path, data in ((CONFIG, settings), (UNIT, unit), (DROP_IN.with_name("20-mine.conf"), unit)):
+        host.place(path).parent.mkdir(parents=True, exist_ok=True)
+        host.place(path).write_bytes(data)
+    assert install(host, PROGRAM)[0] == "/opt/gpumgr/bin/gpumgr doctor"
+    assert host.told[-1] == f"unchanged  {CONFIG}"
+    assert host.place(CONFIG).read_bytes() == settings
+    assert host.place(UNIT.with_name(f"{UNIT.name}.old")).read_bytes() == unit
+    assert host.place(DROP_IN.with_name("20-mine.conf")).read_bytes() == unit
+
+
+def test_an_uninstall_without_the_unit_takes_the_rest_along(image: Path) -> None:
+    host = configured(image, "checkpoint: {dir: /data}\n")
+    install(host, PROGRAM)
+    host.place(UNIT).unlink()
+    enabled = host.place(ENABLED)
+    enabled.parent.mkdir()
+    enabled.symlink_to(UNIT)
+    away = Host(root=image)
+    uninstall(away)
+    assert away.told == [f"unchanged  {UNIT} is not there", f"remove     {ENABLED}", f"remove     {DROP_IN}"]
+    assert list(files(image / "etc")) == ["gpumgr/gpumgr.yaml"]
+
+
+def test_an_uninstall_names_all_that_is_left(image: Path) -> None:
+    host = configured(image, "checkpoint: {dir: /data/ledger}\nprocess: {lock_path: /data/lock}\n")
+    for folder in ("/data/ledger", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver", "/var/lib/gpumgr"):
+        host.place(Path(folder)).mkdir(parents=True)
+    host.place(Path("/etc/default")).mkdir()
+    host.place(Path("/etc/default/gpumgr")).touch()
+    removal, *named = uninstall(host)
+    kept = ("/etc/gpumgr", "/etc/default/gpumgr", "/var/lib/gpumgr", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver")
+    assert removal.split("  ")[0] == " ".join(["rm -r", *(f"{image}{each}" for each in kept)])
+    assert named == [
+        f"# what gpumgr wrote in {image}/data/ledger (checkpoint.dir)",
+        f"# what gpumgr wrote in {image}/data (process.lock_path)",
+    ]
+
+
+def test_an_uninstall_does_not_need_right_settings(image: Path) -> None:
+    install(Host(root=image), PROGRAM)
+    host = configured(image, "http: {port: many}\n")
+    assert uninstall(host)[1:] == [
+        f"# what gpumgr wrote in other folders: {CONFIG} would tell, but is wrong (gpumgr config check {CONFIG})"
+    ]
+    assert host.told == [f"remove     {UNIT}"]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "running"),
+    [
+        ("active", 0, True),
+        ("activating", 3, True),
+        ("reloading", 3, True),
+        ("inactive", 3, False),
+        ("deactivating", 3, False),
+        ("failed", 3, False),
+    ],
+)
+def test_an_agent_that_waits_for_the_kubelet_is_started_anew_too(
+    state: str, code: int, running: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\necho {state}\nexit {code}\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    following = install(Host(root=None, dry_run=True), PROGRAM)[-1]
+    assert following == f"systemctl {'restart' if running else 'enable --now'} --no-block gpumgr"
 
 
 def test_what_the_units_environment_sets_counts(image: Path) -> None:

@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.sandbox import Sandbox, drop_in, quoted
+from gpumgr.errors import InputError
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import CheckpointSettings, DisplaySettings, EnforcementSettings, ProcessSettings, VcudaSettings
+from gpumgr.settings.schema import (
+    CheckpointSettings,
+    ContainerSettings,
+    DisplaySettings,
+    EnforcementSettings,
+    KubeletSettings,
+    ProcessSettings,
+    VcudaSettings,
+)
 
 UNIT = (Path(__file__).parents[3] / "systemd" / "gpumgr.service").read_text()
 CONFIG = Path("/etc/gpumgr/gpumgr.yaml")
@@ -20,6 +29,7 @@ def sandbox(*drop_ins: str, links: dict[str, str] | None = None) -> Sandbox:
 def test_the_defaults_need_nothing() -> None:
     assert sandbox().read_only(Settings()) == {}
     assert sandbox().read_only(Settings(enforcement=EnforcementSettings(backend="vcuda", injection="cdi"))) == {}
+    assert sandbox().open_pods(Settings()) == []
     assert sandbox().advice(Settings(), CONFIG) == []
     assert drop_in({}) == ""
 
@@ -83,4 +93,66 @@ def test_any_path_can_stand_in_a_drop_in() -> None:
     text = drop_in({Path("/a b/100%/$HOME"): "checkpoint.dir"})
     assert 'ReadWritePaths="-/a b/100%%/$HOME"\n' in text
     assert '--parents "/a b/100%%/$$HOME"\n' in text
-    assert quoted("/plain") == "/plain"
+    assert quoted("/plain", "it") == "/plain"
+    assert quoted("/ada's", "it") == '"/ada\'s"'
+
+
+@pytest.mark.parametrize("path", ["/data\nExecStartPre=/bin/evil", "/da\tta", "/data\x7f", "/data\udcff"])
+def test_a_path_that_no_unit_can_name_is_refused_with_its_setting(path: str) -> None:
+    with pytest.raises(InputError, match=r"^checkpoint\.dir is '/da.*no unit can name a path with control characters"):
+        drop_in({Path(path): "checkpoint.dir"})
+
+
+def test_the_folder_of_the_ledger_is_for_the_agent_alone() -> None:
+    text = drop_in({Path("/data"): "checkpoint.dir", Path("/srv"): "process.lock_path"})
+    assert "ExecStartPre=-+/usr/bin/mkdir --mode=0700 --parents /data\n" in text
+    assert "ExecStartPre=-+/usr/bin/mkdir --parents /srv\n" in text
+
+
+def test_another_root_of_the_kubelet_is_allowed_as_a_whole_and_its_pods_are_hidden() -> None:
+    settings = Settings(kubelet=KubeletSettings(device_plugin_dir=Path("/data/kubelet/device-plugins")))
+    folders, pods = sandbox().read_only(settings), sandbox().open_pods(settings)
+    assert folders == {Path("/data/kubelet"): "kubelet.device_plugin_dir"}
+    lines = drop_in(folders, pods).splitlines()
+    assert {"ReadWritePaths=-/data/kubelet", "InaccessiblePaths=-/data/kubelet/pods"} <= set(lines)
+    assert sandbox(links={"/data/kubelet/pods": "/var/lib/kubelet/pods"}).open_pods(settings) == []
+
+
+def test_pods_are_hidden_where_the_operator_allowed_the_kubelets_folder() -> None:
+    settings = Settings(kubelet=KubeletSettings(device_plugin_dir=Path("/data/kubelet/device-plugins")))
+    allowed = sandbox("[Service]\nReadWritePaths=/data\n")
+    assert allowed.read_only(settings) == {}
+    text = drop_in({}, allowed.open_pods(settings))
+    assert text.endswith("[Service]\n# Pods' volumes.\nInaccessiblePaths=-/data/kubelet/pods\n")
+
+
+def test_the_drivers_files_are_looked_at_whatever_the_backend() -> None:
+    container = ContainerSettings(driver_share_dir=Path("/srv/driver/share"), driver_whole_dir=Path("/srv/driver/whole"))
+    assert sandbox().read_only(Settings(container=container)) == {}
+    mirrored = Settings(container=container, vcuda=VcudaSettings(library_path=Path("/opt/libcuda-control.so")))
+    assert sandbox().read_only(mirrored) == {Path("/srv/driver"): "container.driver_share_dir"}
+
+
+@pytest.mark.parametrize(
+    ("drop_ins", "read_only"),
+    [
+        (["[Service]\nReadWritePaths=/data\n"], False),
+        (["[Service]\nReadWritePaths=/srv \\\n# one more\n  /data\n"], False),
+        (["[Service]\n# not \\\nReadWritePaths=/data\n"], False),
+        (["[Service]\n  ; ReadWritePaths=/data\n"], True),
+        (["[Service]\nReadWritePaths=/data\n", "[Service]\nReadWritePaths=\n"], True),
+        (["[Service]\nReadWritePaths=\nReadWritePaths=/data\n"], False),
+    ],
+)
+def test_drop_ins_are_read_as_systemd_reads_them(drop_ins: list[str], read_only: bool) -> None:
+    settings = Settings(checkpoint=CheckpointSettings(dir=Path("/data")))
+    assert (Path("/data") in sandbox(*drop_ins).read_only(settings)) == read_only
+
+
+def test_a_reset_takes_the_units_own_folders_away() -> None:
+    found = sandbox("[Service]\nReadWritePaths=\nStateDirectory=\n").read_only(Settings())
+    assert found == {
+        Path("/var/lib/gpumgr"): "checkpoint.dir",
+        Path("/var/lib/kubelet"): "kubelet.device_plugin_dir",
+        Path("/var/run"): "display.socket",
+    }
