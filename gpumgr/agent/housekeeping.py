@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -12,7 +13,7 @@ from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ledger import AllocationId, Ledger
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt, adopt
 from gpumgr.allocator.sweep import sweep
 from gpumgr.errors import CheckpointError
@@ -46,6 +47,7 @@ class Housekeeping:
     ) -> None:
         self._books, self._admission, self._pods = books, admission, pods
         self.new_id, self._clock, self._wall_clock = new_id, clock, wall_clock
+        self._find_uid = partial(view_of, pods)
         self._absent: Mapping[AllocationId, int] = {}
         self._quiet_until = float("-inf")
         self._incomplete_until = clock() + INCOMPLETE_SECONDS
@@ -91,6 +93,7 @@ class Housekeeping:
         async with books.lock:
             books.expire_open()
             await books.meet_newcomers()
+            await self._before_offer()
             books.tell()
             if self._clock() < self._quiet_until:
                 return False
@@ -106,10 +109,10 @@ class Housekeeping:
                 books.ledger,
                 listing,
                 self._pods.get,
-                self._pods.by_uid,
+                self._find_uid,
                 absent=self._absent,
                 patience=PATIENCE_WHILE_INCOMPLETE if incomplete else PATIENCE,
-                gone=lambda uid: synced and self._pods.by_uid(uid) is None,
+                gone=lambda uid: synced and self._find_uid(uid) is None,
             )
             self._absent = swept.absent
             for a in swept.renamed:
@@ -123,21 +126,26 @@ class Housekeeping:
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Takes into the ledger what the kubelet remembers and the ledger does not (at start, after a lost checkpoint)."""
         async with self._books.lock:
-            return await self._adopt(self._books.ledger, entries)
+            rebuilt = await self.adopt_locked(entries)
+            self._books.tell()
+            return rebuilt
 
     async def learn(self) -> None:
         """A container starts whose ids are in no known name: PodResources tells. Its own Allocate is long answered, another's may
         be under way."""
         await asyncio.sleep(max(0.0, self._quiet_until - self._clock()))
         async with self._books.lock:
-            await self._adopt(self._books.ledger, ())
+            await self.adopt_locked(())
+            self._books.tell()
 
-    async def _adopt(self, ledger: Ledger, entries: Iterable[KubeletEntry]) -> Rebuilt:
+    async def adopt_locked(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
+        """As `adopt`, but the kubelet is not told. The caller holds the books' lock."""
+        ledger = self._books.ledger
         listing = await self._admission.look()
         if listing is not None:
             # Names only: with this much patience nothing is freed.
-            ledger = sweep(ledger, listing, self._pods.get, self._pods.by_uid, absent={}, patience=2**31).ledger
-        rebuilt = adopt(ledger, entries, listing, self._pods.by_uid, new_id=self.new_id, now=self._wall_clock())
+            ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
+        rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._settle(rebuilt)
         return rebuilt
 
@@ -147,6 +155,7 @@ class Housekeeping:
         gpus = self._books.inventory.gpus(self._books.ledger.cards)
         rebuilt = plan(self._books.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
         await self._settle(rebuilt)
+        self._books.tell()
         return rebuilt
 
     async def name(self, pods: Mapping[str, PodKey]) -> None:
@@ -157,6 +166,13 @@ class Housekeeping:
                 ledger = ledger.occupy(replace(a, pod=pods[a.uid]))
         await self._books.commit(ledger)
 
+    async def _before_offer(self) -> None:
+        """Whose GPU came, or could not be remembered when it came, has it before it is offered. The caller holds the books' lock."""
+        books = self._books
+        if books.inventory.snapshot.gpus and (first := books.before_first_offer) is not None:
+            books.before_first_offer = None
+            await first()
+
     async def _settle(self, rebuilt: Rebuilt) -> None:
         for a in rebuilt.added:
             log.warning("allocation_adopted", allocation=a.id, holder=a.describe(), gpus=a.gpus, cores=a.core_count, reason=a.why)
@@ -165,4 +181,8 @@ class Housekeeping:
         self._books.meter.drifted("adopted", len(rebuilt.added))
         self._books.meter.drifted("rejected", len(rebuilt.problems))
         await self._books.commit(rebuilt.ledger)
-        self._books.tell()
+
+
+def view_of(pods: Pods, uid: str) -> PodView | None:
+    """The pod that the kubelet knows by this UID, which of a static pod is not the API server's."""
+    return pods.by_uid(uid) or next((view for view in pods.all() if view.runtime_uid == uid), None)

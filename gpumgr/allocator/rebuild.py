@@ -53,6 +53,8 @@ class Rebuilt:
     ledger: Ledger
     added: tuple[Allocation, ...] = ()
     problems: tuple[str, ...] = ()
+    #: Records that have not all of their GPUs in `ledger`, and may have them later.
+    left: tuple[AnonymousRecord, ...] = ()
 
 
 def adopt(
@@ -103,7 +105,7 @@ def _claims(
         old = claims.get(key) or Allocation(
             id="",
             pod=view.key if view else None,
-            uid=entry.uid,
+            uid=view.uid if view else entry.uid,  # a static pod's are two
             container=entry.container,
             init=spec is not None and spec.kind == "init",
         )
@@ -161,6 +163,8 @@ def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
 def _may_be(a: Allocation, claim: Allocation) -> bool:
     if a.container is not None and claim.container is not None and a.container != claim.container:
         return False
+    if a.anonymous or (a.uid and claim.uid and a.uid != claim.uid):
+        return False
     return a.same_pod(claim) or a.pod is None or claim.pod is None
 
 
@@ -173,42 +177,46 @@ def migrate(
     now: float,
 ) -> Rebuilt:
     """`ledger` plus gpu-manager's records. Their pods hold anonymous ids; here they take ids of ours on the recorded GPUs, so that
-    nothing of theirs is given to others before they end. A container that `ledger` has is left as it is: the records may be read
-    again."""
-    known = {(a.uid, a.container) for a in ledger.allocations.values()}
-    added, problems = list[Allocation](), list[str]()
+    nothing of theirs is given to others before they end. A container that `ledger` has is left as it is (the records may be read
+    again), but for GPUs of its record that were not known before."""
+    known = {(a.uid, a.container): a for a in ledger.allocations.values()}
+    added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:
-        if (record.uid, record.container) in known:
+        old = known.get((record.uid, record.container))
+        if old is not None and not old.anonymous:
             continue
         gpus = tuple(gpu_of_minor[m] for m in record.minors if m in gpu_of_minor)
         missing = [m for m in record.minors if m not in gpu_of_minor]
+        if missing:
+            left.append(record)
+        if old is not None and set(gpus) <= set(old.gpus):
+            continue
         if missing or not gpus:
             problems.append(
                 f"pod uid {record.uid} ({record.container}): /dev/nvidia{missing[0] if missing else '?'} is none of this node's GPUs"
             )
         if not gpus:
             continue
-        cores, blocks = _room_for(ledger, gpus, record)
-        allocation = Allocation(
+        cores, blocks = _room_for(ledger.free((old.id,)) if old else ledger, gpus, record)
+        base = old or Allocation(
             id=new_id(),
             uid=record.uid,
             container=record.container,
-            gpus=gpus,
             granted_at=now,
             anonymous=True,
             why="taken over from gpu-manager",
-            cores=cores,
-            blocks=blocks,
         )
+        allocation = replace(base, gpus=gpus, cores=cores, blocks=blocks)
         broken = ledger.occupy(allocation).broken_laws()
         if broken or allocation.core_count < min(record.cores, CORES_PER_GPU * len(gpus)):
             problems.append(
                 f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
             )
+            left += () if missing else (record,)
             continue
         ledger = ledger.occupy(allocation)
         added.append(allocation)
-    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems))
+    return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems), left=tuple(left))
 
 
 def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], told: Collection[tuple[str, str]]) -> Holders:

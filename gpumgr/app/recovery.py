@@ -10,7 +10,7 @@ import structlog
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping
+from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping, view_of
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.answer import allocation_id_in, mechanisms_in
 from gpumgr.allocator.listing import Listing
@@ -50,7 +50,16 @@ async def _entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
 
 async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Sequence[CheckpointEntry], *, lost: bool) -> None:
     """Adopts what the kubelet remembers. With a lost checkpoint everything comes from there, so the pods' specs are waited for."""
-    found = [
+    found = _ours(entries)
+    if lost and found:
+        await podside.wait_synced(SPECS_SECONDS)
+    rebuilt = await housekeeping.adopt(found)
+    if (lost and found) or rebuilt.added or rebuilt.problems:
+        log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
+
+
+def _ours(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
+    return [
         KubeletEntry(
             uid=e.pod_uid,
             container=e.container,
@@ -63,16 +72,12 @@ async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Seque
         for e in entries
         if (kind := KIND_OF.get(e.resource)) is not None
     ]
-    if lost and found:
-        await podside.wait_synced(SPECS_SECONDS)
-    rebuilt = await housekeeping.adopt(found)
-    if (lost and found) or rebuilt.added or rebuilt.problems:
-        log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
 
 
 class TakeOver:
     """gpu-manager's running pods. Their ids name no GPU, only gpu-manager's own checkpoint does: its records are taken into the ledger,
-    before anything of their GPUs is offered. Records whose pods the kubelet has forgotten are left behind.
+    before anything of their GPUs is offered, be it late that the driver shows one. Records whose pods the kubelet has forgotten, or the
+    API server knows as ended or not at all, are left behind.
 
     While the kubelet knows a running container with such ids that no record tells of, nothing may be offered at all: its GPU would be
     given to others. That ends with these containers, or with a start that can read the file. `remember` makes durable that all is done,
@@ -99,7 +104,13 @@ class TakeOver:
         self._books, self._housekeeping, self._admission, self._pods = books, housekeeping, admission, pods
         self._done, self._remember, self._wait_synced = done, remember, wait_synced
         self._clock, self._wall_clock = clock, wall_clock
-        self._tried: set[GpuManagerRecord] = set()
+        #: As gpu-manager's file had them when it could be read last.
+        self._records: Sequence[AnonymousRecord] | None = None
+        #: Those that are in the ledger, or can't ever be.
+        self._tried: set[AnonymousRecord] = set()
+        #: Those of live pods that are not in the ledger, or not with all their GPUs, and what was known when they were tried last.
+        self._waiting: tuple[AnonymousRecord, ...] = ()
+        self._attempt: object = None
         self._taken = self._free = self._waited = False
         self._unreadable: str | None = None
         self._told: tuple[str, ...] = ()
@@ -108,7 +119,7 @@ class TakeOver:
         self._absent_since: dict[tuple[str, str], float] = {}
 
     async def first(self) -> None:
-        """With the first GPUs that the driver shows, be it late. The caller holds the books' lock."""
+        """With the first GPUs that the driver shows, and with each change while a GPU is missing. The caller holds the books' lock."""
         try:
             await self._take(await self._look())
         except CheckpointError as error:
@@ -126,65 +137,91 @@ class TakeOver:
                 await self._take(records)
             except CheckpointError as error:
                 return f"the GPUs of gpu-manager's running pods can't be remembered: {error}"
-        left = self._left(records or ())
-        if left and not self._waited:
-            self._waited = True
-            await self._wait_synced()
-        running = await self._running(left) if left else {}
-        if running:
-            return self._tell(running)
+            left = self._left((self._waiting if self._books.inventory.snapshot.gpus else records) or ())
+        if left:
+            await self._know_pods()
+            async with self._books.lock:
+                running = await self._running(left)
+            if running:
+                return self._tell(running)
         self._free = True
         await self._note()
         return None
 
-    def _left(self, records: Iterable[GpuManagerRecord]) -> Holders:
-        """The containers whose GPUs neither these records nor the ledger tell."""
-        told = {(record.pod_uid, record.container) for record in records if record.minors}
+    async def _know_pods(self) -> None:
+        if not self._waited:
+            self._waited = True
+            await self._wait_synced()
+
+    def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
+        """The containers whose GPUs neither the ledger nor these records tell. A record that is not in the ledger tells only of GPUs that
+        the driver does not show, which are not offered anyway."""
+        shown = {gpu.minor for gpu in self._books.inventory.snapshot.gpus}
+        told = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
         told |= {(a.uid, a.container) for a in self._books.ledger.allocations.values() if a.uid and a.container}
         return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in KIND_OF), told)
 
-    async def _look(self) -> Sequence[GpuManagerRecord] | None:
-        """Reads both files, gpu-manager's if there is need. None: it can't be read, and the next start must try again."""
+    async def _look(self) -> Sequence[AnonymousRecord] | None:
+        """Reads both files, gpu-manager's if there is need. None: it could not be read, and the next start must try again."""
         self._entries = found if (found := await _entries(self._folder)) is not None else self._entries
-        if self._done and not self._left(()):
+        if self._done and not self._waiting and not self._left(()):
             return ()
         try:
-            records = await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)
+            self._records = tuple(map(_record, await asyncio.to_thread(read_gpu_manager_checkpoint, self._path)))
+            self._unreadable = None
         except InputError as error:
             if self._unreadable != str(error):
                 self._unreadable = str(error)
                 log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence="it is read again at the next start")
-            return None
-        self._unreadable = None
-        return records
+        return self._records
 
-    async def _take(self, records: Sequence[GpuManagerRecord] | None) -> None:
+    async def _take(self, records: Sequence[AnonymousRecord] | None) -> None:
         """Raises CheckpointError. The caller holds the books' lock."""
         if records is None or not self._books.inventory.snapshot.gpus:
             return
-        live = pods_with_devices(self._entries)
-        kept = [record for record in records if live is None or record.pod_uid in live]
-        new = [record for record in kept if record not in self._tried]
-        if new or (records and not self._taken):
-            rebuilt = await self._housekeeping.migrate(
-                lambda ledger, minors: migrate(
-                    ledger, map(_record, new), minors, new_id=self._housekeeping.new_id, now=self._wall_clock()
-                )
-            )
-            self._tried.update(new)
-            listing = await self._admission.look()
-            if listing is not None:
-                names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
-                await self._housekeeping.name(names)
-            log.info(
-                "taken_over_from_gpu_manager",
-                path=str(self._path),
-                records=len(records),
-                live=len(kept),
-                taken=len(rebuilt.added),
-            )
-        self._taken = True
+        live = await self._live(records) if records else ()
+        new = tuple(record for record in live if record not in self._tried)
+        if (new and self._state(new) != self._attempt) or (records and self._attempt is None):
+            taken = await self._place(new) if new else 0
+            log.info("taken_over_from_gpu_manager", path=str(self._path), records=len(records), live=len(live), taken=taken)
+        self._waiting = tuple(record for record in new if record not in self._tried)
+        self._attempt = self._state(self._waiting) if records else self._attempt
+        if self._waiting:
+            self._books.before_first_offer = self.first
+        self._taken = not self._waiting
         await self._note()
+
+    async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
+        """Those whose pods have not ended as far as is known. The kubelet's file goes on naming pods that ended, so once all is done only
+        those of which nobody told, and that somebody shows to run."""
+        await self._know_pods()
+        uids = pods_with_devices(self._entries)
+        kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
+        if not self._done:
+            return kept
+        running = await self._running(self._left(()))
+        return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
+
+    def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
+        """What another attempt with these records depends on: while it stays the same, it would come to the same. What we grant
+        meanwhile makes no room for them."""
+        books = self._books
+        return records, books.inventory.gpus(books.ledger.cards), None if self._free else books.ledger
+
+    async def _place(self, records: Sequence[AnonymousRecord]) -> int:
+        """The number of those that are new in the ledger. Our own pods come first, as after a lost ledger only the kubelet tells of them:
+        their ids are settled, those of gpu-manager's pods lie where there is room."""
+        housekeeping = self._housekeeping
+        await housekeeping.adopt_locked(_ours(self._entries or ()))
+        rebuilt = await housekeeping.migrate(
+            lambda ledger, minors: migrate(ledger, records, minors, new_id=housekeeping.new_id, now=self._wall_clock())
+        )
+        self._tried.update(set(records) - set(rebuilt.left))
+        listing = await self._admission.look()
+        if listing is not None:
+            names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
+            await housekeeping.name(names)
+        return len(rebuilt.added)
 
     async def _note(self) -> None:
         """Not with a kubelet's file that can't be read: what is in it may be known at the next start."""
@@ -195,24 +232,30 @@ class TakeOver:
         except CheckpointError as error:
             log.error("not_taken_over", error=str(error))
 
+    def _gone(self, uid: str) -> bool:
+        """As the API server has it."""
+        view = view_of(self._pods, uid)
+        return view.ended if view is not None else self._pods.synced
+
     async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
         """Those that have not ended, with their pods' names. The kubelet's file goes on naming pods that ended, so its API tells; for a
-        while after its start that lacks pods, so the API server tells, too, or in its absence that while."""
-        async with self._books.lock:
-            listing = await self._admission.look()
+        while after its start that lacks pods, so the API server tells, too. In the absence of one of them the other must say so for
+        that while. The caller holds the books' lock."""
+        listing = await self._admission.look()
         shown = _holders_shown(listing) if listing is not None else {}
         running: dict[tuple[str, str], PodKey | None] = {}
         for holder, ids in left.items():
-            view = self._pods.by_uid(holder[0])
+            view = view_of(self._pods, holder[0])
             pod = next((shown[each] for each in ids if each in shown), None)
-            if listing is None or pod is not None:
-                self._absent_since.pop(holder, None)
-            elif self._pods.synced and (view is None or view.ended):
+            gone, absent = self._gone(holder[0]), listing is not None and pod is None
+            if gone and absent:
                 continue
-            elif not self._pods.synced:
+            if pod is None and (gone or (absent and not self._pods.synced)):
                 since = self._absent_since.setdefault(holder, self._clock())
                 if self._clock() - since >= INCOMPLETE_SECONDS:
                     continue
+            else:
+                self._absent_since.pop(holder, None)
             running[holder] = view.key if view is not None else pod
         return running
 

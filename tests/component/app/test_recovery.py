@@ -1,7 +1,7 @@
 """gpu-manager's running pods, when its file is there, when it is not, and when nobody tells."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,21 @@ from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping
 from gpumgr.agent.offers import Offers
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.app.recovery import TakeOver
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.errors import CheckpointError, KubeletError
 from gpumgr.units import CORE_RESOURCE
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot
 
-FOREIGN = tuple(f"{CORE_RESOURCE}-{n}" for n in range(30))
+GPU = "00000000"
 OURS = ("0badc0de-c00", "0badc0de-c01")
+
+
+def foreign(uid: str) -> tuple[str, ...]:
+    """Ids as gpu-manager gives them, this pod's."""
+    return tuple(f"{CORE_RESOURCE}-{uid}-{n}" for n in range(30))
 
 
 @dataclass
@@ -43,12 +49,15 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kubelet, self.clock = folder, Kubelet(), Clock()
-        self.checkpoint, self.pods = MemoryCheckpoint(), MemoryPods()
+        self.checkpoint, self.pods = MemoryCheckpoint(), MemoryPods(synced=False)
+        self.shown: dict[PodKey, dict[str, dict[str, tuple[str, ...]]]] = {}
         self.remembered = 0
+        self.offered: list[Offer] = []
+        self.offers = Offers(self.offered.append, clock=self.clock)
         self.books = Books(
             Ledger(),
             checkpoint=self.checkpoint,
-            offers=Offers(lambda _: None, clock=self.clock),
+            offers=self.offers,
             meter=Drift(),
             runs=lambda _: True,
             policy="binpack",
@@ -59,7 +68,7 @@ class Scene:
         """Of a new start."""
         admission = Admission(self.pods, self.kubelet, pod_wait_seconds=0, clock=self.clock)
         ids = (f"{n:016x}" for n in count(1))
-        housekeeping = Housekeeping(
+        housekeeping = self.housekeeping = Housekeeping(
             books=self.books, admission=admission, pods=self.pods, new_id=lambda: next(ids), clock=self.clock
         )
 
@@ -86,17 +95,22 @@ class Scene:
         self.books.before_first_offer = made.first
         return made
 
-    async def show_gpus(self) -> None:
-        await self.books.set_snapshot(snapshot())
+    async def show_gpus(self, number: int = 4) -> None:
+        await self.books.set_snapshot(snapshot(number))
 
-    def records(self, *uids: str) -> None:
-        record = {"main": {"Devices": ["/dev/nvidia0"], "Cores": 30, "Memory": 4 << 28}}
+    def taken(self) -> list[tuple[str | None, tuple[str, ...]]]:
+        return [(a.uid, a.gpus) for a in self.books.ledger.check().allocations.values()]
+
+    def records(self, *uids: str, minors: tuple[int, ...] = (0,), cores: int = 30) -> None:
+        record = {"main": {"Devices": [f"/dev/nvidia{minor}" for minor in minors], "Cores": cores, "Memory": 4 << 28}}
         (self.folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": dict.fromkeys(uids, record)}))
 
-    def kubelets_file(self, *uids: str, ids: tuple[str, ...] = FOREIGN) -> None:
+    def kubelets_file(self, *uids: str, ids: tuple[str, ...] = (), ours: tuple[str, ...] = ()) -> None:
+        """`ours`: pods with ids of ours on the first GPU, beside `uids`."""
+        held = [(uid, ids or foreign(uid)) for uid in uids] + [(uid, tuple(f"{GPU}-c{n:02}" for n in range(50))) for uid in ours]
         entries = [
-            {"PodUID": uid, "ContainerName": "main", "ResourceName": CORE_RESOURCE, "DeviceIDs": [*ids], "AllocResp": None}
-            for uid in uids
+            {"PodUID": uid, "ContainerName": "main", "ResourceName": CORE_RESOURCE, "DeviceIDs": [*has], "AllocResp": None}
+            for uid, has in held
         ]
         (self.folder / FILE_NAME).write_text(json.dumps({"Data": {"PodDeviceEntries": entries}}))
 
@@ -104,8 +118,13 @@ class Scene:
         """The API server shows this pod, and the kubelet, if it has not ended."""
         view = PodView(namespace="team", name=name, uid=uid, phase=phase, created_at=0.0, containers=())
         self.pods.views[view.key] = view
-        if not view.ended:
-            self.kubelet.listing = Listing.of({view.key: {"main": {CORE_RESOURCE: FOREIGN}}})
+        self.pods.synced = True
+        if view.ended:
+            self.shown.pop(view.key, None)
+        else:
+            self.shown[view.key] = {"main": {CORE_RESOURCE: foreign(uid)}}
+        if self.kubelet.listing is not None:
+            self.kubelet.listing = Listing.of(self.shown)
 
 
 @pytest.fixture
@@ -137,6 +156,7 @@ async def test_ids_of_which_no_file_tells_hold_everything_back_until_their_pods_
     await scene.show_gpus()
     scene.kubelets_file("u1", "u2")
     scene.runs("a", "u1")
+    scene.runs("over", "u2")
     scene.pods.views |= {("team", "over"): PodView(namespace="team", name="over", uid="u2", phase="Failed")}
     with capture_logs() as logs:
         reasons = [await take_over.held_back_by() for _ in range(2)]
@@ -145,7 +165,7 @@ async def test_ids_of_which_no_file_tells_hold_everything_back_until_their_pods_
     assert "gpuManager.takeOver=true" in str(reasons[0])
     (line,) = named(logs, "foreign_allocations")
     assert (line["log_level"], line["holders"]) == ("error", ("team/a (main)", "team/over (main)"))
-    scene.kubelet.listing = Listing.of({})
+    scene.runs("over", "u2", "Failed")
     scene.runs("a", "u1", "Succeeded")
     assert scene.remembered == 0
     assert await take_over.held_back_by() is None
@@ -258,7 +278,142 @@ async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: Scene) 
 
     scene.kubelets_file("u1", "u2")
     scene.runs("b", "u2")
+    scene.runs("a", "u1")
     again = scene.take_over(done=True)
     await scene.show_gpus()
     assert [a.uid for a in scene.books.ledger.allocations.values()] == ["u1"]
     assert str(await again.held_back_by()).startswith("team/b (main) hold GPUs")
+
+
+async def test_whose_gpu_comes_late_has_it_before_it_is_offered(scene: Scene) -> None:
+    scene.records("u1", minors=(3,), cores=100)
+    scene.kubelets_file("u1")
+    scene.runs("a", "u1")
+    take_over = scene.take_over()
+    await scene.show_gpus(3)
+    assert await take_over.held_back_by() is None
+    assert (scene.taken(), scene.remembered) == ([], 0)
+    scene.offers.start()
+    (scene.folder / "gpu-manager.json").write_text("{")  # what was read once is known
+    await scene.show_gpus(4)
+    (late,) = [offer[3] for offer in scene.offered if len(offer) > 3]
+    assert late.healthy_blocks == 0  # as of a GPU that somebody has whole
+    assert (scene.taken(), scene.remembered) == ([("u1", ("00000003",))], 1)
+    assert scene.books.before_first_offer is None
+
+
+async def test_each_gpu_of_a_record_is_waited_for(scene: Scene) -> None:
+    scene.records("u1", minors=(1, 3), cores=200)
+    scene.kubelets_file("u1")
+    scene.runs("a", "u1")
+    take_over = scene.take_over()
+    await scene.show_gpus(3)
+    assert await take_over.held_back_by() is None
+    assert (scene.taken(), scene.remembered) == ([("u1", ("00000001",))], 0)
+    await scene.show_gpus(4)
+    (a,) = scene.books.ledger.check().allocations.values()
+    assert (a.pod, a.gpus, a.core_count) == (("team", "a"), ("00000001", "00000003"), 200)
+    assert scene.remembered == 1
+
+
+async def test_a_late_gpu_that_could_not_be_remembered_at_once_has_its_holder_when_it_is(scene: Scene) -> None:
+    scene.records("u1", minors=(3,), cores=100)
+    scene.kubelets_file("u1")
+    scene.runs("a", "u1")
+    take_over = scene.take_over()
+    await scene.show_gpus(3)
+    assert await take_over.held_back_by() is None
+    scene.checkpoint.full = True
+    await scene.show_gpus(4)
+    assert len(scene.books.ledger.cards.cards) == 3
+    scene.checkpoint.full = False
+    assert await scene.housekeeping.sweep()
+    assert (scene.taken(), scene.remembered) == ([("u1", ("00000003",))], 1)
+
+
+async def test_a_record_without_room_holds_everything_back_and_is_tried_again_when_something_changes(scene: Scene) -> None:
+    scene.records("u1", "u2", cores=100)
+    scene.kubelets_file("u1", "u2")
+    scene.runs("a", "u1")
+    scene.runs("b", "u2")
+    take_over = scene.take_over()
+    with capture_logs() as logs:
+        await scene.show_gpus()
+        reasons = [await take_over.held_back_by() for _ in range(3)]
+    assert all(str(reason).startswith("team/b (main) hold GPUs") for reason in reasons)
+    assert len(named(logs, "allocation_not_adopted")) == 1
+    assert scene.remembered == 0
+    (first,) = scene.books.ledger.allocations
+    scene.runs("a", "u1", "Succeeded")
+    await scene.books.commit(scene.books.ledger.free((first,)))
+    assert await take_over.held_back_by() is None
+    assert (scene.taken(), scene.remembered) == ([("u2", (GPU,))], 1)
+
+
+async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(scene: Scene) -> None:
+    scene.records("u1")
+    scene.kubelets_file("u1", ours=("u2",))
+    scene.runs("a", "u1")
+    scene.pods.views |= {("team", "ours"): PodView(namespace="team", name="ours", uid="u2", phase="Running")}
+    take_over = scene.take_over()
+    with capture_logs() as logs:
+        await scene.show_gpus()
+        assert await take_over.held_back_by() is None
+    ledger = scene.books.ledger.check()
+    held = {a.uid: (a.pod, a.cores[GPU], a.anonymous) for a in ledger.allocations.values()}
+    assert held == {
+        "u2": (("team", "ours"), (1 << 50) - 1, False),
+        "u1": (("team", "a"), ((1 << 30) - 1) << 50, True),
+    }
+    assert named(logs, "allocation_not_adopted") == []
+
+
+async def test_without_podresources_the_api_server_tells_if_it_says_so_for_a_while(scene: Scene) -> None:
+    scene.kubelets_file("u1", "u2")
+    scene.runs("a", "u1")
+    scene.kubelet.listing = None
+    take_over = scene.take_over()
+    assert "team/a (main), pod uid u2 (main)" in str(await take_over.held_back_by())
+    scene.clock.now += INCOMPLETE_SECONDS
+    assert str(await take_over.held_back_by()).startswith("team/a (main) hold")
+    scene.runs("a", "u1", "Failed")
+    assert await take_over.held_back_by() is not None
+    scene.clock.now += INCOMPLETE_SECONDS - 1
+    assert await take_over.held_back_by() is not None
+    scene.clock.now += 1
+    assert await take_over.held_back_by() is None
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_records_of_pods_that_ended_are_left_behind(scene: Scene, done: bool) -> None:
+    """Though the kubelet's file goes on naming them."""
+    scene.records("over", "unknown")
+    scene.kubelets_file("over", "unknown")
+    scene.runs("a", "over", "Succeeded")
+    take_over = scene.take_over(done=done)
+    await scene.show_gpus()
+    assert await take_over.held_back_by() is None
+    assert (scene.taken(), scene.remembered) == ([], 0 if done else 1)
+
+
+async def test_once_done_a_record_of_which_the_kubelet_shows_nothing_is_none(scene: Scene) -> None:
+    scene.records("u1")
+    scene.kubelets_file("u1")
+    take_over = scene.take_over(done=True)
+    await scene.show_gpus()
+    assert await take_over.held_back_by() is not None
+    scene.clock.now += INCOMPLETE_SECONDS
+    assert await take_over.held_back_by() is None
+    assert scene.taken() == []
+
+
+async def test_a_static_pod_is_known_by_the_kubelets_uid(scene: Scene) -> None:
+    scene.records("static")
+    scene.kubelets_file("static")
+    scene.runs("a", "mirror")
+    view = scene.pods.views["team", "a"]
+    scene.pods.views["team", "a"] = replace(view, runtime_uid="static")
+    take_over = scene.take_over()
+    await scene.show_gpus()
+    assert await take_over.held_back_by() is None
+    assert scene.taken() == [("static", (GPU,))]

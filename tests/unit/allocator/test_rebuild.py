@@ -168,6 +168,40 @@ def test_records_that_are_read_again_are_taken_once() -> None:
     assert moved(first.ledger, record(0)).added == ()
 
 
+def test_a_records_gpu_that_comes_late_is_added() -> None:
+    pair = record(0, 3, cores=200, blocks=0)
+    first = migrate(empty(), [pair], {0: ONE}, new_id=lambda: "n0", now=7.0)
+    assert (first.left, [a.gpus for a in first.added]) == ((pair,), [(ONE,)])
+    again = migrate(first.ledger, [pair], {0: ONE}, new_id=lambda: "n1", now=8.0)
+    assert (again.left, again.added, again.ledger) == ((pair,), (), first.ledger)
+    both = migrate(first.ledger, [pair], {0: ONE, 3: TWO}, new_id=lambda: "n1", now=8.0)
+    (a,) = both.ledger.check().allocations.values()
+    assert (both.left, a.id, a.granted_at, a.gpus, a.core_count) == ((), "n0", 7.0, (ONE, TWO), 200)
+
+
+def test_records_are_left_while_they_may_fit_later() -> None:
+    rebuilt = moved(empty(), record(0, cores=80), late := record(7), full := record(0, cores=90), record())
+    assert rebuilt.left == (late, full)
+
+
+def test_what_gpu_managers_pods_have_is_never_part_of_ours() -> None:
+    taken = moved(empty(), record(0, cores=2, blocks=1)).ledger
+    rebuilt = adopted(taken, entry("core", 0, 1), entry("memory", 2))
+    assert (rebuilt.ledger, len(rebuilt.problems)) == (taken, 1)
+
+
+def test_a_pod_with_another_uid_is_another() -> None:
+    held = adopted(empty(), entry("core", 1)).ledger
+    rebuilt = adopted(held, entry("core", 1, uid="uid-b"), entry("memory", 2, uid="uid-b"))
+    assert (rebuilt.ledger, len(rebuilt.problems)) == (held, 1)
+
+
+def test_a_static_pod_has_the_api_servers_uid() -> None:
+    view = pod("a", app(1, 1))
+    rebuilt = adopt(empty(), [entry("core", 1, uid="static")], None, {"static": view}.get, new_id=lambda: "n", now=7.0)
+    assert [(a.pod, a.uid) for a in rebuilt.added] == [(view.key, view.uid)]
+
+
 def test_foreign_ids_name_no_gpu_and_nobody_tells_whose_they_are() -> None:
     theirs = "tencent.com/vcuda-core-1"
     entries = [
