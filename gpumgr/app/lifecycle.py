@@ -21,9 +21,10 @@ from gpumgr.aio import finish_shielded, forever, persistently, sleep_as_told
 from gpumgr.app.neighbours import Neighbours
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
-from gpumgr.app.recovery import SPECS_SECONDS, TakeOver, read_entries, reconcile
+from gpumgr.app.recovery import SPECS_SECONDS, read_entries, reconcile
 from gpumgr.app.reload import Reloading, Source
 from gpumgr.app.station import Hardware, Station
+from gpumgr.app.takeover import TakeOver
 from gpumgr.app.upkeep import make_maintenance
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded

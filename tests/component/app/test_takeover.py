@@ -17,7 +17,7 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.offer import Offer
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.app.recovery import TakeOver
+from gpumgr.app.takeover import TakeOver
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
 from gpumgr.errors import CheckpointError, KubeletError
 from gpumgr.units import CORE_RESOURCE
