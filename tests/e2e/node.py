@@ -77,9 +77,10 @@ class Node:
         self.cluster.wait_gone(names)
 
     def events(self, name: str, reason: str) -> list[Json]:
-        """A pod's events with this reason."""
-        uid = self.cluster.pods.all()[name]["metadata"]["uid"]
-        return [each for each in self.cluster.api.events(name, uid) if each["reason"] == reason]
+        """A pod's events with this reason; none of one that the watch has not brought yet."""
+        pod = self.cluster.pods.all().get(name)
+        found = self.cluster.api.events(name, pod["metadata"]["uid"]) if pod else []
+        return [each for each in found if each["reason"] == reason]
 
     def event(self, name: str, reason: str, timeout: float = 10) -> str:
         """The message of a pod's event with this reason: what `kubectl describe pod` shows."""
