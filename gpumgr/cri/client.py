@@ -88,7 +88,7 @@ def _reason(error: Exception, timeout_seconds: float) -> str:
                 f"no CRI v1 is spoken there ({error.message or 'no reason given'}); use CRI-O, or containerd 1.6 or newer with its cri "
                 f"plugin enabled (disabled_plugins in its config.toml), or {_SET}"
             )
-        case GRPCError(status=Status.DEADLINE_EXCEEDED) | TimeoutError():
+        case TimeoutError():
             return silent
         case GRPCError():
             said = error.message or "no reason given"

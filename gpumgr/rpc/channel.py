@@ -44,10 +44,16 @@ class UnixChannel(grpclib.client.Channel):
         return "localhost"
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
-        """One call, connecting included. `request` is bytes or a generated message. Raises what CALL_FAILURES lists."""
-        async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
-            await stream.send_message(request, end=True)
-            reply = await stream.recv_message()
+        """One call, connecting included. `request` is bytes or a generated message. Raises what CALL_FAILURES lists; TimeoutError also if
+        it is the peer who keeps the deadline: it is told of it, and whose clock ends the call first is chance."""
+        try:
+            async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
+                await stream.send_message(request, end=True)
+                reply = await stream.recv_message()
+        except GRPCError as error:
+            if timeout_seconds is not None and error.status is Status.DEADLINE_EXCEEDED:
+                raise TimeoutError(error.message) from error
+            raise
         if reply is None:
             raise GRPCError(Status.INTERNAL, "the call ended without an answer")
         return reply

@@ -32,13 +32,13 @@ async def summed(node: Node) -> Told:
 async def come(node: Node, name: str, *containers: SimContainer) -> SimPod:
     pod = node.pod(name, *containers)
     assert (await node.run(pod)).phase == "Running"
-    await until_ledger_is_shown(node, name)
+    await until_shown(node, pod)
     return pod
 
 
-async def until_ledger_is_shown(node: Node, name: str) -> None:
-    """The metrics are drawn once a sample period."""
-    while name not in {pod for pod, _, _ in await node.memory_used()}:  # noqa: ASYNC110 (it is another process)
+async def until_shown(node: Node, pod: SimPod) -> None:
+    """The metrics are drawn once a sample period, so that they may tell of a pod's first container before its second."""
+    while not {(pod.name, container.name) for container in pod.containers} <= set(await summed(node)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -26,8 +27,12 @@ def version_answer(name: str, version: str) -> bytes:
     return wire.text_field(2, name) + wire.text_field(3, version) + wire.text_field(4, "v1")
 
 
+#: What a method does: answer, refuse with a status, or (None) take the call and never answer.
+Answer: TypeAlias = bytes | grpc.StatusCode | None
+
+
 class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, answers: Mapping[str, bytes | None], over: threading.Event) -> None:
+    def __init__(self, answers: Mapping[str, Answer], over: threading.Event) -> None:
         self._answers, self._over = answers, over
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -35,7 +40,9 @@ class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
         answer = self._answers[details.method]
 
-        def call(_request: bytes, _context: object) -> bytes:
+        def call(_request: bytes, context: grpc.ServicerContext) -> bytes:
+            if isinstance(answer, grpc.StatusCode):
+                context.abort(answer, "refused")
             if answer is None:
                 self._over.wait()
             return answer or b""
@@ -44,8 +51,8 @@ class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 @contextmanager
-def serving(path: Path, answers: Mapping[str, bytes | None]) -> Iterator[None]:
-    """A gRPC server at `path`, on threads, that knows these methods; None: it takes the call and never answers."""
+def serving(path: Path, answers: Mapping[str, Answer]) -> Iterator[None]:
+    """A gRPC server at `path`, on threads, that knows these methods."""
     over = threading.Event()
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool, handlers=[_Fixed(answers, over)])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import grpc
 import pytest
 
 from gpumgr.doctor.finding import State
@@ -66,6 +67,9 @@ async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
     with serving(socket, {GET_POD: None}):
         found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=0.1)
     assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
+    with serving(socket, {GET_POD: grpc.StatusCode.DEADLINE_EXCEEDED}):  # the peer's clock was the faster one
+        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=5)
+    assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
     found = await look_at_pod_resources(folder / "none.sock", needs_cdi=False, timeout_seconds=5)
     assert "the socket does not exist" in found.message
     assert found.remedy == "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
@@ -91,6 +95,9 @@ async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
         found = await look_at_runtime(socket, timeout_seconds=0.1)
     assert "there was no answer within 0.1 s" in found.message
     socket.unlink()
+    with serving(socket, {VERSION: grpc.StatusCode.DEADLINE_EXCEEDED}):
+        found = await look_at_runtime(socket, timeout_seconds=5)
+    assert "there was no answer within 5 s" in found.message
     with serving(socket, {}):
         found = await look_at_runtime(socket, timeout_seconds=5)
     assert "no CRI v1 is spoken there" in found.message
