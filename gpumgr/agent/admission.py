@@ -143,11 +143,11 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, kind: Kind, size: int) -> Caller:
         """The pod under admission is the newest one that waits for this. No pod joins the list while another is admitted, so where
-        the cache can't tell (it is late, or knows an earlier life of the name) it is one that this look shows for the first time,
-        or else still the pod of the last Allocate."""
+        the cache can't tell (it is late, or knows an earlier life of the name) it is one of those that joined last."""
         found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
-        late = any(self._is_new(pod) and self._pods.get(pod) is None for pod in listing.pods)
-        if found is not None and found.pod is not None and (self._is_new(found.pod) or not late):
+        newest = max((self._seen[pod] for pod in listing.pods), default=0)
+        late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
+        if found is not None and found.pod is not None and (self._seen[found.pod] == newest or not late):
             return found
         pod = self._likely(ledger, listing)
         if pod is None:
@@ -159,11 +159,12 @@ class Admission:
         return Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """Of the listed pods that may lack something, the one that is likeliest under admission."""
+        """Of the listed pods that may lack something, the one that joined last. Whichever look showed it first, its own call's or
+        housekeeping's just before: the pod of the last Allocate comes before it only if no look came between."""
         last = self._last(ledger)
 
-        def rank(pod: PodKey) -> tuple[bool, bool, bool, int, PodKey]:
-            return self._is_new(pod), last is not None and pod == last.pod, self._pods.get(pod) is None, self._seen[pod], pod
+        def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
+            return self._seen[pod], last is not None and pod == last.pod, self._pods.get(pod) is None, pod
 
         def may_wait(pod: PodKey) -> bool:
             view = self._pods.get(pod)

@@ -111,6 +111,22 @@ async def test_pods_without_gpus_between_confuse_nobody(order: str) -> None:
     world.check_places()
 
 
+@pytest.mark.parametrize("known", [False, "late"])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_look_just_before_the_call_gives_it_to_nobody_else(order: str, known: bool | str) -> None:
+    """Housekeeping sees the pod first. The whole GPU before it, for all that is known, might be waiting for its memory still."""
+    world = await World.made(known=known, resource_order=order)
+    await world.admit(world.pod("before", app(100)))
+    for name in ("after", "a-share"):
+        pod = world.pod(name, app(100, 8) if name == "after" else app(30, 4))
+        world.active[pod.uid] = pod
+        assert await world.admission.look()
+        await world.admit(pod)
+    world.check_names()
+    world.check_places()
+    assert [(a.core_count, a.block_count) for a in world.ledger.of(("team", "before"), "uid-1")] == [(100, 0)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_init_containers_without_an_api_server(seed: int) -> None:
     """They are not listed and have no spec: what the kubelet passes on was theirs, and is held as long as the pod runs."""
