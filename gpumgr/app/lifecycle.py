@@ -1,6 +1,7 @@
 """Start in order, run, stop in reverse. Bugs end the process with a reason; weather is retried where it is met.
 
-Start: lock, checkpoint, pod cache and driver side by side, reconcile with the kubelet, web, sockets and Register, READY last.
+What there is to start is in `assembly`: lock, checkpoint, pod cache, stations, doors.
+Start: pod cache and driver side by side, reconcile with the kubelet, web, sockets and Register, READY last.
 Stop: STOPPING, calls under way end, sockets vanish, the disk is written, NVML is let go; all within `process.stop_grace_seconds`.
 """
 
@@ -15,30 +16,20 @@ from functools import partial
 import structlog
 
 from gpumgr import __version__
-from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.aio import finish_shielded, forever, persistently, sleep_as_told
-from gpumgr.app.neighbours import Neighbours
+from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.podside import PodSide
 from gpumgr.app.readers import Readers
-from gpumgr.app.recovery import SPECS_SECONDS, read_entries, reconcile
+from gpumgr.app.recovery import read_entries, reconcile
 from gpumgr.app.reload import Reloading, Source
 from gpumgr.app.station import Hardware, Station
-from gpumgr.app.takeover import TakeOver
-from gpumgr.app.upkeep import make_maintenance
-from gpumgr.checkpoint.store import SqliteCheckpoint
-from gpumgr.checkpoint.tables import Loaded
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
-from gpumgr.display.server import DisplayServer
-from gpumgr.display.service import GpuDisplay
-from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
+from gpumgr.errors import CheckpointError
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.log import set_level
 from gpumgr.metrics.lag import watch_loop
 from gpumgr.sdnotify import Notifier
 from gpumgr.settings import Settings
-from gpumgr.web.graph import graph_text
-from gpumgr.web.server import WebServer
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +38,6 @@ FIRST_PODS_SECONDS = 0.2
 FIRST_NEWS_SECONDS = 10.0
 REPORT_SECONDS = 1.0
 FIRST_REPORT_SECONDS = 0.1
-TAKEN_OVER = "gpu_manager_taken_over"
 
 OnUp = Callable[[Station, str], None]
 
@@ -63,142 +53,79 @@ async def run(
     """The agent from start to stop. `source` tells of settings that change meanwhile, `on_up` hears of the running station and its web
     address.
 
-    Raises AlreadyRunning, CheckpointError or ListenError at start, and an ExceptionGroup if a daemon ended.
+    Raises what `assembled` does, or ListenError, at start, and an ExceptionGroup if a daemon ended.
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
-    async with contextlib.AsyncExitStack() as stack:
-        _lock_node(settings, stack)
-        checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
-        stack.push_async_callback(checkpoint.close)
-        loaded = checkpoint.load()
-        _tell_damage(loaded)
-        podside = await stack.enter_async_context(PodSide.open(settings))
-        station = Station(
-            settings,
-            hardware,
-            ledger=loaded.ledger,
-            checkpoint=checkpoint,
-            pods=podside.pods,
-            announcer=podside.announcer,
-        )
-        stack.push_async_callback(station.close)
-        history = station.books.history
-        history.restore(loaded.history, living=loaded.ledger.allocations)
-        await station.enforcing.open(station.books, lost=loaded.lost)
-        maintenance = make_maintenance(station, checkpoint, podside)
-        maintenance.restore(loaded.notes)
-        readers = Readers(station, pods=podside.pods, maintenance=maintenance, outbox=podside.outbox)
-        web = _web_server(settings, readers)
-        stack.push_async_callback(web.stop)
-        display = _display_server(settings, readers)
-        if display is not None:
-            stack.push_async_callback(display.stop)
-        neighbours = Neighbours(settings.kubelet.device_plugin_dir)
-        _offer_after(station, neighbours, _take_over(station, checkpoint, podside, done=TAKEN_OVER in loaded.notes))
-        async with asyncio.TaskGroup() as group:
-            daemons = [
-                group.create_task(forever("monitor", station.monitor.run), name="monitor"),
-                group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
-                group.create_task(persistently("readers", partial(_refresh, station, readers)), name="readers"),
-                group.create_task(forever("history", history.run), name="history"),
-                *podside.start(group, station, readers),
-            ]
-            if source is not None:
-                reloading = _reloading(source, station, podside, readers)
-                daemons.append(group.create_task(persistently("reloading", reloading.run), name="reloading"))
-            try:
-                await _meet(station, podside, loaded)
-                gc.collect()
-                gc.freeze()  # what was imported stays: a full collection over it would stop the loop for tens of milliseconds
-                await web.start()
-                if display is not None:
-                    await display.start()
-                station.books.tell()
-                station.offers.start()
-                station.housekeeping.soon()
-                daemons += [
-                    group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"),
-                    group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"),
-                    group.create_task(station.link.run(), name="kubelet_link"),
-                    group.create_task(_report(station, notifier), name="report"),
-                    group.create_task(_evict_again(podside, maintenance), name="evict_again"),
-                    group.create_task(persistently("neighbours", neighbours.run), name="neighbours"),
-                ]
-                on_up(station, web.url)
-                await stop.wait()
-            finally:
-                notifier.stopping()
-                log.info("stopping")
-                await _stop(station, settings.process.stop_grace_seconds)
-                for daemon in daemons:
-                    daemon.cancel()
+    async with assembled(settings, hardware) as parts, asyncio.TaskGroup() as group:
+        daemons = _listen(group, parts, source)
+        try:
+            await _meet(parts)
+            await _open(parts)
+            daemons += _serve(group, parts, notifier)
+            on_up(parts.station, parts.web.url)
+            await stop.wait()
+        finally:
+            notifier.stopping()
+            log.info("stopping")
+            await _stop(parts.station, settings.process.stop_grace_seconds)
+            for daemon in daemons:
+                daemon.cancel()
     log.info("stopped")
 
 
-def _tell_damage(loaded: Loaded) -> None:
-    """What of the checkpoint could not be read, and what comes of it."""
-    if loaded.set_aside is not None:
-        log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
-    if loaded.notes_lost:
-        log.error("cordons_lost", consequence="GPUs that were cordoned may take pods again: look, and cordon them again")
-    if loaded.unreadable:
-        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
+def _listen(group: asyncio.TaskGroup, parts: Parts, source: Source | None) -> list[asyncio.Task[None]]:
+    """The daemons that run from the first: they hear of driver, pods and settings, and say what they know."""
+    station, readers = parts.station, parts.readers
+    daemons = [
+        group.create_task(forever("monitor", station.monitor.run), name="monitor"),
+        group.create_task(watch_loop(station.metrics.lagged), name="loop_lag"),
+        group.create_task(persistently("readers", partial(_refresh, station, readers)), name="readers"),
+        group.create_task(forever("history", station.books.history.run), name="history"),
+        *parts.podside.start(group, station, readers),
+    ]
+    if source is not None:
+        reloading = _reloading(source, station, parts.podside, readers)
+        daemons.append(group.create_task(persistently("reloading", reloading.run), name="reloading"))
+    return daemons
 
 
-def _take_over(station: Station, checkpoint: SqliteCheckpoint, podside: PodSide, *, done: bool) -> TakeOver:
-    settings = station.settings
-    return TakeOver(
-        settings.checkpoint.gpu_manager_checkpoint,
-        settings.kubelet.device_plugin_dir,
-        books=station.books,
-        housekeeping=station.housekeeping,
-        admission=station.admission,
-        pods=podside.pods,
-        done=done,
-        remember=partial(checkpoint.save_note, TAKEN_OVER, "yes"),
-        wait_synced=partial(podside.wait_synced, SPECS_SECONDS),
-    )
-
-
-def _offer_after(station: Station, neighbours: Neighbours, take_over: TakeOver) -> None:
-    """Nothing is offered beside a gpu-manager that runs, nor before it is known what its running pods have."""
-
-    async def held_back_by() -> str | None:
-        return await neighbours.gpu_manager() or await take_over.held_back_by()
-
-    station.link.held_back_by = held_back_by
-    station.books.before_first_offer = take_over.first
-
-
-async def _meet(station: Station, podside: PodSide, loaded: Loaded) -> None:
+async def _meet(parts: Parts) -> None:
     """First contact with the driver and with what the kubelet remembers, before anything is offered."""
+    station, podside, loaded = parts.station, parts.podside, parts.loaded
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_NEWS_SECONDS):
             await asyncio.gather(station.news.known.wait(), podside.wait_synced(FIRST_PODS_SECONDS))
     station.books.restore_quarantine(loaded.notes)
-    settings = station.settings
-    entries = await read_entries(settings.kubelet.device_plugin_dir)
+    entries = await read_entries(station.settings.kubelet.device_plugin_dir)
     await reconcile(station.housekeeping, podside, entries, lost=loaded.lost)
     await station.enforcing.recover()
     station.remove_orphans()
 
 
-def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> None:
-    """Raises AlreadyRunning, or InputError if the lock file can't be made."""
-    path = settings.process.lock_path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(NodeLock(path))
-        stack.enter_context(lock_folder(settings.kubelet.device_plugin_dir))
-    except AlreadyRunning:
-        raise
-    except (OSError, GpumgrError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InputError(
-            f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to, in a pod one that is "
-            "mounted from the host"
-        ) from error
+async def _open(parts: Parts) -> None:
+    """Opens the doors for people, then lets the offer go out. Raises ListenError."""
+    gc.collect()
+    gc.freeze()  # what was imported stays: a full collection over it would stop the loop for tens of milliseconds
+    await parts.web.start()
+    if parts.display is not None:
+        await parts.display.start()
+    parts.station.books.tell()
+    parts.station.offers.start()
+    parts.station.housekeeping.soon()
+
+
+def _serve(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -> list[asyncio.Task[None]]:
+    """The daemons that act on what is known: they serve the kubelet, keep the limits, tell the service manager."""
+    station = parts.station
+    return [
+        group.create_task(forever("housekeeping", station.housekeeping.run), name="housekeeping"),
+        group.create_task(forever("enforcing", station.enforcing.run), name="enforcing"),
+        group.create_task(station.link.run(), name="kubelet_link"),
+        group.create_task(_report(station, notifier), name="report"),
+        group.create_task(_evict_again(parts.podside, parts.maintenance), name="evict_again"),
+        group.create_task(persistently("neighbours", parts.neighbours.run), name="neighbours"),
+    ]
 
 
 async def _refresh(station: Station, readers: Readers) -> None:
@@ -221,31 +148,6 @@ def _reloading(source: Source, station: Station, podside: PodSide, readers: Read
         podside.apply(settings.kubernetes, readers)
 
     return Reloading(source, in_force=station.settings, apply=apply, history=station.books.history)
-
-
-def _web_server(settings: Settings, readers: Readers) -> WebServer:
-    http = settings.http
-    web = WebServer(
-        readers,
-        host=http.address,
-        port=http.port,
-        unix_socket=http.socket,
-        max_connections=http.max_connections,
-        token_file=http.token_file,
-        tls_cert_file=http.tls_cert_file,
-        tls_key_file=http.tls_key_file,
-        client_ca_file=http.client_ca_file,
-        names=(settings.node.name,),
-    )
-    readers.connections = lambda: (web.connections, web.connections_refused)
-    return web
-
-
-def _display_server(settings: Settings, readers: Readers) -> DisplayServer | None:
-    if not settings.display.enabled:
-        return None
-    display = GpuDisplay(graph=lambda: graph_text(readers.view()), usage=readers.usage, version=__version__)
-    return DisplayServer(settings.display.socket, display)
 
 
 async def _report(station: Station, notifier: Notifier) -> None:

@@ -1,6 +1,5 @@
 """`gpumgr run`, as far as its command line goes. The agent itself (gpumgr.cli.running) takes half a second to import."""
 
-import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -60,9 +59,7 @@ def command(
     assignments: tuple[str, ...],
 ) -> None:
     """Run the agent until SIGTERM. Flags of gpu-manager are accepted with their meaning, or refused with a reason."""
-    # It asks for settings that are not even read yet. Until the agent listens to it, it must not end the process.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from gpumgr.cli.running import run_agent  # only here, after that
+    from gpumgr.cli.running import run_agent  # only here: `gpumgr --help` reads this module too
 
     printed = [f"log.format={output}"] if output is not None else []
     code = run_agent(

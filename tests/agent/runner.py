@@ -15,7 +15,7 @@ from typing import Any
 from gpumgr.agent.writer import Agent
 from gpumgr.allocator.ledger import Change
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.app import lifecycle, station
+from gpumgr.app import assembly, station
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
 from gpumgr.units import Kind
@@ -67,6 +67,6 @@ def _wall_clock() -> float:
 
 if __name__ == "__main__":
     # The composition root has no seam for these two, and needs none but here.
-    vars(lifecycle)["SqliteCheckpoint"] = MortalCheckpoint
+    vars(assembly)["SqliteCheckpoint"] = MortalCheckpoint
     vars(station)["Agent"] = MortalAgent
     main()

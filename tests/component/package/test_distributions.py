@@ -54,7 +54,7 @@ def test_the_wheel_is_typed_and_has_its_command(wheel: Path) -> None:
         points = configparser.ConfigParser()
         points.read_string(zipped.read(f"gpumgr-{__version__}.dist-info/entry_points.txt").decode())
     assert "gpumgr/py.typed" in names
-    assert points["console_scripts"]["gpumgr"] == "gpumgr.cli:main"
+    assert points["console_scripts"]["gpumgr"] == "gpumgr.__main__:main"
     assert {name.partition("/")[0] for name in names} == {"gpumgr", f"gpumgr-{__version__}.dist-info"}
     assert not [name for name in names if "test" in name or name.endswith(".pyc")]
 
