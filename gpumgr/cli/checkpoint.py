@@ -1,7 +1,6 @@
 """`gpumgr checkpoint`: what the agent remembers."""
 
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -13,13 +12,14 @@ from rich.table import Table
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.settings import load_settings
+from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
+from gpumgr.errors import CheckpointError
 
 #: Terminal columns from which on the reason has room.
 WIDE = 140
 _EXIT_CODES: Final = {
-    0: "done, where there is no checkpoint too",
-    1: "the checkpoint can't be read",
+    0: "done, where the folder holds no checkpoint yet too",
+    1: "the checkpoint can't be read, or its folder is not there",
     2: "wrong usage or settings",
 }
 
@@ -36,8 +36,12 @@ def command() -> None:
 
 
 @command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file that names the checkpoint's folder.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="The checkpoint's folder itself.")
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
+)
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path), help="The checkpoint's folder.  [default: checkpoint.dir of the settings]"
+)
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def show(file: Path | None, folder: Path | None, output: str) -> None:
     """Print who holds what. Works beside a running agent and without one.
@@ -47,7 +51,10 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
       gpumgr checkpoint show
       gpumgr checkpoint show --dir /var/lib/gpumgr --output json
     """
-    loaded = read_checkpoint(folder or load_settings(file, environ=os.environ, overrides={}).checkpoint.dir)
+    folder = folder or settings_in_force(file, standalone=False, assignments=()).checkpoint.dir
+    loaded = read_checkpoint(folder)
+    if loaded.lost and not folder.is_dir():  # somebody may take "nothing" for the answer, and it is that of another place
+        raise CheckpointError(f"there is no folder {folder}: name the agent's settings with --config, or the folder with --dir")
     if output == "json":
         click.echo(json.dumps({"lost": loaded.lost, **document(loaded.ledger)}))
     elif loaded.lost:

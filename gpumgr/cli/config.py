@@ -1,7 +1,6 @@
 """`gpumgr config`: is a settings file right, and which settings are in force."""
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,8 @@ import click
 import yaml
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.settings import InvalidSettingsError, check_settings, load_settings
+from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
+from gpumgr.settings import InvalidSettingsError, check_settings
 from gpumgr.settings.schema import plain
 
 _EXIT_WRONG = 2
@@ -52,7 +52,7 @@ def check(file: Path, output: Literal["text", "json"]) -> None:
 
 @command.command(cls=ExitingCommand, exit_codes={0: "done", _EXIT_WRONG: "wrong usage or settings"})
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), help="Settings file. Without one: defaults and the environment."
+    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
 )
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def show(file: Path | None, output: Literal["text", "json"]) -> None:
@@ -64,7 +64,7 @@ def show(file: Path | None, output: Literal["text", "json"]) -> None:
       GPUMGR_HTTP_PORT=9000 gpumgr config show --config gpumgr.yaml --output json
     """
     try:
-        document = plain(load_settings(file, environ=os.environ, overrides={}))
+        document = plain(settings_in_force(file, standalone=False, assignments=()))
     except InvalidSettingsError as error:
         click.echo(str(error), err=True)
         sys.exit(_EXIT_WRONG)

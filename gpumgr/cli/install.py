@@ -1,7 +1,7 @@
 """`gpumgr install systemd`: the agent as a service of this host, or of an image of one.
 
-It writes the unit, a drop-in where the settings have folders that the unit keeps read-only and, where there is none, the settings
-file; it starts nothing, but says what does. Done twice, it changes nothing.
+It writes the unit, a drop-in where the settings need what the unit does not allow (folders that it keeps read-only, kernel modules)
+and, where there is none, the settings file; it starts nothing, but says what does. Done twice, it changes nothing.
 """
 
 import os
@@ -40,6 +40,7 @@ _KEPT: Final = (
 )
 #: Links to the files of the same names in the source tree; the wheel holds their texts.
 _SHIPPED: Final = Path(__file__).with_name("shipped")
+_WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 #: How the unit names the program, up to its arguments.
 _PROGRAM_IN_UNIT: Final = "ExecStart=/opt/gpumgr/bin/gpumgr "
 _EXIT_CODES: Final = {
@@ -96,8 +97,8 @@ def install(host: Host, program: Program) -> list[str]:
     place = next((each for each in places if sandbox.hiding(each) is not None), None)
     if place is not None:
         raise GpumgrError(
-            f"the service would not see {place}: its unit hides home folders and /tmp. Install gpumgr elsewhere, for example: "
-            "python3 -m venv /opt/gpumgr && /opt/gpumgr/bin/pip install gpumgr"
+            f"the service would not see {place}: its unit hides home folders and /tmp. Install gpumgr elsewhere, by its "
+            f"wheel (in the source tree, `make wheel` builds it): python3 -m venv /opt/gpumgr && /opt/gpumgr/bin/pip install {_WHEEL}"
         )
     if host.root is not None and not host.path(Path(program.command[0])).exists():
         raise GpumgrError(
@@ -105,7 +106,7 @@ def install(host: Host, program: Program) -> list[str]:
         )
     settings = _settings(host)
     unit, before = unit_text(shipped, program.command), host.text(UNIT)
-    allowing = drop_in(sandbox.read_only(settings), sandbox.open_pods(settings))
+    allowing = drop_in(sandbox.read_only(settings), sandbox.open_pods(settings), sandbox.lacking(settings))
     if allowing and host.text(DROP_IN) is not None and not _is_ours(host, DROP_IN):
         raise GpumgrError(f"{DROP_IN} was not written by this command: give it another name, and try again")
     if before is not None and before != unit:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import aiohttp
 import click
 
+from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.in_force import DEFAULT_CONFIG
@@ -31,8 +32,8 @@ from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.objects import Object, checked, full_name, of_kind, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of
 from gpumgr.migrate.settings_file import write_settings
-from gpumgr.settings import Settings
-from gpumgr.units import RESOURCE_OF
+from gpumgr.settings import Settings, load_settings
+from gpumgr.units import KIND_OF, RESOURCE_OF
 
 _Decorated = Callable[..., Any]
 
@@ -72,7 +73,9 @@ def _options(function: _Decorated) -> _Decorated:
         click.option(
             "--to", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default=True, help="The settings file to write."
         ),
-        click.option("--node", default=default_node, help="The node's name.  [default: $NODE_NAME or this host's name]"),
+        click.option(
+            "--node", default=default_node, callback=_node_name, help="The node's name.  [default: $NODE_NAME or this host's]"
+        ),
         click.option(
             "--pods",
             "pod_files",
@@ -83,6 +86,11 @@ def _options(function: _Decorated) -> _Decorated:
     ):
         function = option(function)
     return function
+
+
+def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> str:
+    """It comes to stand in commands. Raises SettingsError for what is no node's name."""
+    return load_settings(None, environ={}, overrides={"node.name": text}).node.name
 
 
 # -- gpu-manager -------------------------------------------------------------------------------------------------------------
@@ -117,13 +125,18 @@ def migrate_gpu_manager(
       gpumgr migrate gpu-manager --manifest gpu-manager.yaml --pods pods.json
       gpumgr migrate gpu-manager --flags "--share-mode=true --query-port=5679" --apply
     """
+    if checkpoint is not None and not os.path.isfile(checkpoint):
+        raise InputError(
+            f"--checkpoint {checkpoint} is no file that we can see, and without it nobody's GPUs are taken over; gpu-manager's own is "
+            f"{Settings().checkpoint.gpu_manager_checkpoint} unless its --checkpoint-path names another folder"
+        )
     with _reading():
         found, objects = _command_of(manifest, text), _read(pod_files)
     asked = dict(found.flags)
     place = Path(asked.get("checkpoint-path") or Settings().checkpoint.gpu_manager_checkpoint.parent)
     checkpoint = (checkpoint or place / Settings().checkpoint.gpu_manager_checkpoint.name).absolute()
     folder = Path(asked.get("device-plugin-path") or Settings().kubelet.device_plugin_dir)
-    live, registered = asyncio.run(_kubelets_view(folder))
+    live, holders, registered = asyncio.run(_kubelets_view(folder))
     with _reading():
         plan = gpu_manager.plan_gpu_manager(
             found,
@@ -132,6 +145,7 @@ def migrate_gpu_manager(
                 checkpoint=checkpoint,
                 records=read_gpu_manager_checkpoint(checkpoint),
                 live=live,
+                holders=holders,
                 names=_names(objects),
                 answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
                 registered=registered,
@@ -157,14 +171,15 @@ def _command_of(manifest: Path | None, text: str | None) -> Command:
     return found
 
 
-async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Mapping[str, int]]:
-    """UIDs of the pods that have devices (None: not to be known), and the number of ids of each of our resources."""
+async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, Mapping[str, int]]:
+    """UIDs of the pods that have devices (None: not to be known), containers with gpu-manager's ids, number of ids by our resource."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
     except (KubeletError, OSError):
-        return None, {}
-    return pods_with_devices(entries), {name: counts[name] for name in RESOURCE_OF.values() if name in counts}
+        return None, {}, {}
+    holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in KIND_OF), ())
+    return pods_with_devices(entries), holders, {name: counts[name] for name in RESOURCE_OF.values() if name in counts}
 
 
 def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
@@ -198,9 +213,9 @@ def migrate_hami(
     \b
     Examples:
       gpumgr migrate hami --kubeconfig /etc/kubernetes/kubelet.conf
-      kubectl get node,pod -A -o json > all.json && gpumgr migrate hami --node gpu-7 --pods all.json
+      kubectl get pods -A --field-selector spec.nodeName=gpu-7 -o json > pods.json && kubectl get node gpu-7 -o json > node.json
       kubectl -n kube-system get cm,ds,deploy -l app.kubernetes.io/name=hami -o yaml > hami.yaml
-      gpumgr migrate hami --pods all.json --manifest hami.yaml --apply
+      gpumgr migrate hami --node gpu-7 --pods pods.json --manifest node.json --manifest hami.yaml --apply
     """
     if kubeconfig is None and not pod_files:
         raise InputError(
@@ -224,7 +239,7 @@ def migrate_hami(
 
 async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     """The node and its pods. Raises GpumgrError."""
-    server = await ApiServer.connect(kubeconfig)
+    server = await ApiServer.connect(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods")
     try:
         pods = await _get(server, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"})
         return (

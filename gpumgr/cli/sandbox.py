@@ -1,4 +1,5 @@
-"""What the unit's sandbox keeps from the agent: places that it hides, and folders of the settings that it would keep read-only."""
+"""What the unit's sandbox keeps from the agent: places that it hides, folders of the settings that it would keep read-only, and what
+only some settings ask for."""
 
 import re
 import unicodedata
@@ -23,13 +24,16 @@ _HIDING: Final[Mapping[str, tuple[str, ...]]] = {
     "PrivateTmp": ("/tmp", "/var/tmp"),
 }
 _SHOWING: Final[Mapping[str, str]] = {"ProtectHome": "read-only", "PrivateTmp": "no"}
-_VISIBLE: Final = frozenset({"no", "false", "off", "0", "n", "f", "read-only"})
+_NO: Final = frozenset({"no", "false", "off", "0", "n", "f"})
+_VISIBLE: Final = _NO | {"read-only"}
 #: Directives of folders that systemd makes and leaves writable, and where these are.
 _OWN_FOLDERS: Final[Mapping[str, str]] = {
     "StateDirectory": "/var/lib",
     "ConfigurationDirectory": "/etc",
     "RuntimeDirectory": "/run",
 }
+#: What modprobe needs beyond the unit; lists are added to the unit's own.
+_LOADING: Final = ("ProtectKernelModules=no", "CapabilityBoundingSet=CAP_SYS_MODULE", "SystemCallFilter=@module")
 #: Words that need no quotes in a unit.
 _PLAIN: Final = re.compile(r"[A-Za-z0-9/._+:@=,-]+")
 _COMMENT: Final = re.compile(r"^[ \t]*[#;].*\n?", re.MULTILINE)
@@ -67,6 +71,11 @@ class Sandbox:
         known = root == _ROOT or any(_below(each, closed) for each in (pods, self.resolve(pods)))
         return [] if known else [pods]
 
+    def lacking(self, settings: Settings) -> tuple[str, ...]:
+        """Directives that let the agent load the driver's modules, if it is to and may not."""
+        closed = dict(self._assignments()).get("ProtectKernelModules", "no").lower() not in _NO
+        return _LOADING if settings.nvml.load_kernel_modules and closed else ()
+
     def advice(self, settings: Settings, config: Path) -> list[str]:
         """A sentence for each path of the settings that the service would not see, or that no drop-in may allow."""
         told = [
@@ -99,15 +108,16 @@ class Sandbox:
                 yield name.strip(), value.strip()
 
 
-def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = ()) -> str:
-    """A drop-in that lets the agent write these folders (each with its setting), has them made before it starts, and hides others.
+def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = (), loading: Sequence[str] = ()) -> str:
+    """A drop-in that lets the agent write these folders (each with its setting), has them made before it starts, and hides others;
+    `loading` are directives for nvml.load_kernel_modules.
 
     "" if there is nothing to say. Raises InputError for a folder that no unit can name.
     """
     wanted = {folder: key for folder, key in folders.items() if folder != _ROOT}
-    if not wanted and not hidden:
+    if not (wanted or hidden or loading):
         return ""
-    lines = [f"{MARK}: folders of the settings that the unit does not know.", "# Do that again when the settings change."]
+    lines = [f"{MARK}: what the settings need and the unit does not allow.", "# Do that again when the settings change."]
     if wanted:
         lines += ["[Unit]", *(f"RequiresMountsFor={quoted(str(folder), key)}" for folder, key in wanted.items()), ""]
     lines += ["[Service]"]
@@ -119,6 +129,8 @@ def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = ()) -> str:
         lines += [f"# {key}", f"ReadWritePaths={quoted(f'-{folder}', key)}", f"ExecStartPre=-+{mkdir} {made}"]
     for folder in hidden:
         lines += ["# Pods' volumes.", f"InaccessiblePaths={quoted(f'-{folder}', _PLUGINS)}"]
+    if loading:
+        lines += ["# nvml.load_kernel_modules", *loading]
     return "\n".join([*lines, ""])
 
 

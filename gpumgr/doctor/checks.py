@@ -6,7 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor import choice, folders, gpus, host_paths, kubelet, ledger, mechanisms, neighbours, rights, runtime
+from gpumgr.doctor import (
+    choice,
+    folders,
+    gpus,
+    host_paths,
+    http,
+    kubelet,
+    ledger,
+    mechanisms,
+    neighbours,
+    rights,
+    runtime,
+    takeover,
+)
 from gpumgr.doctor.examine import LIMIT_SECONDS
 from gpumgr.doctor.finding import Check
 from gpumgr.nvml.driver import Nvml
@@ -41,6 +54,7 @@ def checks_for(settings: Settings, host: Host, *, before_start: bool = False) ->
         *_of_place(settings, host, before_start=before_start),
         *_of_runtime(settings, host, words),
         *_of_mechanisms(settings, host, words),
+        Check(name=http.NAME, look=partial(http.look_at_http, settings.http), if_hung=http.IF_HUNG),
         Check(name="rbac", look=partial(rights.look_at_rights, settings, timeout_seconds=_SECONDS), if_hung=rights.IF_HUNG),
         Check(name=choice.NAME, look=partial(choice.look_at_choice, settings, seen, in_pod=host.in_pod), if_hung=choice.IF_HUNG),
     )
@@ -73,11 +87,13 @@ def _of_place(settings: Settings, host: Host, *, before_start: bool) -> Iterator
     paths = partial(host_paths.look_at_host_paths, dict(_host_folders(settings)), host.proc_root, in_pod=host.in_pod)
     places = partial(folders.look_at_folders, dict(folders.written(settings)))
     checkpoint = partial(ledger.look_at_checkpoint, settings.checkpoint.dir)
+    theirs = partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS)
     yield Check(name="plugins", look=plugins, if_hung=neighbours.IF_HUNG)
     yield Check(name="agent", look=agent, if_hung=neighbours.IF_HUNG)
     yield Check(name=host_paths.NAME, look=paths, if_hung=host_paths.IF_HUNG)
     yield Check(name=folders.NAME, look=places, if_hung=folders.IF_HUNG)
     yield Check(name=ledger.NAME, look=checkpoint, if_hung=ledger.IF_HUNG)
+    yield Check(name=takeover.NAME, look=theirs, if_hung=takeover.IF_HUNG)
 
 
 def _host_folders(settings: Settings) -> Iterator[tuple[str, Path]]:

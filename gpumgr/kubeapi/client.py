@@ -1,7 +1,9 @@
 """The API server as a connection: credentials, requests, and sockets that notice a dead peer."""
 
 import contextlib
+import os
 import socket
+import stat
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -16,6 +18,14 @@ from gpumgr.kubeapi.library import load_library
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 #: RFC 7386, or Kubernetes' own, which knows which lists are keyed by what.
 PatchKind = Literal["merge", "strategic"]
+
+#: What to do about credentials that are missing or wrong, where the agent's settings name them.
+_SET_IT: Final = (
+    "set kubernetes.kubeconfig to a kubeconfig file that is there, or kubernetes.enabled to false (--standalone) for a node without "
+    "API server"
+)
+#: What the library says instead of a message, in words.
+_NO_WORDS: Final = (TypeError, KeyError, AttributeError, AssertionError)
 
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 
@@ -32,24 +42,25 @@ _TCP_OPTIONS: Final = (
 class ApiServer:
     """Requests to the API server. Made by `connect` inside a running loop; `close` at the end."""
 
-    def __init__(self, kubeconfig: Path | None, client: Any) -> None:
+    def __init__(self, kubeconfig: Path | None, client: Any, remedy: str) -> None:
         self._kubeconfig = kubeconfig
         self._client = client
+        self._remedy = remedy
 
     @classmethod
-    async def connect(cls, kubeconfig: Path | None) -> Self:
+    async def connect(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> Self:
         """With a kubeconfig file, or (None) the service account of the pod around us. Sends nothing yet.
 
-        Raises SettingsError if the credentials are missing or can't be read.
+        Raises SettingsError if the credentials are missing or can't be read; `remedy` is what it says to do.
         """
-        return cls(kubeconfig, await _make_client(kubeconfig))
+        return cls(kubeconfig, await _make_client(kubeconfig, remedy), remedy)
 
     async def close(self) -> None:
         await self._client.close()
 
     async def renew(self) -> None:
         """Reads the credentials again: kubeconfig files and their certificates are replaced in place. Raises SettingsError."""
-        old, self._client = self._client, await _make_client(self._kubeconfig)
+        old, self._client = self._client, await _make_client(self._kubeconfig, self._remedy)
         await old.close()
 
     @contextlib.asynccontextmanager
@@ -132,24 +143,48 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
     )
 
 
-async def _make_client(kubeconfig: Path | None) -> Any:
+async def _make_client(kubeconfig: Path | None, remedy: str) -> Any:
     library = load_library()
     configuration = library.Configuration()
     try:
         if kubeconfig is None:
             library.load_incluster_config(client_configuration=configuration)
         else:
+            _check(kubeconfig)
             await library.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration, persist_config=False)
         client = library.ApiClient(configuration)
-    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, *_NO_WORDS) as error:
         # The loader trips over malformed files with whatever comes first, and ssl over their certificates.
         place = f"kubeconfig {kubeconfig}" if kubeconfig else "pod's service account (kubernetes.kubeconfig is not set)"
-        said = " ".join(str(error).split())
-        raise SettingsError(
-            f"the {place} can't be used: {said}; set kubernetes.kubeconfig, or run without an API server (--standalone)"
-        ) from error
+        raise SettingsError(f"the {place} can't be used: {_said(error, kubeconfig)}; {remedy}") from error
     client.user_agent = "gpumgr"
     return client
+
+
+def _check(kubeconfig: Path) -> None:
+    """What the library does not say: it takes a file that is missing for an empty one, and warns of that in the log.
+
+    Raises OSError, ValueError or YAMLError.
+    """
+    if ":" in str(kubeconfig):
+        raise ValueError("the library takes a path with a colon for several paths")
+    if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
+        raise ValueError("it is no plain file")
+    with kubeconfig.open("rb") as file:  # of a text, PyYAML's errors would quote lines, and secrets with them
+        content = yaml.safe_load(file)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no kubeconfig (kind: Config, with clusters, users, contexts and current-context)")
+
+
+def _said(error: Exception, kubeconfig: Path | None) -> str:
+    """In one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename in (None, str(kubeconfig)) else f"{error.filename}: {error.strerror}"
+    if isinstance(error, yaml.YAMLError):
+        return f"it is no YAML ({' '.join(str(error).split())})"
+    if isinstance(error, _NO_WORDS):
+        return "it is not laid out as a kubeconfig"
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:

@@ -4,30 +4,42 @@ gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from gpumgr.allocator.rebuild import Holders
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
 from gpumgr.migrate.gpu_manager_command import Command, DaemonSet
-from gpumgr.migrate.plan import NODE_LABEL, Plan, differing
+from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.units import blocks_of
 
 _DOCKERSHIM: Final = "dockershim"
+#: Settings that gpu-manager's flags may come to, and that the chart takes for what is in the pod (its templates/_check.tpl).
+_IN_THE_CHART: Final = {
+    "kubernetes.kubeconfig": (
+        "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "
+        "extraVolumeMounts"
+    ),
+    "display.socket": "leave it out of the chart's values, which have /run/gpumgr/gpu-manager.sock; other folders are not mounted",
+    "http.address": "leave it out of the chart's values if it is one of loopback, or set hostNetwork, too",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What there is on the node. `live`: UIDs of the pods that the kubelet knows devices of, None if it tells of no pod (as the agent has
-    it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `names`: UID ->
-    pod. `answering`: sockets of gpu-manager's at which somebody answers. `registered`: resource -> number of ids that the kubelet has."""
+    it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers that have ids of gpu-manager's, as the kubelet
+    knows. `names`: UID -> pod. `answering`: sockets of gpu-manager's at which somebody answers. `registered`: resource -> number of ids
+    that the kubelet has."""
 
     node: str
     checkpoint: Path
     records: Sequence[GpuManagerRecord] = ()
     live: Collection[str] | None = None
+    holders: Holders = field(default_factory=dict)
     names: Mapping[str, str]
     answering: Sequence[Path] = ()
     registered: Mapping[str, int]
@@ -46,6 +58,7 @@ def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
         notes.append(f"cri.socket stays the default: {overrides.pop('cri.socket')} is gone since Kubernetes 1.24")
     overrides.setdefault("checkpoint.gpu_manager_checkpoint", found.checkpoint)
     settings = differing(overrides)
+    notes += [f"{key}: {said}" for key, said in _IN_THE_CHART.items() if key in settings]
     if "http.address" in settings:
         notes.append("http.address: from beyond this host only probes and metrics are served, unless http.token_file is set")
     notes.append(
@@ -72,12 +85,15 @@ def _pods(found: Found) -> Iterator[str]:
             continue
         gpus = ", ".join(f"/dev/nvidia{minor}" for minor in record.minors) or "no GPU"
         size = f"vcuda-core {record.cores}, vcuda-memory {blocks_of(record.memory_bytes)}"
-        name = found.names.get(record.pod_uid, f"pod uid {record.pod_uid}")
-        yield f"{name} ({record.container}): keeps {gpus} ({size}) until it ends"
+        yield f"{_name(found, record.pod_uid)} ({record.container}): keeps {gpus} ({size}) until it ends"
     if gone:
         yield f"left behind, as the kubelet has forgotten their pods: {gone} of {len(found.records)} records in {found.checkpoint}"
     if not found.records:
         yield f"{found.checkpoint} has no record: nothing is taken over"
+
+
+def _name(found: Found, uid: str) -> str:
+    return found.names.get(uid, f"pod uid {uid}")
 
 
 def _warnings(command: Command, found: Found) -> Iterator[str]:
@@ -88,6 +104,12 @@ def _warnings(command: Command, found: Found) -> Iterator[str]:
     for resource, number in sorted(found.registered.items()):
         if found.answering or command.pid is not None:
             yield f"the kubelet has {number} ids of {resource} from it"
+    told = {(record.pod_uid, record.container) for record in found.records if record.minors}
+    if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - told)]:
+        yield (
+            f"{', '.join(left)} hold GPUs from gpu-manager, as the kubelet has it, and {found.checkpoint} does not tell which: unless "
+            "they have ended, gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them"
+        )
     if found.live is None and found.records:
         yield (
             "the kubelet's checkpoint can't be read or tells of no pod, so that records of pods that are gone count as well; run this on "
@@ -114,7 +136,7 @@ def _start(node: str, to: Path) -> Iterator[str]:
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet, which must see gpu-manager's checkpoint:"
     yield (
-        "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system --set gpuManager.takeOver=true    "
+        f"{HELM_INSTALL} --set gpuManager.takeOver=true    "
         "# your values, too; kustomize: components: [config/kustomize/take-over]"
     )
     yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"

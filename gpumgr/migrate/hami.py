@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
 from gpumgr.migrate.objects import Object, containers, full_name, of_kind, pod_spec
-from gpumgr.migrate.plan import NODE_LABEL, Plan, differing
+from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
 #: The label that HAMi's DaemonSet looks for, unless its chart was told otherwise.
 _LABEL: Final = {"gpu": "on"}
@@ -66,6 +66,7 @@ def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
             f"gpumgr config check {quote(str(to))}",
             f"gpumgr doctor --before-start --config {quote(str(to))}",
             "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:",
+            f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base",
             f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite",
             *_cordons(metadata.get("annotations") or {}),
             f"kubectl uncordon {quote(found.node)}",

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import yaml
 
 from gpumgr.errors import InputError
+from gpumgr.migrate.documents import read_documents
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import NO_YAML, WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
+from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
 from gpumgr.settings import Settings
+from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
+#: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
+_MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
 #: Where HAMi puts its library and its containers' folders, unless HOOK_PATH says otherwise.
 _HOOK_PATH: Final = Path("/usr/local")
@@ -126,11 +129,11 @@ def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[Object, str]]
 def _parsed(config_map: Object, key: str, text: str, shape: type[_Shape]) -> _Shape:
     where = f"ConfigMap {full_name(config_map)}, {key},"
     try:
-        document = yaml.safe_load(text)
-    except NO_YAML as error:
-        raise InputError(f"{where} can't be read: {' '.join(str(error).split())}") from error
+        documents = read_documents(text)
+    except InputError as error:
+        raise InputError(f"{where} can't be read: {error}") from error
     try:
-        return msgspec.convert(document if document is not None else {}, type=shape)
+        return msgspec.convert(documents[0] if documents else {}, type=shape)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InputError(f"{where} is not what HAMi reads: {error}") from error
 
@@ -190,8 +193,8 @@ def _number(config: Mapping[str, Any], key: str) -> float:
 
 
 def _shown(value: object) -> str:
-    """As JSON has it, as far as that can be said: YAML knows more."""
+    """The beginning of it, as JSON has it, as far as that can be said: YAML knows more."""
     try:
-        return json.dumps(value, default=str, skipkeys=True)
+        return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
     except (ValueError, RecursionError):
         return "..."

@@ -134,11 +134,11 @@ def _asked(container: Object, names: Names) -> Wish | None:
     amount = {
         name: _quantity(wanted[name]) for name in (names.count, names.memory, names.percentage, names.cores) if name in wanted
     }
-    if not amount:
+    if not amount or amount.get(names.count) == 0:
         return None
     percent = amount.get(names.percentage) or None
     return Wish(
-        gpus=amount.get(names.count, 1) or 1,
+        gpus=amount.get(names.count, 1),
         memory_mebibytes=amount.get(names.memory) or None,
         memory_percent=min(percent, 100) if percent else None,
         cores=min(amount.get(names.cores, 0), CORES_PER_GPU),

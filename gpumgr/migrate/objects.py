@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
-import yaml
 
 from gpumgr.errors import InputError
+from gpumgr.migrate.documents import read_documents
 
 Object = Mapping[str, Any]
 
 #: Kinds whose pods are described by a template.
 WORKLOADS: Final = ("DaemonSet", "Deployment", "StatefulSet", "Pod")
-#: What YAML's loaders raise for texts that are none: a value that is not what its tag says is any of these.
-NO_YAML: Final = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MAX_BYTES: Final = 64 << 20
-_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 #: Names, and keys of labels and annotations, come to stand in commands: none may begin as an option does.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
@@ -105,10 +102,9 @@ def read_objects(path: Path) -> tuple[Object, ...]:
     if len(content) > _MAX_BYTES:
         raise InputError(f"{path} has more than {_MAX_BYTES >> 20} MiB; give what kubectl prints of one node")
     try:
-        documents = [document for document in yaml.load_all(content, Loader=_LOADER) if document is not None]
-    except NO_YAML as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"{path} is neither JSON nor YAML: {said}") from error
+        documents = read_documents(content)
+    except InputError as error:
+        raise InputError(f"{path} is neither JSON nor YAML that we read: {error}") from error
     objects = tuple(each for document in documents for each in _flat(document, path))
     if not objects:
         raise InputError(f"{path} has no Kubernetes object; give what `kubectl get ... -o json` prints")

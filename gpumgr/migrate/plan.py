@@ -50,6 +50,7 @@ class Plan:
 
 #: Whether gpumgr's DaemonSet comes to a node, whatever else the node's labels say (config/helm/gpumgr/values.yaml).
 NODE_LABEL: Final = "gpumgr.io/node"
+HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
 
 _TITLES: Final[Mapping[str, str]] = {
     "warnings": "Mind first",

@@ -6,7 +6,6 @@ or in a variable, means the default.
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,14 +18,11 @@ import yaml
 
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import Settings, allowed, build, sections
+from gpumgr.settings.together import contradictions
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: sun_path of Linux's sockaddr_un, less the closing NUL.
-_MAX_SOCKET_PATH_BYTES: Final = 107
-#: Longest name of a socket that we make in the device plugins' folder, with its slash.
-_OUR_SOCKET_BYTES: Final = 24
 #: What Kubernetes sets in every container for a Service whose name begins with "gpumgr": not meant for us.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
@@ -74,12 +70,14 @@ def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: M
     """
     problems: list[Problem] = []
     values: dict[str, Any] = {}
+    written: dict[str, _Given] = {}
     layers = (
         _from_file(path, problems) if path is not None else (),
         _from_environment(environ, problems),
         _from_overrides(overrides, problems),
     )
     for given in chain.from_iterable(layers):
+        written[given.key] = given
         converted = _convert(given, problems)
         if given.value is None or converted is None:
             values.pop(given.key, None)
@@ -87,7 +85,7 @@ def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: M
             values[given.key] = converted
     settings = build(values)
     if not problems:
-        problems += _check_socket_paths(settings, str(path or "settings"))
+        problems += [written[key].problem(message) for key, message in contradictions(settings)]
     if problems:
         raise InvalidSettingsError(problems)
     return settings
@@ -171,19 +169,6 @@ def _shown(value: object) -> str:
     except ValueError:  # of whole numbers, Python prints 4300 digits at most
         return "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
-
-
-def _check_socket_paths(settings: Settings, source: str) -> Iterator[Problem]:
-    kubelet = settings.kubelet
-    for key, path, limit in (
-        ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, _MAX_SOCKET_PATH_BYTES - _OUR_SOCKET_BYTES),
-        ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, _MAX_SOCKET_PATH_BYTES),
-        ("http.socket", settings.http.socket, _MAX_SOCKET_PATH_BYTES),
-        ("display.socket", settings.display.socket, _MAX_SOCKET_PATH_BYTES),
-    ):
-        if (length := len(os.fsencode(path))) > limit:
-            message = f"the path has {length} bytes; allowed: {limit}, since unix sockets can't have longer names"
-            yield Problem(source=source, key=key, message=message)
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------------

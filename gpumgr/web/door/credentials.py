@@ -12,6 +12,7 @@ from typing import Final
 
 import structlog
 
+from gpumgr import tls_files
 from gpumgr.errors import SettingsError
 
 _log = structlog.get_logger(__name__)
@@ -55,17 +56,10 @@ class Certificates:
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
         """None: plain HTTP. Raises SettingsError if one file is named and another that belongs to it is not."""
-        if cert_file is None and key_file is None and client_ca_file is None:
+        if (found := tls_files.misfit(cert_file, key_file, client_ca_file)) is not None:
+            raise SettingsError(" ".join(found))
+        if cert_file is None or key_file is None:
             return None
-        if cert_file is None:
-            named = "http.tls_key_file" if key_file is not None else "http.client_ca_file"
-            raise SettingsError(
-                f"{named} is set and http.tls_cert_file is not: name the certificate, too, or none of them for plain HTTP"
-            )
-        if key_file is None:
-            raise SettingsError(
-                "http.tls_cert_file is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
-            )
         return cls(cert_file, key_file, client_ca_file)
 
     def context(self) -> ssl.SSLContext:

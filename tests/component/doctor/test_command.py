@@ -33,9 +33,10 @@ def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
         "cri": {"socket": f"{folder}/cri.sock", "cgroup_root": f"{folder}/cgroup"},
         "mps": {"control_program": "no-such-program"},
         "enforcement": {"backend": "none"},
-        "checkpoint": {"dir": str(folder)},
+        "checkpoint": {"dir": str(folder), "gpu_manager_checkpoint": f"{folder}/gpu-manager.json"},
         "container": {"allocation_dir": f"{folder}/vm"},
         "process": {"lock_path": f"{folder}/agent.lock"},
+        "http": {"port": 0, "socket": f"{folder}/agent.sock"},
         **sections,
     }
     path = folder / "gpumgr.yaml"
@@ -51,7 +52,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(10), found.pop(10)  # they speak in the words of their stations
+    cri, cgroups = found.pop(11), found.pop(11)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     assert found == [
         {"check": "driver", "state": "skipped", "message": "a simulated node has none", "remedy": None},
@@ -80,10 +81,17 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
             "message": "there is no checkpoint at DIR/gpumgr.sqlite3: the agent makes one",
             "remedy": None,
         },
+        {
+            "check": "take-over",
+            "state": "ok",
+            "message": "the kubelet knows nobody who has GPUs from gpu-manager",
+            "remedy": None,
+        },
         {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},
         {"check": "mps", "state": "skipped", "message": "not used: enforcement.backend is none", "remedy": None},
         {"check": "hami-core", "state": "skipped", "message": "hami_core.library_path is not set", "remedy": None},
         {"check": "vcuda", "state": "skipped", "message": "vcuda.library_path is not set", "remedy": None},
+        {"check": "http", "state": "ok", "message": "any port of 127.0.0.1 is free for HTTP", "remedy": None},
         {"check": "rbac", "state": "skipped", "message": "standalone: no API server is asked", "remedy": None},
         {
             "check": "enforcement",
@@ -97,7 +105,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 18
+    assert len(lines) == 20
     assert lines[1] == "ok       nvml          driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")
@@ -129,7 +137,7 @@ def test_flags_go_over_the_file(folder: Path) -> None:
     *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
     assert rbac["state"] == "skipped"
     findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
-    assert {"check": "mps", "state": "error"}.items() <= findings[13].items()
+    assert {"check": "mps", "state": "error"}.items() <= findings[14].items()
 
 
 def test_wrong_settings_are_an_input_error(folder: Path) -> None:

@@ -125,7 +125,10 @@ async def test_credentials_that_are_missing(tmp_path: Path) -> None:
     found = await look_at_rights(settings(tmp_path / "none"), timeout_seconds=5)
     assert found.state == "error"
     assert found.message.startswith(f"the kubeconfig {tmp_path}/none can't be used: ")
-    assert found.remedy == "set kubernetes.kubeconfig, or run without an API server (--standalone)"
+    assert found.remedy == (
+        "set kubernetes.kubeconfig to a kubeconfig file that is there, or kubernetes.enabled to false (--standalone) for a node without "
+        "API server"
+    )
 
 
 @pytest.mark.parametrize(

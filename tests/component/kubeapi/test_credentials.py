@@ -1,6 +1,7 @@
 """Where credentials come from, and that they are read again."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -48,13 +49,56 @@ async def test_credentials_that_broke_meanwhile_are_weather(api: FakeApiServer, 
     assert api.tokens[1] == "Bearer old"
 
 
-@pytest.mark.parametrize("content", [None, "", "[", "a: [1", "clusters: 7", "{}", "current-context: here\ncontexts: []\n", "\0"])
-async def test_a_kubeconfig_that_cannot_be_used_is_a_clear_error(content: str | None, tmp_path: Path) -> None:
+WHOLE = """
+current-context: here
+contexts: [{name: here, context: {cluster: c, user: u}}]
+clusters: [{name: c, cluster: {server: "https://127.0.0.1"}}]
+users: [{name: u, user: {tokenFile: /nowhere/token}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file or directory"),
+        ("", "it holds no kubeconfig (kind: Config, "),
+        ("garbage", "it holds no kubeconfig (kind: Config, "),
+        ("- current-context", "it holds no kubeconfig (kind: Config, "),
+        ("[", "it is no YAML (while parsing a flow node "),
+        ("a: [secret", "it is no YAML (while parsing a flow sequence in "),
+        ("\0", "it is no YAML (unacceptable character "),
+        ("clusters: 7", "it is not laid out as a kubeconfig;"),
+        ("{}", "Invalid kube-config file. Expected key current-context in "),
+        ("current-context: here\ncontexts: []\n", "Invalid kube-config file. Expected object with name here in "),
+        (WHOLE, "/nowhere/token: No such file or directory;"),
+    ],
+)
+async def test_a_kubeconfig_that_cannot_be_used_is_a_clear_error(
+    content: str | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "kubeconfig"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(SettingsError, match=rf"kubeconfig {path} can't be used: .*--standalone"):
+    with pytest.raises(SettingsError) as caught:
         await ApiServer.connect(path)
+    assert str(caught.value).startswith(f"the kubeconfig {path} can't be used: {said}")
+    assert "; set kubernetes.kubeconfig to a kubeconfig file that is there, or " in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert caplog.records == []
+
+
+async def test_what_is_no_file_is_no_kubeconfig(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(SettingsError, match="it is no plain file"):
+            await ApiServer.connect(path)
+    with pytest.raises(SettingsError, match="takes a path with a colon for several paths"):
+        await ApiServer.connect(write_kubeconfig(tmp_path / "a:b", "http://127.0.0.1"))
+
+
+async def test_who_asks_may_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"No such file or directory; look elsewhere$"):
+        await ApiServer.connect(tmp_path / "none", remedy="look elsewhere")
 
 
 async def test_no_kubeconfig_outside_a_pod_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

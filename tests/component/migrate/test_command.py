@@ -122,6 +122,28 @@ def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
         migrate("gpu-manager", "--flags", f"--checkpoint-path={node}")
 
 
+def test_a_checkpoint_that_is_named_must_be_there(node: Path) -> None:
+    for wrong in (node / "nope", node):
+        with pytest.raises(InputError, match=f"--checkpoint {wrong} is no file that we can see"):
+            migrate("gpu-manager", "--flags", "--share-mode", "--checkpoint", wrong)
+
+
+def test_pods_that_no_record_tells_of_are_warned_of(node: Path) -> None:
+    """As an agent that starts then would find them."""
+    (node / "gpumanager_internal_checkpoint").unlink()
+    options = ("--flags", f"--share-mode --checkpoint-path={node} --device-plugin-path={node}", "--pods", node / "pods.json")
+    document = json.loads(migrate("gpu-manager", *options, "--output", "json").stdout)
+    (said,) = document["warnings"]
+    assert said.startswith("team/a (main) hold GPUs from gpu-manager, as the kubelet has it, and ")
+
+
+@pytest.mark.parametrize("name", ["--all", "a b", "GPU-7", "-", "x" * 254])
+@pytest.mark.parametrize("source", [("gpu-manager", "--flags", "--share-mode"), ("hami", "--pods", "all.json")])
+def test_what_is_no_nodes_name_is_refused(source: tuple[str, ...], name: str) -> None:
+    with pytest.raises(InputError, match=f"node.name: '{name[:9]}.*a node's name: lower-case letters"):
+        migrate(*source, "--node", name)
+
+
 def test_a_kubelet_that_knows_of_no_device_has_forgotten_nobody(node: Path) -> None:
     empty = {"Data": {"PodDeviceEntries": [], "RegisteredDevices": {"tencent.com/vcuda-core": ["a"]}}}
     (node / "kubelet_internal_checkpoint").write_text(json.dumps(empty))
@@ -240,6 +262,7 @@ def test_an_object_of_another_shape_is_named_with_its_key(folder: Path, kind: st
         '!!int ""',
         "!!timestamp x",
         "!%1b[2J x",
+        "&a {kind: List, items: [*a]}",
     ],
 )
 def test_files_that_no_kubectl_prints_are_refused_in_words(folder: Path, text: str) -> None:
@@ -251,10 +274,14 @@ def test_files_that_no_kubectl_prints_are_refused_in_words(folder: Path, text: s
     assert str(caught.value).isprintable()
 
 
-def test_a_list_in_itself_is_an_object_like_another(folder: Path) -> None:
-    file = folder / "all.yaml"
-    file.write_text("&a {kind: List, items: [*a]}")
-    assert migrate("hami", "--node", "gpu-7", "--pods", file).exit_code == 0
+def test_a_kubeconfig_that_is_not_there_is_said_in_words_of_this_command(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InputError) as caught:
+        migrate("hami", "--node", "gpu-7", "--kubeconfig", folder / "nope")
+    said = str(caught.value)
+    assert said.startswith(f"the kubeconfig {folder}/nope can't be used: No such file or directory; ")
+    assert "--kubeconfig" in said
+    assert "kubernetes." not in said
+    assert caplog.records == []
 
 
 async def test_hami_from_the_api_server(folder: Path) -> None:

@@ -13,6 +13,7 @@ from gpumgr.settings.schema import (
     DisplaySettings,
     EnforcementSettings,
     KubeletSettings,
+    NvmlSettings,
     ProcessSettings,
     VcudaSettings,
 )
@@ -156,3 +157,16 @@ def test_a_reset_takes_the_units_own_folders_away() -> None:
         Path("/var/lib/kubelet"): "kubelet.device_plugin_dir",
         Path("/var/run"): "display.socket",
     }
+
+
+def test_an_agent_that_loads_the_drivers_modules_is_let() -> None:
+    settings = Settings(nvml=NvmlSettings(load_kernel_modules=True))
+    assert sandbox().lacking(Settings()) == ()
+    directives = sandbox().lacking(settings)
+    text = drop_in({}, loading=directives)
+    assert text.endswith(
+        "[Service]\n# nvml.load_kernel_modules\nProtectKernelModules=no\nCapabilityBoundingSet=CAP_SYS_MODULE\nSystemCallFilter=@module\n"
+    )
+    assert sandbox(text).lacking(settings) == ()
+    comments = " ".join(line.lstrip("# ") for line in UNIT.splitlines() if line.startswith("#"))
+    assert [each for each in directives if each not in comments] == []

@@ -74,6 +74,25 @@ def test_one_that_runs_is_warned_of() -> None:
     assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
 
 
+def test_pods_of_which_no_record_tells_are_warned_of() -> None:
+    """The agent offers nothing while they run. A record without a GPU tells nothing."""
+    holders = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u3", "main"): frozenset("z")}
+    found = replace(NOTHING, records=(record("u1", 0), record("u2")), live={"u1", "u2"}, holders=holders, names={"u2": "team/b"})
+    (said,) = plan(found=found).warnings
+    assert said.startswith(
+        f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, as the kubelet has it, and {CHECKPOINT} "
+    )
+    assert "gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them" in said
+    assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()
+
+
+def test_what_the_chart_refuses_is_noted() -> None:
+    notes = plan("--share-mode --kubeconfig=/root/.kube/config --addr=/var/run/other.sock --query-addr=127.0.0.2").notes
+    for key in ("kubernetes.kubeconfig", "display.socket", "http.address"):
+        assert any(note.startswith(f"{key}: leave it out of the chart's values") for note in notes)
+    assert not any("the chart's values" in note for note in plan().notes)
+
+
 def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
     made = plan(daemon_set=DaemonSet())
     assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]

@@ -137,6 +137,20 @@ def test_what_has_no_counterpart_is_named() -> None:
     assert "operatingmode" not in text
 
 
+def test_of_a_long_value_the_beginning_is_shown() -> None:
+    text = json.dumps({"nvidia": {"filterdevices": {"uuid": list(UUIDS) * 50}}})
+    (note,) = (note for note in plan(NODE, config_map("device-config.yaml", text)).notes if note.startswith("filterdevices"))
+    assert len(note) < 600
+    assert f'"{UUIDS[1]}"' in note
+
+
+def test_aliases_in_a_config_map_are_refused() -> None:
+    lists = "\n".join(f"  a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(9))
+    text = f"nvidia:\n  a0: &a0 [x]\n{lists}\n  filterdevices: *a9\n"
+    with pytest.raises(InputError, match=r"ConfigMap kube-system/c, device-config\.yaml, can't be read: it has the alias \*a0"):
+        plan(NODE, config_map("device-config.yaml", text))
+
+
 def test_scaled_memory_is_no_real_memory() -> None:
     made = plan(
         NODE,
@@ -218,5 +232,7 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
 
 def test_gpumgrs_daemon_set_comes_and_goes_by_its_own_label() -> None:
     made = plan(NODE)
-    assert "kubectl label node gpu-7 gpumgr.io/node=enable --overwrite" in made.start
+    start = commands(made.start)
+    helm = start.index("helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system")
+    assert helm < start.index("kubectl label node gpu-7 gpumgr.io/node=enable --overwrite")
     assert "kubectl label node gpu-7 gpumgr.io/node=disable --overwrite" in made.rollback

@@ -76,6 +76,8 @@ def container(**limits: Any) -> dict[str, Any]:
         ({"gpumem_percentage": "150"}, Wish(gpus=1, memory_percent=100)),
         ({"gpu": "1", "gpumem": "0", "gpucores": "200"}, Wish(gpus=1, cores=100)),
         ({"gpu": "1", "gpumem": "a lot"}, Wish(gpus=1)),
+        ({"gpu": "0"}, None),
+        ({"gpu": 0, "gpumem": "3000"}, None),
         ({"rdma": "1"}, None),
     ],
 )

@@ -70,9 +70,12 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     assert settings.nvml.ignored_xids == ()
 
 
-def test_our_own_variable_beats_node_name() -> None:
+def test_node_name_goes_over_the_file_and_our_own_variable_over_that_as_the_file_says(tmp_path: Path) -> None:
+    path = write(tmp_path, "node: {name: file}\n")
     environ = {"GPUMGR_NODE_NAME": "ours", "NODE_NAME": "daemonset"}
-    assert load_settings(None, environ=environ, overrides={}).node.name == "ours"
+    assert load_settings(path, environ=environ, overrides={}).node.name == "ours"
+    assert load_settings(path, environ={"NODE_NAME": "daemonset"}, overrides={}).node.name == "daemonset"
+    assert "NODE_NAME goes over it, as GPUMGR_NODE_NAME over both" in SHIPPED.read_text()
 
 
 def test_null_means_the_default_and_undoes_the_layer_below(tmp_path: Path) -> None:
@@ -152,10 +155,27 @@ MISTAKES = {
     "http: {}\n---\nlog: {}": ["FILE:2: no valid YAML: expected a single document in the stream, but found another document"],
     "http: *port": ["FILE:1: no valid YAML: found undefined alias 'port'"],
     "kubelet: {pod_resources_socket: /" + "x" * 107 + "}": [
-        "FILE: kubelet.pod_resources_socket: the path has 108 bytes; allowed: 107, since unix sockets can't have longer names"
+        "FILE:1: kubelet.pod_resources_socket: the path has 108 bytes; allowed: 107, since unix sockets can't have longer names"
     ],
     "kubelet: {device_plugin_dir: /" + "x" * 83 + "}": [
-        "FILE: kubelet.device_plugin_dir: the path has 84 bytes; allowed: 83, since unix sockets can't have longer names"
+        "FILE:1: kubelet.device_plugin_dir: the path has 84 bytes; allowed: 83, since unix sockets can't have longer names"
+    ],
+    "http:\n  tls_cert_file: /c": [
+        "FILE:2: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
+    ],
+    "http:\n  tls_key_file: /k": [
+        "FILE:2: http.tls_key_file: is set and http.tls_cert_file is not: name the certificate, too, or none of them for plain HTTP"
+    ],
+    "http:\n  client_ca_file: /a": [
+        "FILE:2: http.client_ca_file: is set and http.tls_cert_file is not: name the certificate, too, or none of them for plain HTTP"
+    ],
+    "http: {client_ca_file: /a, tls_cert_file: /c}": [
+        "FILE:1: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
+    ],
+    "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' stands there 2 times; allowed: once"],
+    "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}": [
+        "FILE:1: enforcement.overrides: 'x' stands there 3 times; allowed: once",
+        "FILE:1: enforcement.overrides: 'x/y' stands there 2 times; allowed: once",
     ],
 }
 
@@ -191,6 +211,19 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_not_ours() -> None:
         "GPUMGR_E2E_LOGS": "/tmp/logs",
     }
     assert load_settings(None, environ=environ, overrides={}) == Settings()
+
+
+def test_of_a_contradiction_the_layer_is_named_that_has_the_value_in_force(tmp_path: Path) -> None:
+    path = write(tmp_path, "http: {tls_cert_file: /c}\nkubernetes: {node_labels: [a=b]}\n")
+    environ = {"GPUMGR_KUBERNETES_NODE_LABELS": "a=b,a=c"}
+    with pytest.raises(InvalidSettingsError) as caught:
+        load_settings(path, environ=environ, overrides={})
+    assert [(problem.source, problem.line, problem.key) for problem in caught.value.problems] == [
+        (str(path), 1, "http.tls_cert_file"),
+        ("environment variable GPUMGR_KUBERNETES_NODE_LABELS", None, "kubernetes.node_labels"),
+    ]
+    settings = load_settings(path, environ={"GPUMGR_HTTP_TLS_KEY_FILE": "/k"}, overrides={})
+    assert settings.http.tls_key_file == Path("/k")
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe\xff", b"http: \x00", b"[" * 50_000, b"a: " * 3, b"x" * (1 << 21)])

@@ -1,0 +1,73 @@
+"""Commands that go by the settings in force find the file that the agent has unless told otherwise."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from gpumgr.cli import group
+
+from .conftest import Gpumgr
+from .remembered import remember
+
+
+@pytest.fixture
+def state(folder: Path, monkeypatch: pytest.MonkeyPatch, _no_settings_of_this_host: None) -> Path:
+    """The folder that the file in the default's place names for the checkpoint."""
+    monkeypatch.delenv("GPUMGR_CHECKPOINT_DIR")
+    (folder / "gpumgr.yaml").write_text(f"checkpoint: {{dir: {folder}/state}}\nhttp: {{port: 9000}}\n")
+    return folder / "state"
+
+
+def make(folder: Path) -> None:
+    folder.mkdir()
+
+
+async def test_the_checkpoint_is_the_one_that_the_default_file_names(state: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(state)
+    shown = await gpumgr_command("checkpoint", "show", "--output", "json")
+    assert shown.code == 0
+    assert [each["pod"] for each in json.loads(shown.out)["allocations"]] == ["resnet-0"]
+
+
+async def test_settings_in_force_are_those_of_the_default_file(state: Path, gpumgr_command: Gpumgr) -> None:
+    document = json.loads((await gpumgr_command("config", "show", "--output", "json")).out)
+    assert (document["checkpoint"]["dir"], document["http"]["port"]) == (str(state), 9000)
+
+
+async def test_a_place_without_checkpoint_is_not_taken_for_one_without_allocations(state: Path, gpumgr_command: Gpumgr) -> None:
+    for output in ("text", "json"):
+        shown = await gpumgr_command("checkpoint", "show", "--output", output)
+        assert (shown.code, shown.out) == (1, "")
+        assert shown.err == (
+            f"gpumgr: there is no folder {state}: name the agent's settings with --config, or the folder with --dir\n"
+        )
+    make(state)
+    shown = await gpumgr_command("checkpoint", "show")
+    assert (shown.code, shown.out.replace("\n", "")) == (0, f"there is no checkpoint at {state}/gpumgr.sqlite3")
+    assert json.loads((await gpumgr_command("checkpoint", "show", "--output", "json")).out)["lost"]
+
+
+def commands(command: click.Command, name: str = "gpumgr") -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for each in command.list_commands(context):
+            found = command.get_command(context, each)
+            assert found is not None
+            yield from commands(found, f"{name} {each}")
+
+
+def test_whatever_takes_a_settings_file_says_where_it_looks_without() -> None:
+    told = {
+        name: option.help or ""
+        for name, command in commands(group)
+        for option in command.params
+        if isinstance(option, click.Option) and "--config" in option.opts
+    }
+    assert {"gpumgr run", "gpumgr checkpoint show", "gpumgr config show", "gpumgr doctor", "gpumgr healthy"} <= set(told)
+    # Not the default's own name: a command that was first asked in a test may have that test's.
+    assert {name for name, text in told.items() if not re.search(r"\[default: /\S+/gpumgr\.yaml, if it exists\]$", text)} == set()
