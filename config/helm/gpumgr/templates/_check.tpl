@@ -1,17 +1,20 @@
 {{/* What can't work, or not together, each with a sentence. */}}
 {{- define "gpumgr.check" -}}
 {{- include "gpumgr.checkRights" . -}}
+{{- include "gpumgr.checkLibraries" . -}}
 {{- include "gpumgr.checkWeb" . -}}
+{{- include "gpumgr.checkFiles" . -}}
 {{- include "gpumgr.checkMetrics" . -}}
 {{- include "gpumgr.checkSockets" . -}}
 {{- include "gpumgr.checkFolders" . -}}
 {{- include "gpumgr.checkVariables" . -}}
+{{- include "gpumgr.checkArguments" . -}}
 {{- include "gpumgr.checkExtras" . -}}
 {{- end -}}
 
 {{- define "gpumgr.checkRights" -}}
 {{- $values := .Values -}}
-{{- if and (include "gpumgr.namesMps" .) (not $values.mps.enabled) -}}
+{{- if and (include "gpumgr.names" (list . "mps")) (not $values.mps.enabled) -}}
 {{- fail "settings.enforcement names mps: set mps.enabled too, which lets its daemons outlive the agent's pod" -}}
 {{- end -}}
 {{- if and $values.mps.enabled (not $values.privileged) -}}
@@ -44,15 +47,42 @@
 {{- if $there -}}yes{{- end -}}
 {{- end -}}
 
+{{/* Who is to be limited by a library that is not named runs nowhere: the agent takes none without its SHA-256. */}}
+{{- define "gpumgr.checkLibraries" -}}
+{{- range $mechanism, $section := dict "hami-core" "hami_core" "vcuda" "vcuda" -}}
+{{- if include "gpumgr.names" (list $ $mechanism) -}}
+{{- range $key := list "library_path" "library_sha256" -}}
+{{- if not (include "gpumgr.setting" (list $ $section $key)) -}}
+{{- fail (printf "settings.enforcement names %s, which refuses every share without its library: set settings.%s.%s too" $mechanism $section $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "gpumgr.checkWeb" -}}
 {{- if and (include "gpumgr.loopback" .) (not .Values.hostNetwork) -}}
 {{- fail (printf "settings.http.address: the kubelet's probes don't reach %s in the pod; leave the key out for the pod's address, or set hostNetwork" (include "gpumgr.setting" (list . "http" "address"))) -}}
 {{- end -}}
-{{- $kubeconfig := include "gpumgr.setting" (list . "kubernetes" "kubeconfig") -}}
-{{- if and $kubeconfig (dig "kubernetes" "enabled" true .Values.settings) -}}
+{{- end -}}
+
+{{/* Files that the agent reads in its pod: something must bring them there. Of these the image has the client of vcuda alone. */}}
+{{- define "gpumgr.checkFiles" -}}
 {{- $mounts := concat (include "gpumgr.hostMounts" . | fromYamlArray) (default list .Values.extraVolumeMounts) -}}
-{{- if not (include "gpumgr.broughtBy" (list $mounts $kubeconfig)) -}}
-{{- fail (printf "settings.kubernetes.kubeconfig: nothing is mounted where %s is; bring the file by extraVolumes and extraVolumeMounts" $kubeconfig) -}}
+{{- $mounts = append $mounts (dict "mountPath" "/opt/gpumgr/lib/python3.11/site-packages/gpumgr/enforcement/vcuda/gpu-client") -}}
+{{- $files := list (list . "http" "token_file") (list . "http" "tls_cert_file") (list . "http" "tls_key_file") -}}
+{{- $files = concat $files (list (list . "http" "client_ca_file") (list . "vcuda" "client_path") (list . "vcuda" "volume_conf")) -}}
+{{- if dig "kubernetes" "enabled" true .Values.settings -}}
+{{- $files = append $files (list . "kubernetes" "kubeconfig") -}}
+{{- end -}}
+{{- $secrets := dict "token_file" "http.tokenSecret" "tls_cert_file" "http.tlsSecret" "tls_key_file" "http.tlsSecret" -}}
+{{- range $file := $files -}}
+{{- $path := include "gpumgr.setting" $file -}}
+{{- if and $path (not (include "gpumgr.broughtBy" (list $mounts $path))) -}}
+{{- $name := printf "%s.%s" (index $file 1) (index $file 2) -}}
+{{- $remedy := "bring the file by extraVolumes and extraVolumeMounts" -}}
+{{- with get $secrets (index $file 2) -}}{{- $remedy = printf "%s, or leave the key out and name a Secret by %s" $remedy . -}}{{- end -}}
+{{- fail (printf "settings.%s: nothing is mounted where %s is; %s" $name $path $remedy) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -73,7 +103,9 @@
 {{/* What others on the host open, or what must be there after the pod, lies where the host has it. */}}
 {{- define "gpumgr.checkSockets" -}}
 {{- $folders := list (include "gpumgr.path" (list . "enforcement" "run_dir")) (include "gpumgr.path" (list . "checkpoint" "dir")) -}}
-{{- range $key := list (list "http" "socket") (list "display" "socket") (list "process" "lock_path") -}}
+{{- $keys := list (list "http" "socket") (list "process" "lock_path") -}}
+{{- if dig "display" "enabled" true .Values.settings -}}{{- $keys = append $keys (list "display" "socket") -}}{{- end -}}
+{{- range $key := $keys -}}
 {{- $path := include "gpumgr.path" (list $ (index $key 0) (index $key 1)) -}}
 {{- $kept := dict -}}
 {{- range $folders -}}{{- if hasPrefix (printf "%s/" .) $path -}}{{- $_ := set $kept "yes" true -}}{{- end -}}{{- end -}}
@@ -99,44 +131,6 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-
-{{/* The settings that the chart looks at. Given otherwise, they would go over the ConfigMap, and mounts, rights and probes not with them. */}}
-{{- define "gpumgr.lookedAt" -}}
-checkpoint: [dir, gpu_manager_checkpoint]
-container: [allocation_dir, device_root, driver_share_dir, driver_whole_dir]
-cri: [cgroup_root, socket]
-display: [socket]
-enforcement: [backend, cdi_dir, evict, injection, overrides, run_dir]
-hami_core: [library_path]
-http: [address, client_ca_file, port, socket, tls_cert_file, tls_key_file, token_file]
-kubelet: [device_plugin_dir, pod_resources_socket]
-kubernetes: [annotate_pods, delete_failed_pods, describe_node, enabled, kubeconfig, node_labels, write_events]
-nvml: [library_path, load_kernel_modules]
-process: [lock_path, stop_grace_seconds]
-vcuda: [driver_roots, library_path]
-{{- end -}}
-
-{{- define "gpumgr.checkVariables" -}}
-{{- $given := list -}}
-{{- range .Values.extraEnv -}}{{- $given = append $given .name -}}{{- end -}}
-{{- $arguments := concat (default list .Values.extraArgs) (default list .Values.preflight.extraArgs) -}}
-{{- range $section, $keys := include "gpumgr.lookedAt" . | fromYaml -}}
-{{- range $key := $keys -}}
-{{- $variable := printf "GPUMGR_%s_%s" $section $key | upper -}}
-{{- if has $variable $given -}}
-{{- fail (printf "extraEnv: %s goes over a setting that the chart looks at; give settings.%s.%s" $variable $section $key) -}}
-{{- end -}}
-{{- range $arguments -}}
-{{- if hasPrefix (printf "%s.%s=" $section $key) (trimPrefix "--set=" .) -}}
-{{- fail (printf "extraArgs: %s goes over a setting that the chart looks at; give settings.%s.%s" . $section $key) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- range include "gpumgr.env" . | fromYamlArray -}}
-{{- if has .name $given -}}{{- fail (printf "extraEnv: %s is given by the chart; leave it out" .name) -}}{{- end -}}
 {{- end -}}
 {{- end -}}
 

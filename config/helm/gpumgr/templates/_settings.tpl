@@ -6,7 +6,8 @@
 {{/* The same for a path that must be known here, because the host's folder is mounted. */}}
 {{- define "gpumgr.path" -}}
 {{- $name := printf "settings.%s.%s" (index . 1) (index . 2) -}}
-{{- include "gpumgr.setting" . | required (printf "%s: a path is needed, for the host's folder is mounted; leave the key out for the default" $name) | clean -}}
+{{- $remedy := printf "a null for it or for settings.%s takes its default away: remove the null, or give a path" (index . 1) -}}
+{{- include "gpumgr.setting" . | required (printf "%s: a path is needed, for the host's folder is mounted; %s" $name $remedy) | clean -}}
 {{- end -}}
 
 {{- define "gpumgr.port" -}}
@@ -24,11 +25,12 @@
 {{- if and (dig "kubernetes" "enabled" true .Values.settings) (not (include "gpumgr.setting" (list . "kubernetes" "kubeconfig"))) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* "yes" where some container may get its limits from MPS by name. */}}
-{{- define "gpumgr.namesMps" -}}
-{{- $enforcement := default dict .Values.settings.enforcement -}}
-{{- if eq (default "auto" $enforcement.backend) "mps" -}}yes{{- end -}}
-{{- range $enforcement.overrides -}}{{- if hasSuffix "=mps" . -}}yes{{- end -}}{{- end -}}
+{{/* "yes" where some container may get its limits from this mechanism by name: (list . "mps"). */}}
+{{- define "gpumgr.names" -}}
+{{- $enforcement := default dict (index . 0).Values.settings.enforcement -}}
+{{- $words := list (default "auto" $enforcement.backend) -}}
+{{- range $enforcement.overrides -}}{{- $words = append $words (splitList "=" . | last) -}}{{- end -}}
+{{- if has (index . 1) $words -}}yes{{- end -}}
 {{- end -}}
 
 {{/* "yes" where the agent listens on an address that only its own host reaches. */}}
@@ -61,4 +63,16 @@
 {{- $settings = mergeOverwrite $settings (dict "vcuda" (dict "driver_roots" (list "/driver-root"))) -}}
 {{- end -}}
 {{- toYaml $settings -}}
+{{- end -}}
+
+{{/* The same without what a running agent takes from the changed file by itself. */}}
+{{- define "gpumgr.fileWithoutLive" -}}
+{{- $live := .Files.Get "files/live.yaml" | fromYaml -}}
+{{- $fixed := dict -}}
+{{- range $section, $keys := include "gpumgr.file" . | fromYaml -}}
+{{- range $key, $value := $keys -}}
+{{- if not (has $key (dig $section list $live)) -}}{{- $_ := set $fixed (printf "%s.%s" $section $key) $value -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $fixed -}}
 {{- end -}}
