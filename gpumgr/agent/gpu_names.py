@@ -1,35 +1,69 @@
-"""What people call a GPU."""
+"""What people call a GPU: the one grammar that the agent and the commands share."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.allocator.ids import Card, Cards
 from gpumgr.errors import InputError
-from gpumgr.topology.devices import Gpu
+from gpumgr.topology.devices import GpuFailure
+from gpumgr.units import GpuName
 
 _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
+#: So many digits of a UUID are no slip of the hand any more; the names in device ids have eight.
+MIN_DIGITS: Final = 4
 
 
-def find_card(text: str, cards: Cards, shown: Sequence[Gpu]) -> Card:
-    """The card that is called so: by its name in device ids, its index ("3", "GPU3"), or its UUID or the beginning of it ("GPU-0fe1").
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownGpu:
+    """`name` is that in device ids, `index` NVML's (None: not told). `uuid` None: no more of it is known than the name has."""
 
-    `shown` are the GPUs that the driver shows now; others have no index. Raises InputError that lists the node's GPUs.
+    name: GpuName
+    uuid: str | None = None
+    index: int | None = None
+
+
+def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]) -> GpuName:
+    """The GPU that is called so: by its index ("3", "GPU3"), its name in device ids, or its UUID or the beginning of it ("GPU-0fe1",
+    "0fe1"), of MIN_DIGITS digits or more. A number is an index always, unless it is some GPU's whole name.
+
+    `unreadable`: index -> why, of GPUs that the driver lists and can't describe. Raises InputError that lists the known GPUs.
     """
-    wanted = text.strip().lower()
-    if wanted in cards.by_name:
-        return cards.by_name[wanted]
-    if index := _INDEX.fullmatch(wanted):
-        found = [card for gpu in shown if str(gpu.index) == index[1] and (card := cards.by_uuid.get(gpu.uuid))]
+    word = text.strip().lower()
+    if any(word == gpu.name for gpu in known):
+        return word
+    if index := _INDEX.fullmatch(word):
+        found = [gpu for gpu in known if str(gpu.index) == index[1]]
+        broken = {str(number): why for number, why in unreadable.items()}
+        if not found and index[1] in broken:
+            raise InputError(
+                f"GPU{index[1]} of this node is not readable: {broken[index[1]]}; one that was known before still goes by its UUID, "
+                f"there are: {_listed(known)}"
+            )
     else:
-        found = [card for card in cards.cards if wanted.startswith("gpu-") and card.uuid.lower().startswith(wanted)]
+        digits = _digits(word)
+        found = [gpu for gpu in known if digits and _digits(gpu.uuid or gpu.name).startswith(digits)]
+        if found and len(digits) < MIN_DIGITS:
+            raise InputError(
+                f"{text!r} is too short for a GPU's UUID: give {MIN_DIGITS} digits of it or more; there are: {_listed(known)}"
+            )
     if len(found) == 1:
-        return found[0]
+        return found[0].name
     what = "several GPUs of this node are called" if found else "no GPU of this node is called"
-    raise InputError(f"{what} {text!r}; there are: {_listed(cards, shown)}")
+    raise InputError(f"{what} {text!r}; there are: {_listed(known)}")
 
 
-def _listed(cards: Cards, shown: Sequence[Gpu]) -> str:
-    indices = {gpu.uuid: gpu.index for gpu in shown}
-    names = [(f"GPU{indices[card.uuid]} = " if card.uuid in indices else "") + card.uuid for card in cards.cards]
+def find_card(text: str, cards: Cards, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]) -> Card:
+    """The card that is called so. `indices` are NVML's, `failures` what the driver lists and can't describe. Raises as `find_gpu`."""
+    known = [KnownGpu(name=card.name, uuid=card.uuid, index=indices.get(card.name)) for card in cards.cards]
+    return cards.by_name[find_gpu(text, known, {failure.index: failure.reason for failure in failures})]
+
+
+def _digits(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-")
+
+
+def _listed(known: Sequence[KnownGpu]) -> str:
+    names = [(f"GPU{gpu.index} = " if gpu.index is not None else "") + (gpu.uuid or gpu.name) for gpu in known]
     return ", ".join(names) or "none"

@@ -1,6 +1,6 @@
 """What the node has and what of it works: the driver's latest snapshot, every GPU's fitness, and the quarantine."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.answer import GrantedGpu
@@ -10,7 +10,7 @@ from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.offer import Offer, offer
 from gpumgr.allocator.quarantine import Process, Quarantine
 from gpumgr.evaluators.select import Policy
-from gpumgr.topology.devices import Gpu, NodeSample, NodeSnapshot, Topology
+from gpumgr.topology.devices import Gpu, GpuFailure, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import GpuName
 
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
@@ -38,6 +38,16 @@ class Inventory:
         """Name -> GPU, of those that the driver shows now."""
         return {cards.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in cards.by_uuid}
 
+    def indices(self, cards: Cards) -> Mapping[GpuName, int]:
+        """Name -> NVML's index, as nvidia-smi counts; also of one that can't be described and that was known by its UUID before."""
+        failed = [(failure.uuid, failure.index) for failure in self.snapshot.failures if failure.uuid is not None]
+        shown = [(gpu.uuid, gpu.index) for gpu in self.snapshot.gpus]
+        return {cards.by_uuid[uuid].name: index for uuid, index in (*failed, *shown) if uuid in cards.by_uuid}
+
+    def unnamed(self, cards: Cards) -> Sequence[GpuFailure]:
+        """What the driver lists and can't describe and that is none of the cards, as far as anybody knows."""
+        return [failure for failure in self.snapshot.failures if failure.uuid not in cards.by_uuid]
+
     def granted(self, cards: Cards) -> Mapping[GpuName, GrantedGpu]:
         """What containers are told of each card; one that the driver does not show now has no device node to name."""
         shown = self.gpus(cards)
@@ -61,6 +71,7 @@ class Inventory:
         return NodeView(
             topology=self.snapshot.topology,
             rows=rows,
+            indices=self.indices(cards),
             unfit={**self.closures(cards), **self.failures(cards)},
             visible_blocks=visible_blocks,
             policy=policy,

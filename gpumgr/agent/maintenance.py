@@ -36,7 +36,7 @@ NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`gpu` is what people call a GPU: its index ("3", "GPU3"), the beginning of its UUID, or its name in device ids. `evict`: a drain
+    """`gpu` is what people call a GPU: gpumgr.agent.gpu_names has the grammar. `evict`: a drain
     evicts the pods that block it. `reason` is the operator's, for everybody to read."""
 
     action: Action
@@ -124,7 +124,8 @@ class Maintenance:
         if len(order.reason) > REASON_CHARACTERS:
             raise InputError(f"the reason has {len(order.reason)} characters; {REASON_CHARACTERS} at most")
         async with self._turn:
-            card = find_card(order.gpu, self._books.ledger.cards, self._books.inventory.snapshot.gpus)
+            books = self._books
+            card = find_card(order.gpu, books.ledger.cards, books.node().indices, books.inventory.snapshot.failures)
             match order.action:
                 case "cordon" | "drain":
                     done = await self._close(card, order)
@@ -189,14 +190,13 @@ class Maintenance:
 
         It is not while nobody looked: after a restart, who sits there without an allocation is not known for a moment.
         """
-        indices = {gpu.uuid: gpu.index for gpu in self._books.inventory.snapshot.gpus}
         cordon = self._cordons.get(card.uuid)
         containers = [container_row(card, holder, self._pods) for holder in self._books.ledger.on(card.name)]
         use = self._use()
         strangers = stranger_rows(card, use)
         return {
             "at": self._books.history.now(),
-            "gpu": {"uuid": card.uuid, "name": card.name, "index": indices.get(card.uuid)},
+            "gpu": {"uuid": card.uuid, "name": card.name, "index": self._books.node().indices.get(card.name)},
             "cordon": asdict(cordon) if cordon else None,
             "empty": use is not None and not containers and not strangers,
             "containers": containers,

@@ -12,7 +12,7 @@ def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(
             gpu=card.name,
-            index=node.rows.get(card.name),
+            index=node.indices.get(card.name),
             cores_free=CORES_PER_GPU - cores.get(card.name, 0).bit_count(),
             memory_blocks_free=0 if card.name in whole else card.memory_blocks - blocks.get(card.name, 0).bit_count(),
             note=node.unfit.get(card.name),

@@ -130,6 +130,7 @@ def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     names = {row: gpu for gpu, row in node.rows.items()}
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
     result = []
     for row in sorted(names):
         gpu = names[row]
@@ -138,7 +139,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
             GpuCapacity(
                 index=row,
                 cores_free=core_mask.bit_count(),
-                memory_blocks_free=room.free["memory"].get(gpu, 0).bit_count(),
+                memory_blocks_free=0 if gpu in taken_whole else room.free["memory"].get(gpu, 0).bit_count(),
                 entirely_free=gpu not in room.blocked and core_mask == ALL_CORES,
                 healthy=gpu not in node.unfit and gpu in ledger.cards.by_name,
                 label=node.label(gpu),

@@ -20,7 +20,7 @@ Call = Literal["prefer", "allocate", "pre_start"]
 class Candidate:
     """A GPU as a decision found it: what nobody held there. `note` says why it took nothing new (None = it could be chosen).
 
-    `index` is NVML's, None for a GPU that the driver did not show.
+    `index` is NVML's, None if the driver did not tell it.
     """
 
     gpu: GpuName

@@ -33,7 +33,8 @@ class ContainerSpec:
 class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
-    `created_at` is in unix seconds; `phase` and `reason` are the API's words. `controlled`: some controller would replace the pod.
+    `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's words (a kubelet that refuses a pod says there why).
+    `controlled`: some controller would replace the pod.
     `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID by which the
     kubelet and the runtime know a static pod, whose `uid` is its mirror's. `submitter` (SUBMITTER in the environment of the first
     app container) and `cluster` (the annotation `clusterName`) are what tenants wrote for gpu-manager's /usage; nothing depends on
@@ -45,6 +46,7 @@ class PodView:
     uid: str
     phase: str = "Pending"
     reason: str | None = None
+    message: str | None = None
     controlled: bool = False
     created_at: float = 0.0
     containers: tuple[ContainerSpec, ...] = ()

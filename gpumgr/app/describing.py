@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from gpumgr.agent.picture import Picture
-from gpumgr.kubeapi.writer.condition import NO_CONDITION, Condition, condition_of
+from gpumgr.kubeapi.writer.condition import CORDONED, NO_CONDITION, Condition, condition_of
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.topology.labels import gpu_labels
 
@@ -81,7 +81,9 @@ class Describing:
             return None
         self._was_ready = True
         number = len(picture.view.ledger.cards.cards)
-        return condition_of([*_troubles(picture, tell_not_ready=lasts)], well=f"{number} GPUs, none in trouble")
+        return condition_of(
+            [*_troubles(picture, tell_not_ready=lasts)], well=f"{number} GPU{'' if number == 1 else 's'}, none in trouble"
+        )
 
 
 def _troubles(picture: Picture, *, tell_not_ready: bool) -> Iterator[tuple[str, str]]:
@@ -95,11 +97,12 @@ def _troubles(picture: Picture, *, tell_not_ready: bool) -> Iterator[tuple[str, 
     for card in view.ledger.cards.cards:
         label, cordon = view.node.label(card.name), picture.cordons.get(card.uuid)
         if cordon is not None:
-            cordoned.append(("GpuCordoned", f"{label} is cordoned" + (f": {cordon.reason}" if cordon.reason else "")))
+            cordoned.append((CORDONED, f"{label} is cordoned" + (f": {cordon.reason}" if cordon.reason else "")))
         word = words.get(card.name, "quarantine")
         failed = card.name in failures and word != "nvml_down"
         if failed or (cordon is None and word not in _NO_TROUBLE):
             yield "GpuUnhealthy", f"{label}: {view.node.unfit[card.name]}"
+    yield from (("GpuUnhealthy", failure.sentence) for failure in view.inventory.unnamed(view.ledger.cards))
     yield from cordoned
     if tell_not_ready:
         yield from (("NotRegistered", sentence) for sentence in picture.not_ready)

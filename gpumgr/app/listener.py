@@ -48,6 +48,8 @@ class News:
         self._nodeless: Mapping[str, str] = {}
         #: Code of what the history was told last of each GPU that is not well; None: it has not been asked for what was before us.
         self._told: dict[str, str] | None = None
+        #: Indices of those that it was told of and that have no name; None: this life has not looked yet.
+        self._nameless: frozenset[int] | None = None
         self.down_because: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -56,6 +58,7 @@ class News:
         await self._books.set_snapshot(snapshot)
         self._look_at_nodes()
         await self._tell()
+        self._tell_nameless()
         self._on_sample(NodeSample())
         self.known.set()
 
@@ -69,7 +72,7 @@ class News:
         if self._nodeless != before:
             await self._tell()
         pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
-        started = await asyncio.to_thread(self._processes.start_times, pids)
+        started = await asyncio.to_thread(self._processes.start_times, pids) if pids else {}
         await self._books.set_sample(sample, started)
         self._on_sample(sample)
         await self._on_processes(sample, started)
@@ -114,6 +117,15 @@ class News:
                 del self._told[uuid]
             else:
                 self._told[uuid] = code
+
+    def _tell_nameless(self) -> None:
+        """Which GPUs can't be described and were none that we know, once each: after a restart not again."""
+        history = self._books.history
+        tell = history.add_news if self._nameless is None else history.add
+        nameless = {failure.index: failure for failure in self._books.inventory.unnamed(self._books.ledger.cards)}
+        for index in sorted(nameless.keys() - (self._nameless or ())):
+            tell(Entry(at=history.now(), what="gpu", code="not_readable", why=nameless[index].sentence))
+        self._nameless = frozenset(nameless)
 
     def _look_at_nodes(self) -> None:
         """A GPU without its device node can't be given to a container, whatever NVML says of it."""

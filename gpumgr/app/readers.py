@@ -16,12 +16,13 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import Latest
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.pods import PodKey
 from gpumgr.app.station import Station
 from gpumgr.display.messages import usage_message
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.units import RESOURCE_OF
 from gpumgr.web.state import state_document
-from gpumgr.web.story import story
+from gpumgr.web.story import known_pods, story
 
 
 class Readers:
@@ -78,12 +79,12 @@ class Readers:
             nvml_up=station.nvml_up,
             nvml_errors=station.nvml.call_errors,
             streams={RESOURCE_OF[kind]: watched.readers for kind, watched in station.devices.items()},
-            reasons=dict(reasons),
+            reasons=reasons,
             use=station.truth.use,
             over=station.truth.over,
             enforcement=station.enforcing.told(),
             vcuda_registrations=dict(station.enforcing.vcuda.registrations),
-            mps_daemon_restarts={daemon.gpu: daemon.restarts for daemon in station.enforcing.mps.status()},
+            mps_daemon_restarts=station.enforcing.mps.restarts(),
         )
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
@@ -119,6 +120,9 @@ class Readers:
 
     def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
         return story(self.picture(), self._pods.get((namespace, pod)), namespace, pod, self.history())
+
+    def pods(self) -> Sequence[PodKey]:
+        return known_pods(self._station.view().ledger, self._pods.all(), self.history())
 
     async def maintain(self, order: Order) -> Mapping[str, Any]:
         return await self._maintenance.follow(order)

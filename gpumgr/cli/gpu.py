@@ -14,13 +14,13 @@ from gpumgr.cli.asking.where import find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.showing.amounts import clock_time, cores, gibibytes
-from gpumgr.cli.typed import gpu_word, sendable
+from gpumgr.cli.typed import Seconds, gpu_word, reason_text
 
 WAIT_SECONDS: Final = 600.0
 
 _GPU = click.argument("gpu", metavar="GPU", callback=gpu_word)
 _REASON = click.option(
-    "--reason", default="", callback=sendable, metavar="TEXT", help="Why; pods that are refused for it and all pages tell it."
+    "--reason", default="", callback=reason_text, metavar="TEXT", help="Why; pods that are refused for it and all pages tell it."
 )
 _REFUSED: Final = "the agent refuses or does not answer"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
@@ -68,9 +68,7 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
     "--evict", is_flag=True, help="Ask the API server to evict the pods that are on it; their disruption budgets are kept."
 )
 @click.option("--wait", is_flag=True, help="Wait until nobody is on it any more.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help=f"How long to wait.  [default: {WAIT_SECONDS:g}]"
-)
+@click.option("--timeout", type=Seconds(), metavar="SECONDS", help=f"How long to wait.  [default: {WAIT_SECONDS:g}]")
 @where_options
 @_OUTPUT
 @click.pass_context

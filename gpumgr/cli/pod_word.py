@@ -37,6 +37,6 @@ class PodWord:
         named = sorted(key for key in known if key[1] == self.name)
         if len(named) > 1 and default not in named:
             raise InputError(
-                f"several pods on this node are called so: {', '.join('/'.join(key) for key in named)}; name one of them"
+                f"several pods on this node are called so: {', '.join(printable('/'.join(key)) for key in named)}; name one of them"
             )
         return named[0] if len(named) == 1 else default

@@ -9,9 +9,10 @@ import click
 from rich.console import Console
 
 from gpumgr.cli.asking.agent_client import AgentClient
-from gpumgr.cli.asking.documents import STATE, read_state
+from gpumgr.cli.asking.documents import read_state
 from gpumgr.cli.asking.following import follow_states, tell_away
-from gpumgr.cli.asking.where import find_agent, where_options
+from gpumgr.cli.asking.memory import memory_of
+from gpumgr.cli.asking.where import Where, find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.showing.gpu_labels import gpus_of
@@ -31,7 +32,11 @@ Examples:
   gpumgr usage --watch --namespace team
   gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
 """
-_EXIT_CODES: Final = {0: "done", 1: "the agent does not answer", 2: "wrong usage or settings, or no such GPU"}
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "neither agent nor checkpoint can be read (--watch: the agent does not answer)",
+    2: "wrong usage or settings, or no such GPU",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +51,10 @@ class Filter:
 
         Raises InputError for a GPU that is not there, GpumgrError if it is no state document.
         """
-        shown = read_state(document).gpus
+        shown = read_state(document)
         gpus, containers = document["gpus"], document["containers"]
         if self.gpu is not None:
-            name = gpus_of(shown).find(self.gpu)
+            name = gpus_of(shown.gpus, failures=shown.failures).find(self.gpu)
             gpus = [row for row in gpus if row["name"] == name]
             containers = [row for row in containers if row["gpu"] == name]
         if self.namespace is not None:
@@ -76,11 +81,14 @@ class Filter:
 def command(
     watch: bool, gpu: str | None, namespace: str | None, file: Path | None, socket: Path | None, output: Literal["text", "json"]
 ) -> None:
-    """Show this node's GPUs and the containers on them: what each was granted, and what it uses now."""
+    """Show this node's GPUs and the containers on them: what each was granted, and what it uses now.
+
+    Without the agent its checkpoint tells who was granted what (not with --watch); the rest is then not known.
+    """
     where = find_agent(file, socket)
     wanted = Filter(gpu=gpu, namespace=namespace)
     if not watch:
-        asyncio.run(_once(where.socket, wanted, as_json=output == "json"))
+        asyncio.run(_once(where, wanted, as_json=output == "json"))
         return
     try:
         if output == "text" and on_terminal():
@@ -91,10 +99,9 @@ def command(
         return
 
 
-async def _once(socket: Path, wanted: Filter, *, as_json: bool) -> None:
-    async with AgentClient(socket) as agent:
-        document = await agent.get(STATE)
-    _print(wanted.apply(document), as_json=as_json)
+async def _once(where: Where, wanted: Filter, *, as_json: bool) -> None:
+    async with memory_of(where) as memory:
+        _print(wanted.apply(memory.state), as_json=as_json)
 
 
 async def _again_and_again(socket: Path, wanted: Filter, *, as_json: bool) -> None:
@@ -118,6 +125,6 @@ async def _live(socket: Path, wanted: Filter) -> None:
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        click.echo(json_line({key: document.get(key) for key in ("node", "at", "gpus", "containers")}))
+        click.echo(json_line({key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}))
     else:
         print_usage(read_state(document))

@@ -1,7 +1,6 @@
 """`gpumgr why`: a pod's whole story, from its request to where it sits, or the sentence that refused it."""
 
 import asyncio
-import difflib
 import shutil
 import sys
 from dataclasses import dataclass
@@ -11,20 +10,18 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.asking.documents import read_entries, read_state, read_story
-from gpumgr.cli.asking.memory import Document, Memory, memory_of
+from gpumgr.cli.asking.documents import read_state, read_story
+from gpumgr.cli.asking.memory import Document, memory_of
+from gpumgr.cli.asking.naming import nothing_known
 from gpumgr.cli.asking.where import Where, find_agent, where_options
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.pod_word import PodWord
-from gpumgr.cli.printable import json_line, printable
+from gpumgr.cli.printable import json_line
 from gpumgr.cli.showing.gpu_labels import gpus_of
 from gpumgr.cli.showing.story_text import story_text
 from gpumgr.cli.typed import sendable
 from gpumgr.errors import GpumgrError
 
-#: Names that are offered for one that is not known.
-_OFFERED: Final = 3
-_ALIKE: Final = 0.6
 _EPILOG = """
 \b
 Examples:
@@ -69,7 +66,7 @@ def command(pod: str, file: Path | None, socket: Path | None, output: Literal["t
     word = PodWord.of(pod)
     answer = asyncio.run(_look(where, word))
     if answer.story is None:
-        raise _nothing_known(word, answer.known)
+        raise GpumgrError(nothing_known(word, answer.known))
     if output == "json":
         click.echo(json_line({**answer.story, "live": answer.live}))
         return
@@ -82,33 +79,7 @@ def command(pod: str, file: Path | None, socket: Path | None, output: Literal["t
 async def _look(where: Where, word: PodWord) -> _Answer:
     async with memory_of(where) as memory:
         told = await memory.story(word.namespace, word.name) if word.namespace is not None else None
-        known = await _known(memory) if told is None else frozenset[PodKey]()
+        known = await memory.pods() if told is None else frozenset[PodKey]()
         if word.namespace is None:
             told = await memory.story(*word.among(known))
         return _Answer(story=told, state=memory.state, known=known, live=memory.live)
-
-
-async def _known(memory: Memory) -> frozenset[PodKey]:
-    """The pods that hold something or that something happened to."""
-    entries = read_entries(await memory.entries())
-    rows = read_state(memory.state).containers
-    return frozenset(
-        {entry.pod for entry in entries if entry.pod} | {(row.namespace, row.pod) for row in rows if row.namespace and row.pod}
-    )
-
-
-def _nothing_known(word: PodWord, known: frozenset[PodKey]) -> GpumgrError:
-    return GpumgrError(
-        f"nothing is known of pod {printable(str(word))} on this node: it is not here, asks for no GPU, or is long gone{_near(word, known)}"
-    )
-
-
-def _near(word: PodWord, known: frozenset[PodKey]) -> str:
-    """Names that are alike, or begin so (those of controllers' pods end in letters that nobody remembers)."""
-
-    def likeness(key: PodKey) -> float:
-        return difflib.SequenceMatcher(None, key[1], word.name).ratio()
-
-    near = [key for key in sorted(known) if likeness(key) >= _ALIKE or key[1].startswith(word.name)]
-    offered = ["/".join(key) for key in sorted(near, key=likeness, reverse=True)[:_OFFERED]]
-    return f"; did you mean {' or '.join(offered)}?" if offered else ""

@@ -29,8 +29,9 @@ from gpumgr.units import CORE_RESOURCE, KINDS, RESOURCE_OF, GpuName
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
 SAMPLE_PERIOD_SECONDS: Final = 0.25
-#: Where in the node's folder its GPUs and processes are.
+#: Where in the node's folder its GPUs and processes are, and the agent's settings.
 _GPUS: Final = "gpus"
+_CONFIG: Final = "gpumgr.yaml"
 
 Facts = dict[str, Any]
 #: (name, labels) -> value.
@@ -49,6 +50,8 @@ class Use:
 
 class Node:
     """Make it with `open_node`.
+
+    `config` is the file of the agent's settings, by which commands find it.
 
     `pods` are those that came and were not deleted; `labels` is what people call a GPU ("GPU3"), by its name and by its UUID, once
     `graph` was asked. `indices` are NVML's numbers of the GPUs by their names, as `control` and `stray` take them.
@@ -69,6 +72,7 @@ class Node:
     ) -> None:
         self.folder, self.description, self.agent, self.journal = folder, description, agent, agent.journal
         self.kubelet, self.runtime, self.api = kubelet, runtime, api
+        self.config = folder / _CONFIG
         self.control = SimControl(folder / _GPUS / "control.txt")
         self.pods: dict[str, SimPod] = {}
         self.labels: dict[str, str] = {}
@@ -278,7 +282,7 @@ async def open_node(
         api = await stack.enter_async_context(server) if api_server else None
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
         runtime = await stack.enter_async_context(SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS)))
-        config = folder / "gpumgr.yaml"
+        config = folder / _CONFIG
         written = node_settings(folder, NODE_NAME, SAMPLE_PERIOD_SECONDS, runtime, api, settings or {})
         config.write_text(yaml.safe_dump(written), encoding="utf-8")
         arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]

@@ -24,8 +24,8 @@ from gpumgr.sim.library import compile_library
 
 SIM: Final = "hgx-h100-8"
 #: The whole script, and one step of it. A step that takes longer waits for what does not come.
-_SCRIPT_SECONDS: Final = 24.0
-_STEP_SECONDS: Final = 10.0
+_SCRIPT_SECONDS: Final = 120.0
+_STEP_SECONDS: Final = 30.0
 #: The agent's own default first.
 _PAGE_PORTS: Final = range(5678, 5698)
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 COMMAND: Final = (sys.executable, "-m", "gpumgr")
 _LONGEST_LINE_BYTES: Final = 1 << 20
 #: What a process that does not end after SIGTERM gets before SIGKILL.
-_PATIENCE_SECONDS: Final = 6.0
+_PATIENCE_SECONDS: Final = 20.0
 
 
 class AgentEndedError(GpumgrError):

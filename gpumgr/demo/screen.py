@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import shutil
+import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -11,12 +14,14 @@ import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
 from gpumgr.demo.journal import Line
 from gpumgr.demo.node import Facts, Metrics, Node
 from gpumgr.demo.play import Result
+from gpumgr.demo.process import COMMAND
 from gpumgr.demo.telling import Teller
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
@@ -25,8 +30,9 @@ _GIBIBYTE: Final = 1 << 30
 _BAR_CELLS: Final = 8
 _NAME_CELLS: Final = 23
 _STEPS_SHOWN: Final = 5
-#: Rows around the log: the page's address, the table and its frame, the steps and theirs, the last line.
-_OTHER_ROWS: Final = 26
+_DECISIONS_KEPT: Final = 100
+#: Rows of the frames around the decisions and around the steps.
+_FRAME_ROWS: Final = 4
 
 
 class Nobody:
@@ -66,7 +72,11 @@ class Plain(Nobody):
 
 
 class Picture(Nobody):
-    """Who sits where and uses how much, drawn several times a second, over the decisions and the steps."""
+    """Who sits where and uses how much, drawn several times a second, over the decisions and the steps.
+
+    Where the terminal has few rows, these are cut: its first rows, with where the agent can be asked, and its last ones, with the step
+    that goes on, are always to be seen.
+    """
 
     pause_seconds = 0.5
 
@@ -75,10 +85,11 @@ class Picture(Nobody):
         self._console, self._teller = console, Teller({})
         self._gpus: list[Facts] | None = None
         self._metrics: Metrics = {}
-        self._decisions: deque[str] = deque(maxlen=max(4, console.height - _OTHER_ROWS))
+        self._decisions: deque[str] = deque(maxlen=_DECISIONS_KEPT)
         self._results: deque[Result] = deque(maxlen=_STEPS_SHOWN)
         self._now = ""
         self._url = ""
+        self._ask = ""
 
     def heard(self, line: Line) -> None:
         if line["event"] == "web_listening":
@@ -95,40 +106,67 @@ class Picture(Nobody):
 
     @contextlib.asynccontextmanager
     async def watching(self, node: Node) -> AsyncIterator[None]:
-        self._teller = Teller(node.labels)
+        self.meet(node.config, node.labels)
         looks = asyncio.create_task(self._look(node), name="looks")
         try:
-            with Live(console=self._console, get_renderable=self._render, refresh_per_second=8):
+            with Live(console=self._console, get_renderable=self.picture, refresh_per_second=8):
                 yield
         finally:
             looks.cancel()
             await asyncio.wait([looks])
+
+    def meet(self, config: Path, labels: Mapping[str, str]) -> None:
+        """The node whose agent has these settings; `labels` as of Node."""
+        self._teller, self._ask = Teller(labels), f"{own_command()} usage --config {config}"
+
+    def see(self, gpus: list[Facts] | None, metrics: Metrics) -> None:
+        """What the agent shows now; None: it is down."""
+        self._gpus, self._metrics = gpus, metrics
 
     async def _look(self, node: Node) -> None:
         """Asks the agent again and again; while it is down there is nothing to see."""
         while True:
             try:
                 if self._url:
-                    self._gpus, self._metrics = await node.graph(), await node.metrics()
+                    self.see(await node.graph(), await node.metrics())
             except (aiohttp.ClientError, TimeoutError):
-                self._gpus = None
+                self.see(None, {})
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _render(self) -> RenderableType:
-        steps = [
-            Text(summary(result), style="" if result.ok else "red", no_wrap=True, overflow="ellipsis") for result in self._results
-        ]
-        if self._now:
-            steps.append(Text(f"...  {self._now}", style="bold"))
-        decisions = [Text(sentence, no_wrap=True, overflow="ellipsis") for sentence in self._decisions]
+    def picture(self) -> RenderableType:
+        """As many rows as the terminal has, at most."""
+        page = _row(f" the page: {self._url}/ " if self._url else "", "bold reverse")
+        head = self._console.render_lines(Group(page, Text(f" ask it: {self._ask}", overflow="fold")))
         end = "   Ctrl-C ends the demo" if self.stays else ""
-        return Group(
-            Text(f" the page: {self._url}/ ", style="bold reverse") if self._url else Text(""),
-            gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent is not there"),
-            Panel(Group(*decisions), title="decisions", title_align="left"),
-            Panel(Group(*steps), title="steps", title_align="left"),
-            Text(f"metrics: {self._url}/metrics{end}"),
-        )
+        foot = [_row(f"...  {self._now}" if self._now else "", "bold"), _row(f"metrics: {self._url}/metrics{end}")]
+        rows = max(0, self._console.height - len(head) - len(foot))
+        return Group(SegmentLines(head + self._middle(rows), new_lines=True), *foot)
+
+    def _middle(self, rows: int) -> list[list[Segment]]:
+        """The table, then decisions and steps in what is left of the rows."""
+        table = gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent is not there")
+        lines = self._console.render_lines(table)
+        left = max(0, rows - len(lines) - _FRAME_ROWS)
+        steps = list(self._results)[-(left // 2) :] if left > 1 else []
+        said = left - len(steps)
+        decisions = list(self._decisions)[-said:] if said else []
+        for title, texts in (
+            ("decisions", [_row(sentence) for sentence in decisions]),
+            ("steps", [_row(summary(result), "" if result.ok else "red") for result in steps]),
+        ):
+            lines += self._console.render_lines(Panel(Group(*texts), title=title, title_align="left"))
+        return lines[:rows]
+
+
+def own_command() -> str:
+    """How gpumgr is called in the shell from which the demo was."""
+    if shutil.which("gpumgr"):
+        return "gpumgr"
+    return sys.argv[0] if Path(sys.argv[0]).name == "gpumgr" else " ".join(COMMAND)
+
+
+def _row(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def summary(result: Result) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.demo.journal import Line
-from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Facts, Node
+from gpumgr.demo.node import Facts, Node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_OF, GpuName
 
@@ -16,6 +16,8 @@ _XID: Final = 79
 _REFUSED: Final = "UnexpectedAdmissionError"
 #: How often the agent's page is asked for something that it will tell.
 _LOOK_SECONDS: Final = 0.1
+#: The pages are drawn once a period; on a machine that stalls, later.
+_DRAWN_SECONDS: Final = 10.0
 
 
 #: (pod, container, GPU's UUID)
@@ -216,26 +218,34 @@ class Script:
 
     async def metrics(self) -> str:
         """The counters are those of the agent's second life."""
-        node = self._node
-        await asyncio.sleep(2 * SAMPLE_PERIOD_SECONDS)  # the page is rendered once a period
-        metrics, gpus = await node.metrics(), await node.graph()
+        node, gpus, until = self._node, await self._node.graph(), self._now() + _DRAWN_SECONDS
+        while (wrong := self._metrics_differ(metrics := await node.metrics(), gpus)) and self._now() < until:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+        _expect(not wrong, wrong)
+        return (
+            f"{len(metrics)} series; {self._calls_since_restart()} Allocate calls since the restart, {len(gpus)} healthy GPUs, "
+            "allocation as in /graph"
+        )
+
+    def _metrics_differ(self, metrics: Mapping[tuple[str, frozenset[tuple[str, str]]], float], gpus: list[Facts]) -> str:
+        """What is told otherwise there than by /graph and the log; empty as it should be."""
         for gpu in gpus:
             labels = frozenset({("gpu", gpu["uuid"])})
-            _expect(metrics["gpumgr_gpu_healthy", labels] == 1, f"{_label(gpu)} is not healthy there")
+            if metrics["gpumgr_gpu_healthy", labels] != 1:
+                return f"{_label(gpu)} is not healthy there"
             ratio, used = metrics["gpumgr_gpu_core_allocated_ratio", labels], 1 - gpu["cores_free"] / CORES_PER_GPU
-            _expect(abs(ratio - used) < 1e-6, f"{_label(gpu)} is allocated to {ratio} there, to {used:g} in /graph")
+            if abs(ratio - used) >= 1e-6:
+                return f"{_label(gpu)} is allocated to {ratio} there, to {used:g} in /graph"
         answered = sum(
             value
             for (name, labels), value in metrics.items()
             if name == "gpumgr_allocate_requests_total" and ("outcome", "ok") in labels
         )
-        told = self._calls_since_restart()
-        _expect(answered == told, f"{answered:g} Allocate calls are counted, {told} were answered")
-        registered = frozenset({("resource", CORE_RESOURCE)})
-        _expect(metrics["gpumgr_kubelet_registered", registered] == 1, "the kubelet has no core resource from us")
-        return (
-            f"{len(metrics)} series; {told} Allocate calls since the restart, {len(gpus)} healthy GPUs, allocation as in /graph"
-        )
+        if answered != (told := self._calls_since_restart()):
+            return f"{answered:g} Allocate calls are counted, {told} were answered"
+        if metrics["gpumgr_kubelet_registered", frozenset({("resource", CORE_RESOURCE)})] != 1:
+            return "the kubelet has no core resource from us"
+        return ""
 
     async def stop(self) -> str:
         node, began = self._node, self._now()
@@ -276,7 +286,7 @@ class Script:
 
     async def _decision(self, name: str) -> Line:
         """The log's line about where the pod's first container goes."""
-        return await self._node.journal.until("allocation_granted", pod_uid=self._pods[name].uid)
+        return await self._node.journal.until("allocation_granted", pod=f"{self._pods[name].namespace}/{name}")
 
     async def _gpu(self, name: GpuName) -> Facts:
         (found,) = [gpu for gpu in await self._node.graph() if gpu["name"] == name]

@@ -23,8 +23,9 @@ MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 #: gpu-manager's names for what its /usage says besides; tenants write there what they like.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
-#: More of a tenant's text is not kept.
+#: More of a tenant's text is not kept, nor of a kubelet's sentence.
 _MAX_WORD: Final = 253
+_MAX_SENTENCE: Final = 1024
 
 
 def parse_pod(pod: Mapping[str, Any]) -> PodView:
@@ -40,7 +41,8 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         name=str(metadata["name"]),
         uid=str(metadata["uid"]),
         phase=str(status.get("phase") or "Pending"),
-        reason=str(status["reason"]) if status.get("reason") else None,
+        reason=_word(status.get("reason")),
+        message=_word(status.get("message"), _MAX_SENTENCE),
         controlled=any(owner.get("controller") for owner in metadata.get("ownerReferences") or ()),
         created_at=_unix_seconds(metadata.get("creationTimestamp")),
         containers=containers if any(c.cores or c.memory_blocks for c in containers) else (),
@@ -99,8 +101,8 @@ def _submitter(spec: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _word(text: object) -> str | None:
-    return text[:_MAX_WORD] if isinstance(text, str) and text else None
+def _word(text: object, most: int = _MAX_WORD) -> str | None:
+    return text[:most] if isinstance(text, str) and text else None
 
 
 def _unix_seconds(timestamp: str | None) -> float:

@@ -22,6 +22,9 @@ _HEALTHY: Final = gauge("gpu_healthy", "1 if new containers may be placed on the
 _REASON: Final = gauge(
     "gpu_unhealthy_reason", "1 for the reason why the GPU takes nothing new; no series otherwise.", "gpu", "reason"
 )
+_NOT_READABLE: Final = gauge(
+    "gpus_not_readable", "GPUs that the driver lists and can't describe, and that are none of those known by their UUID."
+)
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
     "nvlink_active_links", "NVLinks between two GPUs (through NVSwitch: that both have into the fabric).", "gpu", "peer"
@@ -76,7 +79,7 @@ _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float]], ...]] = (
 )
 
 FAMILIES: Final = (
-    *(_INFO, _TOTAL, _HEALTHY, _REASON, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
+    *(_INFO, _TOTAL, _HEALTHY, _REASON, _NOT_READABLE, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
     *(family for family, _ in _SAMPLED),
     *(family for family, _ in _UNACCOUNTED),
 )
@@ -117,6 +120,8 @@ def _fitness(picture: Picture) -> Iterator[Block]:
     cards, unfit = picture.view.ledger.cards.cards, picture.unfit()
     yield block(_HEALTHY, {_gpu(card.uuid): card.name not in unfit for card in cards})
     yield block(_REASON, {label_text(_REASON.labels, (c.uuid, unfit[c.name])): 1 for c in cards if c.name in unfit})
+    if picture.nvml_up:
+        yield block(_NOT_READABLE, {"": len(picture.view.inventory.unnamed(picture.view.ledger.cards))})
     yield block(_CORDONED, {_gpu(card.uuid): card.uuid in picture.cordons for card in cards})
 
 

@@ -63,7 +63,7 @@ class GpuHealth:
     """`reason` is a bounded label, `message` a sentence, `since` the seconds (of the caller's clock) when `state` began.
 
     `streak` counts the looks in a row that speak for leaving suspect or probation. `held`: why an operator holds the GPU (None: he
-    does not).
+    does not). `xid` is the first that was reported since it was last healthy: what the driver says later is mostly what came of it.
     """
 
     state: State
@@ -72,6 +72,7 @@ class GpuHealth:
     since: float
     streak: int = 0
     held: str | None = None
+    xid: int | None = None
 
     @property
     def well(self) -> bool:
@@ -160,6 +161,8 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
+    if isinstance(observation, Xid) and health.xid is None and (health.well or verdict.certain):
+        health = replace(health, xid=observation.number)
     if verdict.reason is None:
         return _improve(health, now, rules)
     return _worsen(health, verdict, now, rules)
@@ -221,4 +224,7 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
 
 def _turn(health: GpuHealth, state: State, verdict: _Verdict, now: float) -> GpuHealth:
     since = health.since if health.state == state else now
-    return GpuHealth(state=state, reason=verdict.reason, message=verdict.message, since=since, held=health.held)
+    xid = health.xid if state != "healthy" else None
+    told_by_itself = verdict.reason in ("operator", "mig") or verdict.message.partition(":")[0] == f"XID {xid}"
+    message = verdict.message if xid is None or told_by_itself else f"XID {xid}, then: {verdict.message}"
+    return GpuHealth(state=state, reason=verdict.reason, message=message, since=since, held=health.held, xid=xid)

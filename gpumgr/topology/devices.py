@@ -73,6 +73,10 @@ class GpuFailure:
     uuid: str | None
     reason: str
 
+    @property
+    def sentence(self) -> str:
+        return f"GPU{self.index} can't be described: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSnapshot:

@@ -11,7 +11,7 @@ from gpumgr.topology.devices import Gpu
 from gpumgr.topology.render import render_tree, tree_data
 from gpumgr.units import CORES_PER_GPU, GpuName, Kind
 
-_GPU_LINE: Final = re.compile(r"(?P<indent>(?:\|  |\|--)*)GPU(?P<row>[0-9]+):")
+_GPU_LINE: Final = re.compile(r"(?P<indent>(?:\|  |\|--)*)GPU(?P<index>[0-9]+):")
 
 
 def graph_text(view: AgentView) -> str:
@@ -19,28 +19,28 @@ def graph_text(view: AgentView) -> str:
 
     GPUs that the driver does not show now stand at the end.
     """
-    gpus = _by_row(view)
+    gpus = {index: name for name, index in view.node.indices.items() if name in view.node.rows}
     lines: list[str] = []
-    for line in render_tree(view.node.topology, _free_mask(view)).splitlines():
+    for line in render_tree(view.node.topology, _free_mask(view), _labels(view)).splitlines():
         lines.append(line)
-        if (found := _GPU_LINE.match(line)) and (name := gpus.get(int(found["row"]))) is not None:
+        if (found := _GPU_LINE.match(line)) and (name := gpus.get(int(found["index"]))) is not None:
             indent = found["indent"].replace("|--", "|  ") + "   "
             lines += [indent + about for about in _about(view, name)]
     for card in _missing(view):
-        lines.append(f"GPU {card.name} (not in the tree)")
+        lines.append(f"{view.node.label(card.name)} (not in the tree)")
         lines += ["   " + about for about in _about(view, card.name)]
     return "\n".join(lines) + "\n"
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
     """The same as nested dictionaries: `tree` (each GPU's leaf has its facts under `gpu`), `missing`, versions of the driver."""
-    gpus = _by_row(view)
+    gpus = {row: name for name, row in view.node.rows.items()}
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,
         "cuda_version": snapshot.cuda_version,
         "tree": _with_gpus(
-            tree_data(view.node.topology, _free_mask(view)),
+            tree_data(view.node.topology, _free_mask(view), _labels(view)),
             lambda row: _facts(view, gpus[row]) if row in gpus else None,
         ),
         "missing": [_facts(view, card.name) for card in _missing(view)],
@@ -53,8 +53,9 @@ def _with_gpus(node: dict[str, Any], facts: Callable[[int], dict[str, Any] | Non
     return {**node, "children": [_with_gpus(child, facts) for child in node["children"]]}
 
 
-def _by_row(view: AgentView) -> dict[int, GpuName]:
-    return {row: name for name, row in view.node.rows.items()}
+def _labels(view: AgentView) -> list[str]:
+    """What the rows of the topology are called."""
+    return [f"GPU{gpu.index}" for gpu in view.inventory.snapshot.gpus]
 
 
 def _missing(view: AgentView) -> list[Card]:
@@ -106,7 +107,8 @@ def _facts(view: AgentView, name: GpuName) -> dict[str, Any]:
     return {
         "uuid": card.uuid,
         "name": name,
-        "index": gpu.index if gpu else None,
+        "row": view.node.rows.get(name),
+        "index": view.node.indices.get(name),
         "minor": gpu.minor if gpu else None,
         "model": gpu.model if gpu else None,
         "bus_id": gpu.bus_id if gpu else None,

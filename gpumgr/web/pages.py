@@ -44,6 +44,7 @@ _READ: Final[Mapping[str, Room]] = {
     "/api/state": "page",
     "/api/stream": "page",
     "/api/history": "page",
+    "/api/pods": "page",
     "/api/pods/{namespace}/{pod}": "page",
     "/debug/stacks": "debug",
     "/debug/profile": "debug",
@@ -77,6 +78,7 @@ class Pages:
             self.state,
             self._streams.serve,
             self.history,
+            self.pods,
             self.pod,
             self.stacks,
             self.profile,
@@ -147,6 +149,12 @@ class Pages:
         chosen = [entry for entry, _ in zip(entries, range(limit), strict=False)]
         # A thousand entries of a node with many GPUs are a megabyte.
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
+
+    async def pods(self, request: web.Request) -> web.Response:
+        """Of which pods something is known; with `?name=`, of those that are called so."""
+        name = request.query.get("name")
+        known = (key for key in self._sources.pods() if name in (None, key[1]))
+        return json_answer([{"namespace": namespace, "pod": pod} for namespace, pod in known])
 
     async def pod(self, request: web.Request) -> web.Response:
         namespace, pod = request.match_info["namespace"], request.match_info["pod"]

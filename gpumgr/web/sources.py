@@ -8,6 +8,7 @@ from gpumgr.agent.picture import Picture
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import Latest
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.pods import PodKey
 
 
 class Sources(Protocol):
@@ -54,6 +55,10 @@ class Sources(Protocol):
 
     def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
         """All that is known of a pod; None if nothing is."""
+        ...
+
+    def pods(self) -> Sequence[PodKey]:
+        """The pods of which something is known, in order."""
         ...
 
     async def maintain(self, order: Order) -> Mapping[str, Any]:

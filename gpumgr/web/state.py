@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import gpumgr
 from gpumgr.agent.picture import OutboxState, Picture
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.ids import ALL_CORES, Card
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.topology.devices import Gpu, GpuSample, Topology
+from gpumgr.topology.devices import Gpu, GpuSample, NodeSnapshot
 from gpumgr.topology.tree import Group, build_tree, indices
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.usage.picture import NodeUse
@@ -36,13 +36,12 @@ def state_document(picture: Picture, history: Sequence[Entry], *, clock: Callabl
         "ready": not picture.not_ready,
         "not_ready": list(picture.not_ready),
         "enforcement": [{"mechanism": mechanism, "keeps": keeps} for mechanism, keeps in picture.enforcement],
-        **_topology(snapshot.topology),
-        "gpus": _gpus(picture),
+        **_topology(snapshot),
+        "gpus": gpu_rows(picture),
         # GPUs that the driver lists and can't describe, and that were never offered: they have no name and no card.
         "failures": [
             {"index": failure.index, "uuid": failure.uuid, "message": failure.reason}
-            for failure in snapshot.failures
-            if failure.uuid not in picture.view.ledger.cards.by_uuid
+            for failure in picture.view.inventory.unnamed(picture.view.ledger.cards)
         ],
         "containers": container_rows(picture, picture.view.ledger.allocations.values()),
         "history": [entry_fields(entry) for entry in reversed(history[-HISTORY_SHOWN:])],
@@ -106,20 +105,32 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _topology(topology: Topology) -> dict[str, Any]:
-    """`tree`, `nvlinks` and `levels`; rows are the topology's. On the diagonal of `levels` stands X, as in `nvidia-smi topo -m`."""
-    rows = range(len(topology))
+def candidate_fields(candidate: Candidate) -> dict[str, Any]:
+    """By hand: `dataclasses.asdict` takes twenty times as long, and a pod that was refused all day has thousands."""
     return {
-        "tree": _tree(build_tree(topology)),
+        "gpu": candidate.gpu,
+        "index": candidate.index,
+        "cores_free": candidate.cores_free,
+        "memory_blocks_free": candidate.memory_blocks_free,
+        "note": candidate.note,
+    }
+
+
+def _topology(snapshot: NodeSnapshot) -> dict[str, Any]:
+    """`tree`, `nvlinks` and `levels`; numbers are the topology's rows, names have NVML's index. On the diagonal of `levels` stands X,
+    as in `nvidia-smi topo -m`."""
+    topology, rows = snapshot.topology, range(len(snapshot.topology))
+    return {
+        "tree": _tree(build_tree(topology), [f"GPU{gpu.index}" for gpu in snapshot.gpus]),
         "nvlinks": [{"a": a, "b": b, "links": links} for a in rows for b in rows[a + 1 :] if (links := topology.nvlinks[a][b])],
         "levels": [["X" if a == b else topology.levels[a][b].name for b in rows] for a in rows],
     }
 
 
-def _tree(node: Group | int) -> dict[str, Any]:
+def _tree(node: Group | int, labels: Sequence[str]) -> dict[str, Any]:
     if isinstance(node, int):
-        return {"name": f"GPU{node}", "gpus": [node], "children": []}
-    return {"name": node.name, "gpus": list(indices(node.mask)), "children": [_tree(child) for child in node.children]}
+        return {"name": labels[node], "gpus": [node], "children": []}
+    return {"name": node.name, "gpus": list(indices(node.mask)), "children": [_tree(child, labels) for child in node.children]}
 
 
 def _cards(picture: Picture) -> dict[GpuName, tuple[Card, Gpu | None]]:
@@ -133,7 +144,8 @@ def _memory_bytes(card: Card, shown: Gpu | None) -> int:
     return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES
 
 
-def _gpus(picture: Picture) -> list[dict[str, Any]]:
+def gpu_rows(picture: Picture) -> list[dict[str, Any]]:
+    """A row for each GPU that the node ever had."""
     view, unfit = picture.view, picture.unfit()
     cores, blocks = view.ledger.held("core"), view.ledger.held("memory")
     samples = picture.sample.gpus if picture.sample and picture.nvml_up else {}
@@ -146,7 +158,7 @@ def _gpus(picture: Picture) -> list[dict[str, Any]]:
                 "uuid": card.uuid,
                 "name": name,
                 "row": view.node.rows.get(name),
-                "index": shown.index if shown else None,
+                "index": view.node.indices.get(name),
                 "minor": shown.minor if shown else None,
                 "model": shown.model if shown else None,
                 "bus_id": shown.bus_id if shown else None,

@@ -25,6 +25,7 @@ from gpumgr.agent.picture import Picture
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import Latest
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.pods import PodKey
 from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
 from gpumgr.web.front import Front
 from gpumgr.web.server import WebServer
@@ -75,6 +76,9 @@ class Node:
 
     def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
         return {"namespace": namespace, "pod": pod}
+
+    def pods(self) -> Sequence[PodKey]:
+        return [a.pod for a in self._picture.view.ledger.allocations.values() if a.pod]
 
     async def maintain(self, order: Order) -> Mapping[str, Any]:
         return {"gpu": order.gpu}

@@ -95,6 +95,10 @@ EVENTS: Final = (
         for notice, about in (
             (_of_gpu("lost"), "a GPU is gone, or its driver gave it up"),
             (_of_gpu("unhealthy"), "a GPU failed, and takes nothing new"),
+            (
+                _of_gpu("not_readable"),
+                "the driver can't describe a GPU that nobody knows yet: it was broken when the agent started",
+            ),
             (_of_gpu("back"), "it is well again"),
             (_of_gpu("cordoned"), "an operator keeps new pods from a GPU"),
             (_of_gpu("draining"), "an operator wants a GPU empty"),

@@ -1,6 +1,7 @@
 """What the agent answers, as values: of its JSON the part that the commands show. Every text in them may go to a terminal.
 
-/api/state is a `State`, /api/pods/{namespace}/{pod} a `Story`, /api/history a list of entries, as the history itself has them.
+/api/state is a `State`, /api/pods a list of `Named`, /api/pods/{namespace}/{pod} a `Story`, /api/history a list of entries, as the
+history itself has them.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from gpumgr.allocator.history import Entry
+from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.printable import cleaned
 from gpumgr.errors import GpumgrError
 
@@ -16,6 +18,7 @@ T = TypeVar("T")
 
 STATE: Final = "/api/state"
 STREAM: Final = "/api/stream"
+PODS: Final = "/api/pods"
 
 
 class Cordoned(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +42,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     memory_blocks: int = 0
     cores_free: int = 0
     memory_blocks_free: int = 0
-    healthy: bool = True
+    healthy: bool | None = True
     reason: str | None = None
     message: str | None = None
     cordon: Cordoned | None = None
@@ -105,6 +108,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Numbered, ...] = ()
 
 
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod of which something is known."""
+
+    namespace: str
+    pod: str
+
+
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What one container of a pod asks for; `kind` is init, sidecar or app."""
 
@@ -115,15 +125,19 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known under a pod's name; `uid` is of its newest life, `earlier_uids` newest first, `history` oldest first."""
+    """All that is known under a pod's name; `uid` is of its newest life, `earlier_uids` newest first, `history` oldest first. `gpus` are
+    those that it has."""
 
     namespace: str
     pod: str
     uid: str | None = None
     earlier_uids: tuple[str, ...] = ()
     phase: str | None = None
+    reason: str | None = None
+    message: str | None = None
     request: tuple[Asked, ...] = ()
     allocations: tuple[ContainerRow, ...] = ()
+    gpus: tuple[GpuRow, ...] = ()
     history: tuple[Entry, ...] = ()
 
 
@@ -137,14 +151,23 @@ def read_story(document: Any) -> Story:
     return _read(document, Story)
 
 
+def read_pods(documents: Any) -> frozenset[PodKey]:
+    """As they are called: these names may be asked for again. Raises GpumgrError if one of them is none."""
+    return frozenset((each.namespace, each.pod) for each in _converted(documents, list[Named]))
+
+
 def read_entries(documents: Sequence[Any]) -> list[Entry]:
     """Raises GpumgrError if one of them is none."""
     return _read(documents, list[Entry])
 
 
 def _read(document: Any, kind: type[T]) -> T:
+    return _converted(cleaned(document), kind)
+
+
+def _converted(document: Any, kind: type[T]) -> T:
     try:
-        return msgspec.convert(cleaned(document), kind)
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise GpumgrError(
             f"the agent's answer can't be understood: {error}; it may be of another version than this command"

@@ -4,7 +4,7 @@ Both give the agent's documents, out of the same functions; what only a running 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,20 +13,23 @@ from urllib.parse import quote
 
 import click
 
+from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.picture import Picture
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.history import HISTORY_ENTRIES
-from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.pods import PodKey
+from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.cli.asking.agent_client import AgentClient
-from gpumgr.cli.asking.documents import STATE
+from gpumgr.cli.asking.documents import PODS, STATE, read_pods
 from gpumgr.cli.asking.where import Where
 from gpumgr.cli.printable import printable
-from gpumgr.errors import GpumgrError, InputError
+from gpumgr.cli.showing.amounts import clock_time
+from gpumgr.errors import CheckpointError, GpumgrError, InputError
 from gpumgr.web.state import entry_fields, state_document
-from gpumgr.web.story import story
+from gpumgr.web.story import known_pods, story
 
 Document = dict[str, Any]
 
@@ -39,6 +42,10 @@ class Memory(Protocol):
 
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
         """Entries with their candidates, oldest first."""
+        ...
+
+    async def pods(self) -> frozenset[PodKey]:
+        """Of which there is a story."""
         ...
 
     async def story(self, namespace: str, pod: str) -> Document | None:
@@ -57,6 +64,9 @@ class Live:
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
         return await newest_entries(self._agent, newest)
 
+    async def pods(self) -> frozenset[PodKey]:
+        return read_pods(await self._agent.get(PODS))
+
     async def story(self, namespace: str, pod: str) -> Document | None:
         try:
             document: Document = await self._agent.get(f"/api/pods/{quote(namespace, safe='')}/{quote(pod, safe='')}")
@@ -66,21 +76,33 @@ class Live:
 
 
 class Remembered:
-    """A checkpoint that was read."""
+    """A checkpoint that was read; it was written last at `at` (unix seconds)."""
 
     live = False
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._picture, self._history = _picture_of(loaded.ledger), loaded.history
-        self.state: Document = state_document(self._picture, self._history)
+    def __init__(self, loaded: Loaded, *, at: float) -> None:
+        self._picture, self._history = _picture_of(loaded, at), loaded.history
+        newest = next((entry.candidates for entry in reversed(loaded.history) if entry.candidates), ())
+        self._indices = {candidate.gpu: candidate.index for candidate in newest}
+        state = state_document(self._picture, self._history)
+        self.state: Document = {**state, "gpus": self._gpus(state["gpus"])}
 
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
         return [
             {**entry_fields(entry), "candidates": [asdict(gpu) for gpu in entry.candidates]} for entry in self._history[-newest:]
         ]
 
+    async def pods(self) -> frozenset[PodKey]:
+        return frozenset(known_pods(self._picture.view.ledger, (), self._history))
+
     async def story(self, namespace: str, pod: str) -> Document | None:
-        return story(self._picture, None, namespace, pod, self._history)
+        told = story(self._picture, None, namespace, pod, self._history)
+        return told and {**told, "gpus": self._gpus(told["gpus"])}
+
+    def _gpus(self, rows: list[Document]) -> list[Document]:
+        """How a GPU is now nobody knows; which number it had, the last decision knew."""
+        unknown = {"healthy": None, "reason": None, "message": None}
+        return [{**row, **unknown, "index": self._indices.get(row["name"])} for row in rows]
 
 
 @asynccontextmanager
@@ -97,9 +119,13 @@ async def memory_of(where: Where) -> AsyncIterator[Memory]:
         else:
             yield live
             return
-    remembered = Remembered(await _load(where.checkpoint, away))
-    click.echo(f"gpumgr: {printable(away)}. What follows is what the checkpoint in {where.checkpoint} remembers.", err=True)
-    yield remembered
+    loaded, at = await asyncio.to_thread(_load, where.checkpoint, away)
+    click.echo(
+        f"gpumgr: {printable(away)}. What follows is what the checkpoint in {where.checkpoint} remembers; it was written last at "
+        f"{clock_time(at)}.",
+        err=True,
+    )
+    yield Remembered(loaded, at=at)
 
 
 async def newest_entries(agent: AgentClient, count: int) -> list[Document]:
@@ -108,20 +134,34 @@ async def newest_entries(agent: AgentClient, count: int) -> list[Document]:
     return documents[::-1]
 
 
-async def _load(folder: Path, away: str) -> Loaded:
-    """Raises GpumgrError with both reasons."""
+def _load(folder: Path, away: str) -> tuple[Loaded, float]:
+    """And when it was written last, in unix seconds: so long, at least, the agent was there. Raises GpumgrError with both reasons."""
     try:
-        loaded = await asyncio.to_thread(read_checkpoint, folder)
+        loaded = read_checkpoint(folder)
     except GpumgrError as error:
         raise GpumgrError(f"{away}; and without it: {error}") from error
     if loaded.lost:
         raise GpumgrError(f"{away}; and without it: {loaded.why}")
-    return loaded
+    files = [file for name in (NAME, f"{NAME}-wal") if (file := folder / name).exists()]
+    return loaded, max((file.stat().st_mtime for file in files), default=0.0)
 
 
-def _picture_of(ledger: Ledger) -> Picture:
+def _picture_of(loaded: Loaded, at: float) -> Picture:
     """The books, and nothing of the hardware."""
-    inventory = Inventory()
+    ledger, inventory = loaded.ledger, Inventory()
     return Picture(
-        view=AgentView(ledger=ledger, inventory=inventory, node=inventory.view(ledger.cards, policy="binpack", visible_blocks={}))
+        view=AgentView(
+            ledger=ledger, inventory=inventory, node=inventory.view(ledger.cards, policy="binpack", visible_blocks={})
+        ),
+        at=at,
+        not_ready=("the agent does not answer: this is what its checkpoint remembers",),
+        cordons=_cordons(loaded),
     )
+
+
+def _cordons(loaded: Loaded) -> Mapping[str, Cordon]:
+    """None if they can't be read: the agent itself refuses to start then, and says so."""
+    try:
+        return decode_cordons(loaded.notes.get(CORDONS_NOTE, "{}"))
+    except CheckpointError:
+        return {}

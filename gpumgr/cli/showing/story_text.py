@@ -8,9 +8,10 @@ from gpumgr.allocator.history import Call, Candidate, Entry
 from gpumgr.cli.asking.documents import Asked, ContainerRow, Story
 from gpumgr.cli.showing.amounts import blocks, clock_time, cores, gibibytes, percent
 from gpumgr.cli.showing.gpu_labels import Gpus
+from gpumgr.cli.showing.gpu_words import gpu_sentences
 from gpumgr.cli.showing.kept import kept_sentence
 from gpumgr.cli.showing.paragraphs import Paragraph, paragraphs
-from gpumgr.units import CORES_PER_GPU, Kind
+from gpumgr.units import CORES_PER_GPU, GpuName, Kind
 
 #: The kubelet's names of its calls.
 CALLS: Final[dict[Call, str]] = {
@@ -53,6 +54,8 @@ def _folded(line: str, width: int | None) -> list[str]:
 def _head(story: Story) -> Iterator[str]:
     facts = [f"Pod {story.namespace}/{story.pod}", story.uid and f"uid {story.uid}", story.phase]
     yield ", ".join(fact for fact in facts if fact) + "."
+    if said := ": ".join(words for words in (story.reason, story.message) if words):
+        yield f"Its status says {said}"
     if story.earlier_uids:
         yield f"Earlier pods of this name: uid {', uid '.join(story.earlier_uids)}."
 
@@ -95,7 +98,9 @@ def _happened(story: Story, gpus: Gpus) -> Iterator[str]:
 def _title(paragraph: Paragraph) -> str:
     """What came of what, for whom, and in which call (all grants are made in Allocate)."""
     entry = paragraph.entry
-    if entry.what in ("event", "gpu"):
+    if entry.what == "gpu":
+        return f"gpu {entry.code}" if entry.code else "gpu"
+    if entry.what == "event":
         return f"event {entry.code}" if entry.code else "event"
     asked = f" {amount}" if (amount := _amount(paragraph.sizes)) else ""
     whom = f" {'to' if entry.what == 'granted' else 'for'} {entry.container}" if entry.container and asked else ""
@@ -170,13 +175,17 @@ def _now(story: Story, gpus: Gpus, *, live: bool) -> Iterator[str]:
         yield f"It {'holds' if live else 'held'} no GPU of this node{'' if live else ' when the checkpoint was written'}."
         return
     yield "Where it sits:"
-    explained = set[str]()
+    explained, told = set[str](), set[GpuName]()
+    states = {row.name: row for row in story.gpus}
     for row in story.allocations:
         yield f"  {_seat(row, gpus)}"
         if row.why and row.allocation not in explained:  # one reason for all its GPUs
             yield f"    why: {row.why}"
         explained.add(row.allocation)
         yield f"    {_limits(row)}"
+        if row.gpu in states and row.gpu not in told:
+            yield from (f"    {sentence}" for sentence in gpu_sentences(states[row.gpu], gpus.label(row.gpu)))
+        told.add(row.gpu)
         if live:
             yield f"    {_use(row)}"
     if not live:

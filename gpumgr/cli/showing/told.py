@@ -40,7 +40,8 @@ class Told:
         self._told.extend(new)
         self.last = max((entry.number for _, entry in new), default=self.last)
         entries = [entry for _, entry in self._told]
-        gpus = gpus_of(read_state(state).gpus, entries)
+        shown = read_state(state)
+        gpus = gpus_of(shown.gpus, entries, failures=shown.failures)
         gpu = gpus.find(self._wanted.gpu) if self._wanted.gpu is not None else None
         chosen = choose((entry for _, entry in new), self._wanted, gpu=gpu, told=entries)
         if self._wanted.as_json:

@@ -11,6 +11,7 @@ from rich.segment import SegmentLines
 from rich.text import Text
 
 from gpumgr.cli.asking.documents import State
+from gpumgr.cli.showing.amounts import clock_time
 from gpumgr.cli.showing.usage_table import WIDE, usage_tables
 
 #: Width of what is no terminal: nothing is folded or cut there.
@@ -85,7 +86,7 @@ class Screen:
         self._live.update(self.picture(), refresh=True)
 
     def picture(self) -> RenderableType:
-        """What fits from the first line that is to be seen, and a last line that says what does not."""
+        """What fits from the first line that is to be seen, and two last lines: of when it is, and what does not fit."""
         parts: list[RenderableType] = []
         if self._away is not None:
             parts.append(Text(f"The agent is away, trying again: {self._away}", style="red"))
@@ -96,5 +97,12 @@ class Screen:
         self._first = max(0, min(self._first, len(lines) - self._room))
         shown = lines[self._first : self._first + self._room]
         part = f"; lines {self._first + 1}-{self._first + len(shown)} of {len(lines)}: cursor and page keys show the others"
-        foot = Text("q quits" + (part if len(shown) < len(lines) else ""), style="dim")
-        return Group(SegmentLines(shown, new_lines=True), foot)
+        keys = Text("q quits" + (part if len(shown) < len(lines) else ""), style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(SegmentLines(shown, new_lines=True), self._when(), keys)
+
+    def _when(self) -> Text:
+        """It stands still while the tables are scrolled."""
+        moment = clock_time(self._state.at) if self._state is not None else "-"
+        if self._away is None:
+            return Text(moment, style="dim", no_wrap=True, overflow="ellipsis")
+        return Text(f"The agent is away: this was at {moment}", style="red", no_wrap=True, overflow="ellipsis")

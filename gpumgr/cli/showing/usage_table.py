@@ -10,6 +10,7 @@ from rich.text import Text
 from gpumgr.cli.asking.documents import ContainerRow, GpuRow, State
 from gpumgr.cli.showing.amounts import clock_time, gibibytes, percent
 from gpumgr.cli.showing.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.showing.gpu_words import gpu_sentences, gpu_words
 from gpumgr.cli.showing.kept import keepers
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
@@ -17,17 +18,6 @@ from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 WIDE: Final = 120
 #: Words that stand before every GPU's model.
 _MAKERS: Final = ("NVIDIA ", "Tesla ")
-#: In the place of the words of gpumgr.agent.picture.REASONS, where those need some more.
-_WORDS: Final = {
-    "xid": "XID error",
-    "ecc": "ECC errors",
-    "reset": "needs reset",
-    "nvml_down": "no driver",
-    "mig": "in MIG mode",
-    "operator": "held",
-    "quarantine": "quarantined",
-    "other": "unfit",
-}
 
 
 def usage_tables(state: State, *, wide: bool) -> RenderableType:
@@ -67,7 +57,7 @@ def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
         table.add_row(
             Text(gpus.short(gpu)),
             Text(_model(row.model)),
-            Text(gpu_words(row), style="green" if row.healthy and row.cordon is None else "red"),
+            Text(gpu_words(row), style=_style(row)),
             f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
             percent(row.utilization_ratio),
             f"{gibibytes(granted_blocks * BLOCK_BYTES)}/{gibibytes(row.memory_blocks * BLOCK_BYTES)}G",
@@ -78,15 +68,10 @@ def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
     return table
 
 
-def gpu_words(row: GpuRow) -> str:
-    """Health and cordon in a word or two."""
-    cordon = "" if row.cordon is None else "draining" if row.cordon.draining else "cordoned"
-    if row.healthy:
-        return cordon or "healthy"
-    if cordon and row.reason in (None, "operator"):
-        return cordon
-    reason = _WORDS.get(row.reason or "other", row.reason or "")
-    return f"{cordon}, {reason}" if cordon else reason
+def _style(row: GpuRow) -> str:
+    if row.cordon is not None or row.healthy is False:
+        return "red"
+    return "green" if row.healthy else ""
 
 
 def _notes(state: State, gpus: Gpus) -> list[str]:
@@ -94,12 +79,7 @@ def _notes(state: State, gpus: Gpus) -> list[str]:
     notes = []
     for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
         label = gpus.label(row.name)
-        if row.cordon is not None:
-            verb = "is being drained" if row.cordon.draining else "is cordoned"
-            because = f": {row.cordon.reason}" if row.cordon.reason else ""
-            notes.append(f"{label} {verb} since {clock_time(row.cordon.since)}{because}")
-        if not row.healthy and row.message and not (row.cordon and row.reason == "operator"):
-            notes.append(f"{label} takes nothing new: {row.message}")
+        notes += gpu_sentences(row, label)
         if row.strangers is not None and row.strangers.processes:
             notes.append(
                 f"{label} has processes of no container: {row.strangers.processes}, with {_used(row.strangers.memory_bytes)}"

@@ -3,8 +3,9 @@
 Shape: core/v1 NodeCondition. `lastTransitionTime` is when the status changed last, whatever reason and message did since.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
@@ -14,15 +15,21 @@ TYPE: Final = "GpuTrouble"
 #: The API server takes 32 KiB; people don't.
 MAX_MESSAGE_BYTES: Final = 2048
 NO_TROUBLE: Final = "GpusWork"
+#: Its sentences are an operator's, who changes a number on purpose.
+CORDONED: Final = "GpuCordoned"
+#: A number that stands alone and may be another with each look (errors, seconds). A GPU's does not ("GPU3"), nor an XID's, and its
+#: name has eight digits.
+_COUNT: Final = re.compile(r"(?<!XID )\b[0-9]{1,7}\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """`reason` is one CamelCase word."""
+    """`reason` is one CamelCase word. `gist` is the message without what may be another with each look; nobody is told it."""
 
     trouble: bool
     reason: str
     message: str
+    gist: str = field(default="", compare=False)
 
 
 #: Told to take away what was told before.
@@ -43,7 +50,8 @@ def condition_of(troubles: Sequence[tuple[str, str]], *, well: str) -> Condition
     if not troubles:
         return Condition(trouble=False, reason=NO_TROUBLE, message=well)
     message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)
-    return Condition(trouble=True, reason=troubles[0][0], message=message)
+    gist = "; ".join(sentence if reason == CORDONED else _COUNT.sub("", sentence) for reason, sentence in troubles)
+    return Condition(trouble=True, reason=troubles[0][0], message=message, gist=gist)
 
 
 def told_next(condition: Condition, before: Told | None, now: float) -> Told:

@@ -157,5 +157,5 @@ class NodeFace:
 
 
 def _differ(one: Condition, other: Condition) -> bool:
-    """In more than words."""
-    return (one.trouble, one.reason) != (other.trouble, other.reason)
+    """In more than numbers that may be others with each look."""
+    return (one.trouble, one.reason, one.gist) != (other.trouble, other.reason, other.gist)

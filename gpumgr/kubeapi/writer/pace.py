@@ -11,7 +11,7 @@ class Pace:
 
     `window_seconds`: equal events are one within this time. `recount_seconds`: how often the count of one is written at most.
     `heartbeat_seconds`: what the node shows is looked at again, and its condition's heartbeat written, so often; `reword_seconds`: a
-    condition of which only the message changed is written so often at most.
+    condition that has the gist of before is written so often at most.
 
     Pauses grow from the first to the longest: `pause_seconds` after any failure, `job_seconds` for the one thing that failed;
     `conflicts`: after so many conflicts in a row a pod's annotations are given up.

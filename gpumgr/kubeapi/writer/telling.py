@@ -22,6 +22,7 @@ _UNLIMITED: Final = frozenset({"none", "mps-open"})
 _OF_GPUS: Final[Mapping[str, tuple[str, bool]]] = {
     "lost": ("GpuLost", True),
     "unhealthy": ("GpuUnhealthy", True),
+    "not_readable": ("GpuNotReadable", True),
     "back": ("GpuBack", False),
     "cordoned": ("GpuCordoned", False),
     "uncordoned": ("GpuUncordoned", False),

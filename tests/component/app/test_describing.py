@@ -76,6 +76,25 @@ def test_a_gpu_that_the_driver_does_not_show_is_trouble() -> None:
     assert told.message == "GPU 00000001: the driver does not show it"
 
 
+def test_a_gpu_that_was_broken_before_anybody_knew_it_is_trouble() -> None:
+    told = Node(up(view=view_of(broken=[1], known=[0]))).condition()
+    assert (told.trouble, told.reason, told.message) == (True, "GpuUnhealthy", "GPU1 can't be described: GPU is lost")
+
+
+def test_the_gist_tells_gpus_and_words_from_counts_and_an_operators_words_are_his() -> None:
+    def gist(**changes: Any) -> str:
+        return Node(up()).condition(**changes).gist
+
+    count, more = (gist(view=view_of(failed={uuid_of(1): f"{n} uncorrectable memory errors"})) for n in (2, 3))
+    assert count == more
+    other = gist(view=view_of(failed={uuid_of(0): "2 uncorrectable memory errors"}))
+    both = gist(view=view_of(failed={uuid_of(n): "2 uncorrectable memory errors" for n in (0, 1)}))
+    xids = [gist(view=view_of(failed={uuid_of(1): f"XID {n}"})) for n in (48, 79)]
+    reasons = [gist(cordons={uuid_of(0): Cordon(reason=f"ticket {n}")}) for n in (1, 2)]
+    every = [count, other, both, *xids, *reasons]
+    assert len(set(every)) == len(every)
+
+
 def test_what_passes_by_itself_or_was_wished_is_no_trouble() -> None:
     busy = Quarantine(held={name_of(0): frozenset({(7, 70)})})
     held = up(view=view_of(quarantine=busy, closed={uuid_of(1): "by the operator"}), reasons={uuid_of(1): "operator"})

@@ -11,6 +11,7 @@ from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import NodeSample, NodeSnapshot
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
+from tests.unit.metrics.pictures import with_hole
 
 NODE = snapshot(2, 16)
 ZERO, ONE = (gpu.uuid for gpu in NODE.gpus)
@@ -126,6 +127,18 @@ async def test_a_missing_device_node_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "nvidia1").touch()
     await node.news.sample_taken(NodeSample())
     assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+async def test_a_gpu_that_nobody_knows_and_that_can_not_be_described_is_told_once() -> None:
+    hole = with_hole(snapshot(2, 16), 1)
+    node = Listening()
+    await node.news.snapshot_taken(hole)
+    await node.news.snapshot_taken(hole)
+    await node.restart({}, hole)
+    assert node.told == [("not_readable", (), "GPU1 can't be described: GPU is lost")]
+    await node.news.snapshot_taken(NODE)
+    await node.news.snapshot_taken(with_hole(NODE, 0, 1))
+    assert [why for _, _, why in node.told[1:]] == [f"GPU{n} can't be described: GPU is lost" for n in (0, 1)]
 
 
 LOST = GpuHealth(state="unhealthy", reason="lost", message="the GPU is lost", since=0.0)

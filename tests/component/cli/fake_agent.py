@@ -28,6 +28,7 @@ class FakeAgent:
         app.router.add_get("/api/state", self._state)
         app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/history", self._history)
+        app.router.add_get("/api/pods", self._pods)
         app.router.add_get("/api/pods/{namespace}/{pod}", self._pod)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -64,6 +65,12 @@ class FakeAgent:
     async def _history(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
         return web.json_response(self.entries[::-1][: int(request.query["limit"])])
+
+    async def _pods(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        known = {*self.stories, *(tuple(told["pod"]) for told in self.entries if told["pod"])}
+        known |= {(row["namespace"], row["pod"]) for row in self.state["containers"] if row["pod"]}
+        return web.json_response([{"namespace": namespace, "pod": pod} for namespace, pod in sorted(known)])
 
     async def _pod(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)

@@ -26,7 +26,7 @@ main()
 
 
 class Process:
-    """`out` and `err` are all that was printed so far; a terminal has everything in `out`."""
+    """`out` and `err` are all that was printed so far; a terminal has everything in `out`, and was `untouched` before it began."""
 
     def __init__(self, *arguments: str, terminal: bool) -> None:
         self._arguments, self._terminal = arguments, terminal
@@ -43,6 +43,7 @@ class Process:
         if self._terminal:
             self.keyboard, self.tty = pty.openpty()
             fcntl.ioctl(self.tty, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+            self.untouched = termios.tcgetattr(self.tty)
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=self.tty, stdout=self.tty, stderr=self.tty, env=environ, start_new_session=True
             )
@@ -97,9 +98,11 @@ class Process:
         return self.out if stream == "out" else self.err
 
     async def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Its exit code, once it has ended and all that it wrote to pipes is read."""
         async with asyncio.timeout(_WAIT_SECONDS):
-            return await self._process.wait()
+            code = await self._process.wait()
+            await asyncio.gather(*self._readers)
+            return code
 
     def _read_terminal(self) -> None:
         self._heard("out", os.read(self.keyboard, 65536))

@@ -1,8 +1,10 @@
 """A checkpoint as an agent leaves it: one pod that sits on a GPU, one that was refused and has a hostile name."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation, Ledger
@@ -59,8 +61,9 @@ ENTRIES = (
 )
 
 
-async def remember(folder: Path) -> None:
-    """Writes it, as an agent that has ended."""
+async def remember(folder: Path, *, cordons: Mapping[str, Cordon] | None = None) -> None:
+    """Writes it, as an agent that has ended; GPUs with these UUIDs were cordoned."""
     checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
     await checkpoint.save(replace(LEDGER.since(Ledger()), entries=ENTRIES))
+    await checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons or {}))
     assert await checkpoint.close()

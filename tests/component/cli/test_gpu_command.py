@@ -101,6 +101,17 @@ class Agent:
         return await asyncio.to_thread(runner.invoke, gpu.command, [*arguments, "--socket", str(self.socket)])
 
 
+class Looks:
+    """Stands in for the clock: time passes by being asked for, so that a tenth of a second has room for some looks on any machine."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.02
+        return self._now
+
+
 def gone(request: web.Request) -> web.Response:
     """A process that was killed."""
     assert request.transport is not None
@@ -206,7 +217,10 @@ async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent:
     assert [(action, evict) for action, _, _, evict in agent.orders] == [("drain", True), ("drain", False)]
 
 
-async def test_a_drain_does_not_wait_for_ever_and_ends_with_who_is_there_then(agent: Agent) -> None:
+async def test_a_drain_does_not_wait_for_ever_and_ends_with_who_is_there_then(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "time", Looks())
     agent.on, agent.leaving = [ROW] * 1000, True
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
@@ -223,7 +237,10 @@ async def test_a_drain_outlives_the_agent_and_asks_one_that_has_just_started(age
     assert result.stderr.splitlines() == [ended, "waiting for 1 container: team/train", ended]
 
 
-async def test_a_drain_whose_agent_does_not_come_back_ends_with_what_was_known(agent: Agent) -> None:
+async def test_a_drain_whose_agent_does_not_come_back_ends_with_what_was_known(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "time", Looks())
     agent.on, agent.away = [ROW], [failing] * 1000
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
@@ -272,6 +289,23 @@ async def test_a_reason_that_is_no_utf8_is_told_here(agent: Agent, action: str) 
     result = await agent.run(action, "3", "--reason", "L\udcfcfter")
     assert result.exit_code == 2
     assert "Invalid value for '--reason': it is no UTF-8 text" in result.stderr
+    assert agent.orders == []
+
+
+@pytest.mark.parametrize("action", ["cordon", "drain"])
+async def test_a_reason_that_is_too_long_is_told_here(agent: Agent, action: str) -> None:
+    result = await agent.run(action, "3", "--reason", "x" * 5000)
+    assert result.exit_code == 2
+    assert "Invalid value for '--reason': it has 5000 characters; 256 at most" in result.stderr
+    assert agent.orders == []
+    assert (await agent.run(action, "3", "--reason", "\N{PILE OF POO}" * 256)).exit_code == 0
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-nan", "inf", "-inf", "-1", "1e999", "soon"])
+async def test_a_time_that_is_none_is_not_waited(agent: Agent, seconds: str) -> None:
+    result = await agent.run("drain", "3", "--wait", "--timeout", seconds)
+    assert result.exit_code == 2
+    assert "Invalid value for '--timeout':" in result.stderr
     assert agent.orders == []
 
 

@@ -24,7 +24,8 @@ class Agent:
 
 
 @pytest.fixture
-async def alive(socket: Path) -> AsyncIterator[Agent]:
+async def alive(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
+    monkeypatch.setattr("gpumgr.cli.healthy._ANSWER_SECONDS", 30.0)
     agent, app = Agent(), web.Application()
     app.router.add_get("/healthz", agent.answer)
     runner = web.AppRunner(app)

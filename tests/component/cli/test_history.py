@@ -38,7 +38,7 @@ async def test_json_has_one_whole_entry_a_line(agent: FakeAgent, gpumgr_command:
         (("-n", "2"), [6, 7]),
         (("--refused",), [5]),
         (("--pod", "team/resnet-0", "-n", "2"), [4, 6]),
-        (("--pod", "resnet-0"), []),
+        (("--pod", "resnet-0"), [3, 4, 6]),
         (("--gpu", "1"), [1]),
         (("--since", "1s"), []),
         (("--since", "99999d", "--refused"), [5]),
@@ -52,6 +52,36 @@ async def test_shows_what_is_asked_for(
     ended = await gpumgr_command("history", "--socket", agent.socket, "--output", "json", *options)
     assert ended.code == 0
     assert numbers(ended.out) == shown
+    assert bool(ended.err) == (not shown)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--since", "1s"), "gpumgr: nothing of this kind is remembered\n"),
+        (("--pod", "quiet"), "nothing of this kind is remembered of pod demo/quiet; `gpumgr why` tells"),
+        (("--pod", "team/bert", "--refused"), "nothing of this kind is remembered of pod team/bert; `gpumgr why` tells"),
+        (("--pod", "nosuch"), "nothing is known of pod nosuch on this node: it is not here,"),
+        (("--pod", "resnet"), "nothing is known of pod resnet on this node"),
+        (("--pod", "resnet"), "; did you mean team/resnet-0?\n"),
+    ],
+)
+async def test_what_matches_nothing_is_told(
+    options: tuple[str, ...], said: str, agent: FakeAgent, gpumgr_command: Gpumgr
+) -> None:
+    for old in agent.entries:
+        old["at"] -= 1_000_000_000
+    agent.stories["demo", "quiet"] = {}
+    ended = await gpumgr_command("history", "--socket", agent.socket, *options)
+    assert (ended.code, ended.out) == (0, "")
+    assert said in ended.err
+
+
+async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.stories["other", "resnet-0"] = {}
+    ended = await gpumgr_command("history", "--socket", agent.socket, "--pod", "resnet-0")
+    assert (ended.code, ended.out) == (2, "")
+    assert "several pods on this node are called so: other/resnet-0, team/resnet-0" in ended.err
 
 
 async def test_shows_twenty_or_all_since(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -83,6 +113,8 @@ async def test_without_the_agent_the_checkpoint_tells_and_hostile_names_are_spel
     )
     as_json = await gpumgr_command("history", "--socket", socket, "--gpu", "GPU-1111", "--output", "json")
     assert numbers(as_json.out) == [1]
+    of_pod = await gpumgr_command("history", "--socket", socket, "--pod", "resnet-0", "--output", "json")
+    assert numbers(of_pod.out) == [1]
 
 
 async def test_following_needs_the_agent(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
@@ -119,6 +151,18 @@ async def test_follow_goes_on_after_an_agent_that_lost_its_last_numbers(agent: F
     process.interrupt()
     assert await process.ended() == 0
     assert numbers(process.out) == [1, 2, 3, 4, 5, 6, 7, 7]
+
+
+async def test_follow_waits_for_a_pod_that_nobody_knows_yet(agent: FakeAgent, start: Start) -> None:
+    process = await start("history", "--socket", agent.socket, "--follow", "--pod", "late", "--output", "json")
+    await process.until("nothing is known of pod late on this node", stream="err")
+    await process.until("waiting for default/late\n", stream="err")
+    await agent.read()
+    await agent.happen(entry(8, "event", pod=["team", "late"]), entry(9, "event", pod=["default", "late"]))
+    await process.until('"number": 9')
+    process.interrupt()
+    assert await process.ended() == 0
+    assert numbers(process.out) == [9]
 
 
 async def test_on_a_terminal_what_happened_has_a_colour(agent: FakeAgent, start: Start) -> None:

@@ -1,16 +1,19 @@
 """`gpumgr usage` over a real socket: once, again and again, and live on a real terminal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from gpumgr.agent.cordons import Cordon
 from gpumgr.cli.asking.documents import read_state
 from gpumgr.cli.showing.usage_screen import usage_text
 from tests.unit.cli.node_story import NAMES, container, state
 
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent
+from .remembered import AT, remember
 
 
 async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -19,12 +22,14 @@ async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeA
     assert ended.out == usage_text(read_state(state()), width=None) + "\n"
 
 
-async def test_json_has_gpus_and_containers_as_the_agent_gave_them(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.state["containers"][0]["pod"] = "evil\x1b[2J\n"
+    agent.state["failures"] = [{"index": 7, "uuid": None, "message": "GPU is lost"}]
+    agent.state["not_ready"] = ["core is not registered with the kubelet"]
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--output", "json")
     (line,) = ended.out.splitlines()
     assert "\x1b" not in line
-    assert json.loads(line) == {key: agent.state[key] for key in ("node", "at", "gpus", "containers")}
+    assert json.loads(line) == {key: agent.state[key] for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
 
 
 async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -39,7 +44,7 @@ async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gp
 async def test_a_gpu_that_is_not_there_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--gpu", "9")
     assert (ended.code, ended.out) == (2, "")
-    assert "known: GPU0 (0fe1c342)" in ended.err
+    assert "there are: GPU0 = GPU-0fe1c342" in ended.err
 
 
 @pytest.mark.parametrize("options", [(), ("--watch",), ("--watch", "--output", "json")])
@@ -47,6 +52,34 @@ async def test_without_an_agent_it_says_how_to_start_one(options: tuple[str, ...
     ended = await gpumgr_command("usage", "--socket", socket, *options)
     assert (ended.code, ended.out) == (1, "")
     assert "systemctl start gpumgr" in ended.err
+
+
+async def test_without_the_agent_the_checkpoint_tells_who_was_granted_what(
+    folder: Path, socket: Path, gpumgr_command: Gpumgr
+) -> None:
+    await remember(folder, cordons={"GPU-22222222-bbbb": Cordon(since=AT)})
+    ended = await gpumgr_command("usage", "--socket", socket)
+    assert ended.code == 0
+    assert "the agent does not run on this node" in ended.err
+    (written,) = re.findall(
+        f"What follows is what the checkpoint in {folder} remembers; it was written last at (.*)\\.\n", ended.err
+    )
+    assert ended.out == (
+        f"this node at {written}\n"
+        "the agent does not answer: this is what its checkpoint remembers\n"
+        "\n"
+        "GPU  MODEL  STATE      CORES  BUSY     MEMORY  USED  TEMP  POWER\n"
+        "0    -      -         30/100     -  0.5/80.0G     -     -      -\n"
+        "1    -      cordoned   0/100     -  0.0/22.5G     -     -      -\n"
+        "\n"
+        "GPU1 is cordoned since 2023-11-14 22:13:20Z\n"
+        "\n"
+        "POD            CONTAINER  GPU  CORES  BUSY  MEMORY  USED  PROCS  KEPT BY  LIMITS\n"
+        "team/resnet-0  main         0     30     -    0.5G     -      -  mps      within\n"
+    )
+    document = json.loads((await gpumgr_command("usage", "--socket", socket, "--gpu", "1", "--output", "json")).out)
+    assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("22222222", None)]
+    assert document["containers"] == []
 
 
 async def test_the_socket_is_the_settings(agent: FakeAgent, folder: Path, gpumgr_command: Gpumgr) -> None:

@@ -47,7 +47,6 @@ async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, st
 
 async def test_watch_on_a_terminal_is_live_on_the_other_screen_until_q(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
-    before = termios.tcgetattr(process.tty)
     await process.until(OTHER_SCREEN)
     shown = await process.until("team/resnet-0 (main)")
     await process.until("q quits", after=shown)
@@ -59,7 +58,7 @@ async def test_watch_on_a_terminal_is_live_on_the_other_screen_until_q(agent: Fa
     assert await process.ended() == 0
     await process.until(FIRST_SCREEN)
     assert "\x1b]0;" not in process.out
-    assert termios.tcgetattr(process.tty) == before
+    assert termios.tcgetattr(process.tty) == process.untouched
 
 
 async def test_watch_on_a_terminal_says_that_the_agent_is_away_and_ends_cleanly_on_ctrl_c(agent: FakeAgent, start: Start) -> None:
@@ -103,12 +102,29 @@ async def test_keys_show_what_does_not_fit_and_sigterm_gives_the_terminal_back(a
     await process.until(FIRST_SCREEN)
 
 
+async def test_that_the_agent_is_away_is_told_below_what_is_scrolled_too(agent: FakeAgent, start: Start) -> None:
+    agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    shown = await process.until("q quits; lines 1-22 of 54")
+    process.press("\x1b[F")
+    begin, shown = shown, await process.until("q quits; lines 33-54 of 54", after=shown)
+    assert "\x1b[2m2026-09-21 14:13:20Z\x1b[0m" in process.out[begin:shown]
+    await agent.stop()
+    shown = await process.until("The agent is away: this was at 2026-09-21 14:13:20Z", after=shown)
+    shown = await process.until("q quits; lines 33-54 of 5", after=shown)
+    agent.state["at"] += 1
+    await agent.start()
+    begin, shown = shown, await process.until("q quits; lines 33-54 of 54", after=shown)
+    assert "\x1b[2m2026-09-21 14:13:21Z\x1b[0m" in process.out[begin:shown]
+    process.press("q")
+    assert await process.ended() == 0
+
+
 async def test_without_an_agent_a_terminal_stays_as_it_was(socket: Path, start: Start) -> None:
     process = await start("usage", "--socket", socket, "--watch", terminal=True)
-    before = termios.tcgetattr(process.tty)
     assert await process.ended() != 0
     await process.until("the agent does not run on this node")
-    assert termios.tcgetattr(process.tty) == before
+    assert termios.tcgetattr(process.tty) == process.untouched
 
 
 async def test_on_a_terminal_the_tables_have_colour(agent: FakeAgent, start: Start) -> None:

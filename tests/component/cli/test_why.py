@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.agent.cordons import Cordon
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.store import SqliteCheckpoint
@@ -13,7 +14,7 @@ from tests.unit.cli.test_why_story import told
 
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent
-from .remembered import ENTRIES, remember
+from .remembered import AT, ENTRIES, GPU, remember
 
 
 async def test_tells_the_story_in_plain_sentences(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -28,13 +29,14 @@ async def test_json_is_the_agents_document(pod: str, agent: FakeAgent, gpumgr_co
     assert json.loads(ended.out) == {**story(), "live": True}
 
 
-async def test_a_name_alone_may_be_in_the_default_namespace_though_nothing_happened_to_it(
-    agent: FakeAgent, gpumgr_command: Gpumgr
+@pytest.mark.parametrize("namespace", ["default", "demo"])
+async def test_a_name_alone_finds_a_pod_to_which_nothing_happened(
+    namespace: str, agent: FakeAgent, gpumgr_command: Gpumgr
 ) -> None:
-    agent.stories["default", "quiet"] = {**story(), "namespace": "default", "pod": "quiet", "history": [], "allocations": []}
+    agent.stories[namespace, "quiet"] = {**story(), "namespace": namespace, "pod": "quiet", "history": [], "allocations": []}
     ended = await gpumgr_command("why", "quiet", "--socket", agent.socket)
     assert ended.code == 0
-    assert ended.out.startswith("Pod default/quiet,")
+    assert ended.out.startswith(f"Pod {namespace}/quiet,")
 
 
 async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -118,6 +120,18 @@ async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path,
     assert document["live"] is False
     assert document["allocations"][0]["memory_used_bytes"] is None
     assert [told["number"] for told in document["history"]] == [ENTRIES[0].number]
+
+
+async def test_a_cordon_is_told_out_of_the_checkpoint_and_of_health_nothing(
+    folder: Path, socket: Path, gpumgr_command: Gpumgr
+) -> None:
+    await remember(folder, cordons={"GPU-11111111-aaaa": Cordon(reason="broken fan", since=AT)})
+    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    assert (
+        "    kept within its share by mps\n    GPU0 is cordoned since 2023-11-14 22:13:20Z: broken fan\nWhat it uses" in ended.out
+    )
+    document = json.loads((await gpumgr_command("why", "resnet-0", "--socket", socket, "--output", "json")).out)
+    assert [(row["name"], row["healthy"], row["message"]) for row in document["gpus"]] == [(GPU, None, None)]
 
 
 async def test_near_names_come_out_of_the_checkpoint_too(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:

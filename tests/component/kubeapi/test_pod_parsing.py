@@ -68,6 +68,16 @@ def test_a_pod_without_status_is_pending() -> None:
     assert parse_pod({"metadata": METADATA}).phase == "Pending"
 
 
+def test_why_the_kubelet_refused_a_pod_stands_in_its_status() -> None:
+    status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400"}
+    view = parse_pod({"metadata": METADATA, "status": status})
+    assert (view.reason, view.message) == ("UnexpectedAdmissionError", "Allocate failed due to Requested: 400")
+    long = parse_pod({"metadata": METADATA, "status": {"reason": "r" * 5000, "message": "m" * 5000}})
+    assert (long.reason, long.message) == ("r" * 253, "m" * 1024)
+    odd = parse_pod({"metadata": METADATA, "status": {"reason": "", "message": 5}})
+    assert (odd.reason, odd.message) == (None, None)
+
+
 def test_a_pod_runs_under_a_service_account() -> None:
     assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": "trainer"}}).service_account == "trainer"
     assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": ""}}).service_account is None

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from gpumgr.allocator.offer import Offer
 from gpumgr.app.listener import News
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import GpuHealth
 from gpumgr.nvml.monitor import Monitor
 from gpumgr.nvml.reset import reset_gpu
 from gpumgr.proc import HostProcesses
@@ -23,6 +24,16 @@ from tests.component.stage.stage import Drift, MemoryPods
 
 from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Prepare
 from .smi import install_smi
+
+
+class Heard(News):
+    """Keeps what it heard of the GPUs' health."""
+
+    history: list[Mapping[str, GpuHealth]]
+
+    async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
+        self.history.append(health)
+        await super().health_changed(health)
 
 
 class Life:
@@ -42,7 +53,7 @@ class Life:
             policy="binpack",
             clock=time.monotonic,
         )
-        self.news = News(
+        self.news = Heard(
             self.books,
             processes,
             device_root=None,
@@ -50,6 +61,7 @@ class Life:
             on_processes=lambda _sample, _started: asyncio.sleep(0),
             on_sample=lambda _sample: None,
         )
+        self.news.history = []
         nvml = Nvml(library_path=sim.library_path, sysfs_root=sim.sysfs_root)
         self.monitor = Monitor(nvml, self.news, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS)
         self.maintenance = Maintenance(
@@ -102,10 +114,11 @@ async def test_a_broken_gpu_is_cordoned_outlives_a_kill_is_reset_and_comes_back(
         answer = await second.maintenance.follow(Order(action="reset", gpu=uuid))
         assert "successfully reset" in answer["said"]
         await second.until(lambda: second.books.node().unfit == closed)
+        cordoned = len(second.news.history)
         await second.maintenance.follow(Order(action="uncordon", gpu="GPU2"))
-        assert list(second.books.node().unfit) == [name]
         await second.until(lambda: not second.books.node().unfit)
-    assert [entry.code for entry in second.books.history.entries()] == ["reset", "uncordoned"]
+        assert "probation" in {health[uuid].state for health in second.news.history[cordoned:]}, "it is watched for a while first"
+    assert [entry.code for entry in second.books.history.entries()] == ["not_readable", "reset", "uncordoned"]
     after = SqliteCheckpoint.open(tmp_path / "checkpoint")
     assert after.load().notes["cordons"] == "{}"
     for checkpoint in (killed, again, after):

@@ -11,6 +11,7 @@ from gpumgr.agent.maintenance import Order
 from gpumgr.agent.picture import Picture
 from gpumgr.aio import Latest
 from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.pods import PodKey
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.live import Metrics
 from gpumgr.web.door.access import Whence, whence
@@ -83,6 +84,9 @@ class Scene:
 
     def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
         return {"namespace": namespace, "pod": pod, "uid": "uid-a"} if (namespace, pod) == ("team", "share") else None
+
+    def pods(self) -> Sequence[PodKey]:
+        return [("other", "share"), ("team", "late"), ("team", "share")]
 
     async def maintain(self, order: Order) -> Mapping[str, Any]:
         self.orders.append(order)

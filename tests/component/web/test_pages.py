@@ -135,6 +135,19 @@ async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.Clie
         assert await answer.json() == shown
 
 
+@pytest.mark.parametrize(
+    ("query", "pods"),
+    [
+        ("", [("other", "share"), ("team", "late"), ("team", "share")]),
+        ("?name=share", [("other", "share"), ("team", "share")]),
+        ("?name=gone", []),
+    ],
+)
+async def test_pods_are_listed_by_their_names(client: aiohttp.ClientSession, query: str, pods: list[tuple[str, str]]) -> None:
+    async with client.get(f"/api/pods{query}") as answer:
+        assert await answer.json() == [{"namespace": namespace, "pod": pod} for namespace, pod in pods]
+
+
 async def test_a_pod_of_which_nothing_is_known(client: aiohttp.ClientSession) -> None:
     async with client.get("/api/pods/team/gone") as answer:
         assert answer.status == 404

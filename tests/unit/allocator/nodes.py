@@ -30,6 +30,7 @@ def node_of(cards: Cards, *, unfit: Mapping[str, str] | None = None, visible: Ma
     return NodeView(
         topology=topology_of(len(cards.cards)),
         rows={card.name: row for row, card in enumerate(cards.cards)},
+        indices={card.name: index for index, card in enumerate(cards.cards)},
         unfit=unfit or {},
         visible_blocks=visible if visible is not None else {card.name: card.all_ids("memory") for card in cards.cards},
     )

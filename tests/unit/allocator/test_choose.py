@@ -1,8 +1,11 @@
 """GetPreferredAllocation: whole containers are placed, one call at a time. The evaluators have their own tests."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.candidates import candidates
 from gpumgr.allocator.choose import Ask, Choice, choose
 from gpumgr.allocator.ids import ALL_CORES, Masks, count
 from gpumgr.allocator.ledger import Allocation, Ledger
@@ -49,6 +52,30 @@ def test_the_whole_container_is_placed_whichever_resource_is_asked_first() -> No
     ledger = empty().occupy(on(ONE, 60, 14)).occupy(on(TWO, 20, 2))
     assert asked(ledger, "core", 30, app(30, 4)).masks == {TWO: low(30) << 20}
     assert asked(ledger, "memory", 4, app(30, 4)).masks == {TWO: 0b1111 << 2}
+
+
+def test_a_refusal_counts_no_memory_where_somebody_has_the_gpu_whole() -> None:
+    """As the table of what each GPU had left does."""
+    whole = Allocation(id="w", pod=("team", "w"), container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
+    ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(whole)
+    with pytest.raises(Refusal) as refused:
+        asked(ledger, "core", 30, app(30, 4))
+    table = {c.index: (c.cores_free, c.memory_blocks_free) for c in candidates(node_of(ledger.cards), ledger)}
+    assert table == {0: (10, 12), 1: (0, 0)}
+    assert str(refused.value).endswith(
+        "GPU0 (00000000) 10 cores and 12 memory blocks, GPU1 (00000001) 0 cores and 0 memory blocks"
+    )
+
+
+def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
+    ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(on(TWO, 90, 4))
+    node = replace(node_of(ledger.cards), indices={ONE: 2, TWO: 5})
+    assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
+    assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
+    view = pod("new", app(30, 4))
+    ask = Ask(kind="core", available={}, must={}, size=30)
+    with pytest.raises(Refusal, match=r"GPU2 \(00000000\) .*, GPU5 \(00000001\)"):
+        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
 
 
 def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:

@@ -154,10 +154,13 @@ def story() -> dict[str, Any]:
         "uid": "uid-resnet-0",
         "earlier_uids": [],
         "phase": "Running",
+        "reason": None,
+        "message": None,
         "request": [
             {"container": "setup", "kind": "init", "cores": 10, "memory_blocks": 1},
             {"container": "main", "kind": "app", "cores": 30, "memory_blocks": 20},
         ],
         "allocations": [row for row in state()["containers"] if row["pod"] == "resnet-0"],
+        "gpus": [row for row in state()["gpus"] if row["name"] == NAMES[0]],
         "history": [told for told in entries() if told["pod"] == ["team", "resnet-0"]],
     }

@@ -72,7 +72,7 @@ def test_json_is_the_entry_as_it_came() -> None:
 
 
 def test_a_gpu_that_nobody_knows_is_told() -> None:
-    with pytest.raises(InputError, match="--gpu 9: is no GPU that is known here"):
+    with pytest.raises(InputError, match="--gpu: no GPU of this node is called '9'"):
         heard(Wanted(gpu="9"))
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from gpumgr.cli.asking.documents import GpuRow, read_state
+from gpumgr.cli.showing.gpu_words import gpu_words
 from gpumgr.cli.showing.usage_screen import usage_text
-from gpumgr.cli.showing.usage_table import gpu_words
 from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
 
 NARROW = """\
@@ -96,6 +96,8 @@ def test_gpus_that_can_not_be_described_are_named() -> None:
         ({"healthy": False, "reason": "ecc"}, "ECC errors"),
         ({"healthy": False, "reason": "missing"}, "missing"),
         ({"healthy": False}, "unfit"),
+        ({"healthy": None}, "-"),
+        ({"healthy": None, "cordon": {"reason": "", "since": AT, "draining": False}}, "cordoned"),
     ],
 )
 def test_health_and_cordon_in_words(facts: dict[str, object], words: str) -> None:

@@ -9,7 +9,7 @@ from gpumgr.cli.pod_word import PodWord
 from gpumgr.cli.showing.gpu_labels import gpus_of
 from gpumgr.cli.showing.story_text import story_text
 from gpumgr.errors import InputError
-from tests.unit.cli.node_story import GIB, LOST, NAMES, candidate, container, entries, entry, state, story
+from tests.unit.cli.node_story import AT, GIB, LOST, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\
 Pod team/resnet-0, uid uid-resnet-0, Running.
@@ -188,6 +188,33 @@ def test_whole_gpus_and_shares_that_nothing_keeps() -> None:
     assert "    nothing keeps it within its share\n    now: uses 1.0 GiB, 1 process" in text
 
 
+def test_what_the_kubelet_itself_says_of_a_refused_pod() -> None:
+    status = {"reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400, Available: 158\x1b"}
+    text = told(of("big3", phase="Failed", **status))
+    said = "UnexpectedAdmissionError: Allocate failed due to Requested: 400, Available: 158\\x1b"
+    assert text.startswith(f"Pod team/big3, Failed.\nIts status says {said}\n\n")
+    assert told(of("big3", message="no node")).startswith("Pod team/big3.\nIts status says no node\n\n")
+
+
+def test_what_became_of_a_pods_gpus_is_told_among_what_happened_and_where_it_sits() -> None:
+    lost = entry(8, "gpu", gpus=[NAMES[0]], code="lost", why="XID 79: the GPU has fallen off the bus")
+    rows = [container("a", "p", NAMES[0]), container("b", "p", NAMES[0], container="side"), container("c", "p", NAMES[1])]
+    cordon = {"reason": "new NVLink bridge", "since": AT - 60, "draining": False}
+    gpus = [
+        gpu(0, NAMES[0], healthy=False, reason="lost", message=lost["why"]),
+        gpu(1, NAMES[1], healthy=False, reason="operator", message="cordoned by the operator", cordon=cordon),
+    ]
+    text = told(of("p", lost, allocations=rows, gpus=gpus))
+    assert "  2026-09-21 13:56:48Z  gpu lost\n    GPU0: XID 79: the GPU has fallen off the bus\n" in text
+    seats = text.partition("Where it sits:\n")[2]
+    assert (
+        "    kept within its share by mps\n    GPU0 takes nothing new: XID 79: the GPU has fallen off the bus\n    what it uses"
+        in seats
+    )
+    assert "    GPU1 is cordoned since 2026-09-21 14:12:20Z: new NVLink bridge\n" in seats
+    assert (seats.count("takes nothing new"), seats.count("cordoned")) == (1, 1)
+
+
 def test_a_pod_of_which_nothing_happened_yet() -> None:
     text = told(of("p", request=[{"container": "side", "kind": "sidecar", "cores": 1, "memory_blocks": 0}], phase="Pending"))
     assert "Pod team/p, Pending." in text
@@ -219,14 +246,22 @@ def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(word: str) -> No
 
 @pytest.mark.parametrize("word", ["7", "", "GPU-", "ffff"])
 def test_a_gpu_that_is_not_known_is_told_with_all_that_are(word: str) -> None:
-    with pytest.raises(InputError, match=r"known: GPU0 \(0fe1c342\), GPU1 \(1a2b3c4d\), GPU 2b3c4d5e"):
+    with pytest.raises(
+        InputError, match=r"--gpu: no GPU .* is called .*; there are: GPU0 = GPU-0fe1c342-.*, GPU1 = GPU-.*, GPU-2b3c"
+    ):
         gpus_of(read_state(state()).gpus).find(word)
 
 
 def test_the_beginning_of_two_uuids_names_neither() -> None:
-    rows = [GpuRow(uuid="GPU-aa01", name="aa01", index=0), GpuRow(uuid="GPU-aa02", name="aa02", index=1)]
-    with pytest.raises(InputError, match="the beginning of several"):
-        gpus_of(rows).find("aa")
+    rows = [GpuRow(uuid=f"GPU-aabbcc0{n}-1", name=f"aabbcc0{n}", index=n) for n in (0, 1)]
+    with pytest.raises(InputError, match="several GPUs of this node are called 'aabbcc'"):
+        gpus_of(rows).find("aabbcc")
+
+
+def test_a_gpu_that_can_not_be_described_is_not_readable() -> None:
+    told = read_state({**state(), "failures": [{"index": 7, "uuid": None, "message": "GPU is lost"}]})
+    with pytest.raises(InputError, match="--gpu: GPU7 of this node is not readable: GPU is lost"):
+        gpus_of(told.gpus, failures=told.failures).find("7")
 
 
 def test_a_gpu_that_the_driver_does_not_show_keeps_the_index_that_decisions_knew_unless_another_has_it() -> None:

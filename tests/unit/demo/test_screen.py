@@ -1,12 +1,16 @@
 """The demo's picture and its sentences."""
 
+import sys
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from gpumgr.demo.node import Metrics
-from gpumgr.demo.screen import gpu_table
+from gpumgr.demo.play import Result
+from gpumgr.demo.screen import Picture, gpu_table, own_command
 from gpumgr.demo.telling import Teller
 
 UUID = "GPU-0fe1c342-debb-5510-9ecf-1889a30463b1"
@@ -49,6 +53,67 @@ def test_more_than_was_granted_and_more_than_there_is() -> None:
 
 def test_an_agent_that_has_not_looked_yet() -> None:
     assert "▒▒▒·····   0/40" in drawn({})
+
+
+def shown(picture: Picture, console: Console) -> list[str]:
+    assert isinstance(console.file, StringIO)
+    console.print(picture.picture())
+    return console.file.getvalue().rstrip("\n").splitlines()
+
+
+@pytest.mark.parametrize("height", [12, 24, 50])
+def test_the_picture_fits_its_terminal_with_the_step_and_how_to_ask_and_end(
+    height: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [".venv/bin/gpumgr", "demo"])
+    console = Console(file=StringIO(), width=80, height=height)
+    picture = Picture(console, stays=True)
+    picture.meet(Path("/tmp/gmabcdefgh/gpumgr.yaml"), {})
+    picture.heard({"event": "web_listening", "url": "http://127.0.0.1:5678"})
+    picture.see([{**GPU, "index": index} for index in range(8)], {})
+    for number in range(9):
+        picture.heard({"event": "gpu_stranger_gone", "pid": number})
+        picture.step_ended(Result(name=f"step {number}", ok=True, detail="it came out"))
+    picture.step_begins("a GPU fails")
+    lines = shown(picture, console)
+    assert len(lines) <= height
+    assert lines[0].startswith(" the page: http://127.0.0.1:5678/")
+    assert lines[1].rstrip() == " ask it: .venv/bin/gpumgr usage --config /tmp/gmabcdefgh/gpumgr.yaml"
+    assert lines[-2:] == ["...  a GPU fails", "metrics: http://127.0.0.1:5678/metrics   Ctrl-C ends the demo"]
+    text = "\n".join(lines)
+    assert ("process 8 has left the GPUs" in text, "step 8" in text) == (height > 12, height > 12)
+    assert ("process 0 has left the GPUs" in text, "step 4" in text) == (height > 24, height > 24)
+
+
+def test_a_long_command_is_not_cut() -> None:
+    console = Console(file=StringIO(), width=60, height=24)
+    picture = Picture(console, stays=True)
+    picture.meet(Path(f"/tmp/{'x' * 100}/gpumgr.yaml"), {})
+    picture.see([{**GPU, "index": index} for index in range(8)], {})
+    lines = shown(picture, console)
+    assert len(lines) <= 24
+    assert f"/tmp/{'x' * 100}/gpumgr.yaml" in "".join(line.strip() for line in lines)
+
+
+def test_an_agent_that_is_down_leaves_room() -> None:
+    console = Console(file=StringIO(), width=80, height=24)
+    picture = Picture(console, stays=False)
+    picture.see(None, {})
+    lines = shown(picture, console)
+    assert any("the agent is not there" in line for line in lines)
+    assert not any("Ctrl-C" in line for line in lines)
+
+
+def test_the_command_is_named_as_it_can_be_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [".venv/bin/gpumgr", "demo"])
+    assert own_command() == ".venv/bin/gpumgr"
+    monkeypatch.setattr(sys, "argv", ["/x/gpumgr/__main__.py", "demo"])
+    assert own_command() == f"{sys.executable} -m gpumgr"
+    (tmp_path / "gpumgr").write_text("#!/bin/sh\n")
+    (tmp_path / "gpumgr").chmod(0o755)
+    assert own_command() == "gpumgr"
 
 
 def test_sentences_about_use() -> None:

@@ -1,6 +1,7 @@
 """A small node as the metrics and the web pages see it: two A10s joined by NVLink, books filled as a test wants."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.writer import AgentView
@@ -8,7 +9,7 @@ from gpumgr.allocator.ids import ALL_CORES, Cards, gpu_name
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.quarantine import Quarantine
-from gpumgr.topology.devices import Gpu, GpuSample, Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.topology.devices import Gpu, GpuFailure, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
 
 BLOCKS = 8
@@ -46,6 +47,20 @@ def snapshot_of(count: int, *, nvlinks: int = 0) -> NodeSnapshot:
     )
 
 
+def with_hole(snapshot: NodeSnapshot, *broken: int, named: bool = False) -> NodeSnapshot:
+    """The GPUs of these indices can't be described; their rows are gone. `named`: their UUIDs are known from before."""
+    kept = [row for row, gpu in enumerate(snapshot.gpus) if gpu.index not in broken]
+    levels, nvlinks = snapshot.topology.levels, snapshot.topology.nvlinks
+    return replace(
+        snapshot,
+        gpus=tuple(snapshot.gpus[row] for row in kept),
+        topology=Topology(
+            tuple(tuple(levels[a][b] for b in kept) for a in kept), tuple(tuple(nvlinks[a][b] for b in kept) for a in kept)
+        ),
+        failures=tuple(GpuFailure(index=n, uuid=uuid_of(n) if named else None, reason="GPU is lost") for n in broken),
+    )
+
+
 def allocation(
     letter: str,
     pod: PodKey | None,
@@ -80,17 +95,24 @@ def view_of(
     count: int = 2,
     nvlinks: int = 0,
     shown: int | None = None,
+    broken: Collection[int] = (),
+    named: bool = False,
+    known: Collection[int] | None = None,
     failed: Mapping[str, str] | None = None,
     closed: Mapping[str, str] | None = None,
     quarantine: Quarantine | None = None,
 ) -> AgentView:
-    """`shown`: how many of the `count` GPUs that the node ever had the driver shows now, the first ones (None: all)."""
-    cards = Inventory(snapshot=snapshot_of(count)).meet(Cards())
+    """`shown`: how many of the `count` GPUs that the node ever had the driver shows now, the first ones (None: all).
+
+    `broken` and `named` as in `with_hole`; `known` are the GPUs that the books know from before (None: all of `count`).
+    """
+    before = snapshot_of(count) if known is None else with_hole(snapshot_of(count), *(set(range(count)) - set(known)))
+    cards = Inventory(snapshot=before).meet(Cards())
     ledger = Ledger(cards)
     for one in allocations:
         ledger = ledger.occupy(one)
     inventory = Inventory(
-        snapshot=snapshot_of(count if shown is None else shown, nvlinks=nvlinks),
+        snapshot=with_hole(snapshot_of(count if shown is None else shown, nvlinks=nvlinks), *broken, named=named),
         failed=failed or {},
         closed=closed or {},
         quarantine=quarantine or Quarantine(),

@@ -64,6 +64,13 @@ def test_an_old_sample_is_not_shown_while_the_driver_is_away() -> None:
     assert ours(Picture(view=view_of(), sample=sample_of(0), nvml_up=False), "gpu_power_watts") == {}
 
 
+def test_gpus_that_can_not_be_described_and_that_nobody_knows_are_counted() -> None:
+    nobody = view_of(count=3, broken=[1], known=[0, 2])
+    assert ours(Picture(view=nobody, nvml_up=True), "gpus_not_readable") == {(): 1}
+    assert ours(Picture(view=view_of(count=3, broken=[1], named=True), nvml_up=True), "gpus_not_readable") == {(): 0}
+    assert ours(Picture(view=nobody), "gpus_not_readable") == {}
+
+
 def test_a_whole_gpu_counts_with_all_its_memory_and_no_sharers() -> None:
     picture = Picture(view=view_of(whole("a", ("team", "train"), 0), allocation("b", SHARED, cores={1: 0b111}, blocks={1: 0b1})))
     assert ours(picture, "gpu_core_allocated_ratio") == {FIRST: 1.0, SECOND: 0.03}

@@ -107,6 +107,18 @@ def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> Non
     assert after(LOST, DOUBT).reason == "lost"
 
 
+def test_the_xid_that_began_it_stays_in_the_words() -> None:
+    assert after(Xid(number=79)).message == "XID 79: the GPU has fallen off the bus"
+    assert after(Xid(number=79), LOST).message == f"XID 79, then: {LOST.message}"
+    assert after(Xid(number=79), LOST, LOST, Xid(number=119), LOST).message == f"XID 79, then: {LOST.message}"
+    assert after(Xid(number=7), Xid(number=79)).message == "XID 7, then: XID 79: the GPU has fallen off the bus"
+    assert after(LOST, Xid(number=79), LOST).message == f"XID 79, then: {LOST.message}"
+    assert after(Xid(number=154), DOUBT).message == f"XID 154, then: {DOUBT.message}"
+    assert after(LOST, Xid(number=154), LOST).message == LOST.message  # it came of the loss, and not before it
+    assert after(Xid(number=79), GOOD, GOOD, GOOD, LOST).message == LOST.message
+    assert after(Xid(number=79), Looked(mig_enabled=True)).message == "MIG is enabled: the GPU is not offered as vcuda"
+
+
 def test_only_the_operator_ends_a_hold() -> None:
     held = Held(message="broken fan")
     health = after(held, *[GOOD] * 9)

@@ -35,6 +35,18 @@ def test_a_gpu_that_the_driver_lost_stands_at_the_end_with_its_holders() -> None
     assert missing["takes_nothing_new"] == "the driver does not show it"
 
 
+def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_describe() -> None:
+    view = view_of(allocation("a", ("team", "share"), cores={2: 0b1}), count=3, broken=[1])
+    lines = graph_text(view).splitlines()
+    assert lines[:3] == ["ROOT:1:0", "|--PHB:1:0", "|  |--GPU0:1:1"]
+    assert lines[4] == "|  |--GPU2:0:1"
+    assert uuid_of(2) in lines[5]
+    assert lines[7] == f"GPU {name_of(1)} (not in the tree)"
+    leaf = graph_data(view)["tree"]["children"][0]["children"][1]
+    assert (leaf["name"], leaf["gpus"]) == ("GPU2", [1])
+    assert (leaf["gpu"]["row"], leaf["gpu"]["index"], leaf["gpu"]["uuid"]) == (1, 2, uuid_of(2))
+
+
 def test_holders_stand_oldest_first_and_are_named_as_far_as_they_are_known() -> None:
     view = view_of(
         allocation("c", None, container=None, cores={0: 0b100}),

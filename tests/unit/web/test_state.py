@@ -103,6 +103,20 @@ def test_the_topology_as_a_tree_with_links_and_levels() -> None:
     assert told["levels"] == [["X", "PIX", "SYS"], ["PIX", "X", "SYS"], ["SYS", "SYS", "X"]]
 
 
+def test_rows_are_for_drawing_and_indices_for_names() -> None:
+    told = document(Picture(view=view_of(count=4, broken=[1])))
+    assert [(gpu["row"], gpu["index"]) for gpu in told["gpus"]] == [(0, 0), (None, None), (1, 2), (2, 3)]
+    (group,) = told["tree"]["children"]
+    assert [(leaf["name"], leaf["gpus"]) for leaf in group["children"]] == [("GPU0", [0]), ("GPU2", [1]), ("GPU3", [2])]
+    assert [failure["index"] for failure in told["failures"]] == [1]
+
+
+def test_a_known_gpu_keeps_its_index_while_it_can_not_be_described() -> None:
+    told = document(Picture(view=view_of(count=3, broken=[1], named=True)))
+    assert [(gpu["row"], gpu["index"]) for gpu in told["gpus"]] == [(0, 0), (None, 1), (1, 2)]
+    assert told["failures"] == []
+
+
 def test_a_gpu_with_all_its_numbers() -> None:
     gpu = document(picture_of(share(), processes={7: process(7, 700), 100: process(100, 50), 101: process(101, None)}))["gpus"][0]
     assert gpu == {

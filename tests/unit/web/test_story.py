@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.picture import Picture
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.web.story import story
-from tests.unit.metrics.pictures import allocation, name_of, view_of
+from gpumgr.web.story import known_pods, story
+from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 WEB = ("team", "web")
 #: What the kubelet calls a static pod: the hash of its file.
@@ -84,6 +85,63 @@ def test_of_a_pod_that_nobody_ever_met_there_is_no_story() -> None:
 def test_a_pod_that_asks_for_nothing_is_known_by_its_phase() -> None:
     result = told(PodView(namespace="team", name="web", uid="u", phase="Pending"))
     assert (result["uid"], result["phase"], result["request"], result["history"]) == ("u", "Pending", [], [])
+
+
+def test_a_pod_that_the_kubelet_refused_has_its_status() -> None:
+    view = PodView(
+        namespace="team", name="web", uid="u", phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"
+    )
+    result = told(view)
+    assert (result["phase"], result["reason"], result["message"]) == ("Failed", "UnexpectedAdmissionError", "Allocate failed")
+    gone = told(None, history=[entry(1, "uid-a", id="a")])
+    assert (gone["reason"], gone["message"]) == (None, None)
+
+
+def test_what_became_of_its_gpus_while_it_had_them_is_told() -> None:
+    about = {"pod": None, "what": "gpu"}
+    first, second = (name_of(0),), (name_of(1),)
+    history = [
+        entry(1, None, **about, gpus=first, code="cordoned"),
+        entry(2, "uid-a", id="a", gpus=first),
+        entry(3, None, **about, gpus=first, code="lost"),
+        entry(4, None, **about, gpus=second, code="lost"),
+        entry(5, "uid-a", id="a", what="freed", gpus=first),
+        entry(6, None, **about, gpus=first, code="back"),
+        entry(7, None, **about, code="not_readable"),
+    ]
+    assert numbers(told(None, history=history)) == [2, 3, 5]
+    living = replace(allocation("a", WEB, cores={0: 0b1}), granted_at=2.0)
+    result = told(None, living, history=history[:4])
+    assert numbers(result) == [2, 3]
+    assert [row["name"] for row in result["gpus"]] == [name_of(0)]
+    assert numbers(told(None, replace(living, granted_at=5.0), history=[*history[:4], history[5]])) == [2, 6]
+
+
+def test_a_gpu_that_fails_under_a_pod_is_shown_with_its_fault_and_cordon() -> None:
+    view = view_of(allocation("a", WEB, cores={0: 0b1}), failed={uuid_of(0): "XID 79"})
+    result = story(Picture(view=view, cordons={uuid_of(0): Cordon(reason="broken fan", since=7.0)}), None, *WEB, [])
+    assert result is not None
+    assert [(row["name"], row["healthy"], row["message"], row["cordon"]["reason"]) for row in result["gpus"]] == [
+        (name_of(0), False, "XID 79", "broken fan")
+    ]
+
+
+def test_pods_are_known_by_the_books_the_api_server_and_the_history() -> None:
+    ledger = view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})).ledger
+    views = [PodView(namespace="demo", name="big3", uid="u", phase="Failed")]
+    history = [
+        entry(1, "uid-x", id="x"),
+        entry(2, "uid-x", id="x", pod=("team", "right"), what="freed"),
+        entry(3, None, pod=("team", "odd"), what="refused"),
+        entry(4, None, pod=None, what="gpu"),
+        entry(5, "uid-a", id="y", pod=("team", "wrong")),
+        entry(6, "uid-a", id="y", pod=("team", "right")),
+    ]
+    known = known_pods(ledger, views, history)
+    assert known == [("demo", "big3"), ("team", "odd"), ("team", "right"), WEB]
+    picture = Picture(view=view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})))
+    for pod in (*known, ("team", "wrong")):
+        assert (story(picture, views[0] if pod == views[0].key else None, *pod, history) is not None) == (pod in known)
 
 
 def test_of_a_pod_that_is_gone_the_history_is_left() -> None:

@@ -1,0 +1,81 @@
+"""GPUs that are broken when the agent starts: everybody hears of them, and the others keep the numbers that the driver gave them."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gpumgr.demo.node import Node
+
+from .stage import app, running, stage
+
+LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
+
+
+async def asked(node: Node, path: str, **params: str) -> Any:
+    async with aiohttp.ClientSession() as http, http.get(node.url + path, params=params) as answer:
+        return await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    while not reached():  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
+
+
+def events(node: Node, reason: str) -> list[str]:
+    assert node.api is not None
+    return [event["message"] for event in node.api.written.events.values() if event["reason"] == reason]
+
+
+def condition(node: Node) -> dict[str, str]:
+    assert node.api is not None
+    return node.api.written.conditions.get("GpuTrouble", {})
+
+
+async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_broken(folder: Path) -> None:
+    async with running(folder) as node:
+        node.control.lose_gpu(1)
+        await node.agent.kill()
+        await node.start_agent()
+        names = {index: name for name, index in node.indices.items()}
+        done = await node.order("cordon", "2", reason="a fan")
+        assert (done["gpu"]["index"], done["gpu"]["name"]) == (2, names[2])
+        told = f"GPU2 ({names[2]})"
+        await until(lambda: events(node, "GpuCordoned") == [f"{told}: a fan"])
+        await until(lambda: f"{told} is cordoned: a fan" in condition(node).get("message", ""))
+
+        state = await asked(node, "/api/state")
+        numbers = {gpu["name"]: (gpu["index"], gpu["row"]) for gpu in state["gpus"]}
+        assert numbers == {names[0]: (0, 0), names[1]: (None, None), names[2]: (2, 1), names[3]: (3, 2)}
+        graph = await asked(node, "/graph", format="text")
+        assert re.findall(r"GPU([0-9]):.*\n.*GPU-([0-9a-f]{8})", graph) == [(str(n), names[n]) for n in (0, 2, 3)]
+
+        for name in ("a", "b"):
+            assert (await node.run(node.pod(name, app(60, 4)))).phase == "Running"
+        pod = node.pod("c", app(60, 4))
+        assert (await node.run(pod)).phase == "Failed"
+        story = await asked(node, f"/api/pods/{pod.namespace}/{pod.name}")
+        (refused,) = [entry for entry in story["history"] if entry["what"] == "refused"]
+        assert f"{told} not offered" in refused["why"]
+        assert {gpu["gpu"]: gpu["index"] for gpu in refused["candidates"]} == {names[n]: n if n != 1 else None for n in names}
+        with pytest.raises(aiohttp.ClientResponseError):
+            await node.order("drain", "1")
+
+
+async def test_a_gpu_that_is_broken_at_the_first_start_is_told_everywhere_until_it_is_well(folder: Path) -> None:
+    async with stage(folder) as node:
+        node.control.lose_gpu(1)
+        await node.start_agent()
+        await until(lambda: condition(node).get("message") == LOST)
+        assert (condition(node)["status"], condition(node)["reason"]) == ("True", "GpuUnhealthy")
+        await until(lambda: events(node, "GpuNotReadable") == [LOST])
+        state = await asked(node, "/api/state")
+        assert [(entry["code"], entry["why"]) for entry in state["history"]] == [("not_readable", LOST)]
+        assert "gpumgr_gpus_not_readable 1\n" in await asked(node, "/metrics")
+        node.control.restore_gpu(1)
+        await until(lambda: condition(node)["status"] == "False")
+        assert "gpumgr_gpus_not_readable 0\n" in await asked(node, "/metrics")
