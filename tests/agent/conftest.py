@@ -5,6 +5,13 @@ from pathlib import Path
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole agents, and many of their lives: on a busy machine that takes more than a test's usual time."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(120))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The simulated driver is compiled once for all agents, and not into the home folder."""

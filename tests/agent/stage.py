@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
+
 from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Node, open_node
-from gpumgr.sim.kubelet import SimContainer
+from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 
 BLOCKS: Final = 16
 SIM: Final = str(Path(__file__).with_name("four-gpus.yaml"))
 #: The agent with wrapped ports.
 RUNNER: Final = (sys.executable, "-m", "tests.agent.runner")
-_TEST_SECONDS: Final = 40
+#: The agent as it is where nothing stalls.
+PATIENT: Final = (sys.executable, "-m", "tests.agent.patient")
+_TEST_SECONDS: Final = 90
 
 
 @contextlib.asynccontextmanager
@@ -43,6 +47,17 @@ def app(cores: int, memory_blocks: int = 0, name: str = "main") -> SimContainer:
 
 def init(cores: int, memory_blocks: int, name: str = "fetch") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks, kind="init")
+
+
+async def introduce(node: Node, pod: SimPod) -> None:
+    """The API server has the pod, and the agent knows what it asks for: else it gives out GPUs without, some milliseconds later."""
+    node.show(pod, PodStatus(phase="Pending"))
+    told: Mapping[str, Any] = {}
+    async with aiohttp.ClientSession() as http:
+        while not (told.get("uid") == pod.uid and told.get("request")):
+            await asyncio.sleep(0.01)
+            async with http.get(f"{node.url}/api/pods/{pod.namespace}/{pod.name}") as answer:
+                told = await answer.json()
 
 
 async def until_sampled(node: Node) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from gpumgr.demo.node import Node
 from gpumgr.sim.kubelet import SimPod
 
-from .stage import app, init, running, stage
+from .stage import PATIENT, app, init, running, stage
 
 #: Where memory is asked for first and the spec is not known, a share may take an empty GPU: whole GPUs come first, so that all fit.
 CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}
@@ -29,16 +29,16 @@ async def replace_whole_gpus(node: Node, pods: dict[str, SimPod]) -> None:
 
 
 async def test_without_an_answer_podresources_tells_who_is_who(folder: Path) -> None:
-    async with stage(folder) as node:
+    async with stage(folder, command=PATIENT) as node:
         assert node.api is not None
         await node.api.stop()
         await node.start_agent()
         await replace_whole_gpus(node, await admit_all(node))
-        assert node.journal.find("api_server_retries")
+        await node.journal.until("api_server_retries")
 
 
 async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> None:
-    async with running(folder) as node:
+    async with running(folder, command=PATIENT) as node:
         assert node.api is not None
         node.api.delay_seconds = 1.0  # the cache is always behind
         pods = await admit_all(node)
@@ -53,7 +53,7 @@ async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> 
 
 
 async def test_a_node_without_an_api_server_at_all(folder: Path) -> None:
-    async with running(folder, api_server=False) as node:
+    async with running(folder, api_server=False, command=PATIENT) as node:
         pods = await admit_all(node)
         await node.agent.kill()
         before = node.ledger()

@@ -22,7 +22,7 @@ from .stage import app
 
 async def test_every_step_comes_out_as_scripted() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", "--output", "json", stdout=PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 45)
+    out, _ = await asyncio.wait_for(process.communicate(), 90)
     document = json.loads(out)
     assert [step for step in document["steps"] if not step["ok"]] == []
     assert (document["ok"], process.returncode) == (True, 0)
@@ -37,10 +37,16 @@ async def test_on_a_terminal_life_goes_on_after_the_script_until_ctrl_c() -> Non
     os.close(theirs)
     told = bytearray()
     with FileIO(ours) as terminal:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             while b"demo/guest-0" not in told:
                 told += (some := await _some(terminal))
                 assert some, f"it ended:\n{told.decode()}"
+            asked = re.search(rb"ask it: .* usage --config (/tmp/gm\w+/gpumgr\.yaml)", told)
+            assert asked, told.decode()
+            options = ["--config", asked[1].decode(), "--output", "json"]
+            usage = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "usage", *options, stdout=PIPE)
+            out, _ = await usage.communicate()
+            assert len(json.loads(out)["gpus"]) == 8
             process.send_signal(signal.SIGINT)
             while some := await _some(terminal):
                 told += some
@@ -62,10 +68,11 @@ async def _some(terminal: FileIO) -> bytes:
 async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdout=PIPE)
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         told = [b""]
         while not told[-1].startswith(b"ok "):
             told.append(await process.stdout.readline())
+            assert told[-1], b"".join(told).decode()
         assert re.search(rb"the page is at http://127\.0\.0\.1:[0-9]+/\n", b"".join(told))
         (child,) = _children(process.pid)
         (folder,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
@@ -81,7 +88,7 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
 async def test_life_goes_on_after_the_script(folder: Path) -> None:
     """Shares come and go, somebody is refused, one goes over its memory and comes back, a process of nobody comes and goes."""
     settings = {"enforcement": {"over_limit_samples": 2}}
-    async with asyncio.timeout(40), open_node(folder, sim=SIM, settings=settings) as node:
+    async with asyncio.timeout(90), open_node(folder, sim=SIM, settings=settings) as node:
         await node.start_agent()
         for pod in (node.pod("a", app(40, 80)), node.pod("patient", app(100))):
             assert (await node.run(pod)).phase == "Running"

@@ -1,7 +1,10 @@
 """The driver and its GPUs: absent, late, hanging, reloaded, lost and back; and processes that outlive their pod."""
 
+import asyncio
 from pathlib import Path
 
+from gpumgr.agent.books import QUARANTINE_NOTE
+from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.demo.node import Node
 from gpumgr.units import CORE_RESOURCE
 
@@ -10,6 +13,12 @@ from .stage import BLOCKS, app, running, stage, until_sampled
 
 async def until_cores(node: Node, count: int) -> None:
     await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == count)
+
+
+async def until_noted(folder: Path, gpu: str) -> None:
+    """The GPU's quarantine is in the checkpoint: it is told first, and then made to outlive a kill."""
+    while gpu not in read_checkpoint(folder / "checkpoint").notes.get(QUARANTINE_NOTE, ""):  # noqa: ASYNC110 (it is another process)
+        await asyncio.sleep(0.05)
 
 
 async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
@@ -26,7 +35,7 @@ async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
 
 
 async def test_a_driver_that_hangs_in_the_first_snapshot_holds_up_nobody(folder: Path) -> None:
-    async with stage(folder, settings={"nvml": {"call_timeout_seconds": 0.3}}) as node:
+    async with stage(folder, settings={"nvml": {"call_timeout_seconds": 2.0}}) as node:
         node.control.hang(function="nvmlDeviceGetTopologyCommonAncestor")
         await node.agent.start()
         down = await node.agent.while_running(node.journal.until("nvml_down"))
@@ -91,6 +100,7 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         held = await node.journal.until("gpu_quarantined", gpu=name)
         assert f"pid {leftover}" in held["reason"]
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 0)
+        await until_noted(folder, name)
 
         await node.agent.kill()
         await node.start_agent()

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gpumgr.demo.node import NAMESPACE, Node
-from gpumgr.sim.kubelet import PodStatus, SimKubeletError, SimPod
+from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from gpumgr.units import KINDS
 
-from .stage import RUNNER, app, running
+from .stage import RUNNER, app, introduce, running
 
 #: The step, the how manieth time, and which resources of the dying pod's container are committed by then. Cores come first here.
 FIRST_RESOURCE = {
@@ -69,7 +69,7 @@ async def _replace(node: Node, victim: SimPod, *, holds: bool, began: int) -> No
 
 async def _meet_death(node: Node, pod: SimPod) -> bool:
     """The agent dies while it deals with the pod; whether that was admitted before. The API server has not heard of it yet."""
-    node.show(pod, PodStatus(phase="Pending"))
+    await introduce(node, pod)
     try:
         status = await node.kubelet.run(pod)
     except SimKubeletError:

@@ -64,5 +64,5 @@ async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Pat
         began = len(node.journal.lines)
         await node.start_agent()
         assert (await node.run(node.pod("new", app(400)))).phase == "Running"
-        assert node.journal.find("allocation_freed", since=began, holder="demo/old (main)")
+        await node.journal.until("allocation_freed", since=began, holder="demo/old (main)")
         assert node.disagreements() == []

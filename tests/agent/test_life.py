@@ -40,7 +40,7 @@ async def until_told(heard: asyncio.Queue[list[str]], word: str) -> list[str]:
 
 async def test_the_service_manager_hears_of_start_life_and_stop(folder: Path) -> None:
     async with service_manager(folder / "notify") as heard, stage(folder) as node:
-        await node.agent.start({"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "200000"})
+        await node.agent.start({"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "1000000"})
         ready = await node.agent.while_running(until_told(heard, "READY=1"))
         assert sorted(node.kubelet.registrations) == ["tencent.com/vcuda-core", "tencent.com/vcuda-memory"]
         assert ready == ["READY=1", "STATUS=registered 2/2, 4 of 4 GPUs offered"]

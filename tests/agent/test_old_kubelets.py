@@ -12,7 +12,7 @@ from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
 from gpumgr.units import RESOURCE_OF
 
-from .stage import BLOCKS, app, init, running
+from .stage import BLOCKS, PATIENT, app, init, running
 
 OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
 
@@ -60,7 +60,7 @@ async def restart(node: Node, shape: KubeletShape) -> None:
 
 @old_kubelets
 async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShape) -> None:
-    async with running(folder, shape=shape) as node:
+    async with running(folder, command=PATIENT, shape=shape) as node:
         a, b, c = await run_three(node)
         assert node.disagreements() == []
         assert "GetPreferredAllocation" in {call.rpc for call in node.kubelet.calls}
@@ -88,7 +88,7 @@ async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShap
 
 @old_kubelets
 async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: KubeletShape) -> None:
-    async with running(folder, shape=shape) as node:
+    async with running(folder, command=PATIENT, shape=shape) as node:
         pods = await run_three(node)
         before = node.ledger()
         ended = node.pod("ended", app(20, 2))
@@ -106,7 +106,7 @@ async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: Kubelet
 
 @pytest.mark.parametrize("shape", [V1_20, V1_25], ids=["1.20", "1.25"])
 async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: KubeletShape) -> None:
-    async with running(folder, shape=shape, api_server=False) as node:
+    async with running(folder, command=PATIENT, shape=shape, api_server=False) as node:
         pods = await run_three(node)
         await lose_ledger(node)
         await node.start_agent()
@@ -120,7 +120,7 @@ async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: Kubele
 
 
 async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
-    async with running(folder, shape=V1_20) as node:
+    async with running(folder, command=PATIENT, shape=V1_20) as node:
         pods = await run_three(node)
         before = node.ledger()
         await restart(node, V1_35)
@@ -134,7 +134,7 @@ async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
 
 async def test_one_that_is_too_old_is_told_once(folder: Path) -> None:
     """Before 1.20: placement goes by the order of calls, and ends of pods come from the API server alone."""
-    async with running(folder, shape=V1_19) as node:
+    async with running(folder, command=PATIENT, shape=V1_19) as node:
         await run_three(node)
         before = node.ledger()
         assert node.disagreements() == []

@@ -12,7 +12,13 @@ import yaml
 
 from gpumgr.demo.node import Node
 
-from .stage import app, running, stage, until_sampled
+from .stage import app, introduce, running, stage, until_sampled
+
+
+def replace(path: Path, text: str) -> None:
+    """At once: nobody meets a part of it, however long we stall."""
+    path.with_name("new").write_text(text)
+    path.with_name("new").rename(path)
 
 
 def rewritten(path: Path, **sections: Mapping[str, object]) -> str:
@@ -48,7 +54,7 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
             mps={"idle_seconds": 7},
             log={"level": "warning"},
         )
-        path.write_text(text)
+        replace(path, text)
         node.agent.signal(signal.SIGHUP)
         line = await node.journal.until("config_reloaded")
         assert line["applied"] == [
@@ -58,10 +64,13 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
             "log.level",
         ]
         assert (line["level"], line["needs_restart"]) == ("warning", ["mps.idle_seconds"])
-        assert (await node.run(node.pod("share", app(30, 4)))).phase == "Failed"
-        assert "share" in node.journal.find("refused", container="main")[0]["reason"]
+        share = node.pod("share", app(30, 4))
+        await introduce(node, share)
+        assert (await node.run(share)).phase == "Failed"
+        assert "share" in (await node.journal.until("refused", container="main"))["reason"]
         assert (await node.run(node.pod("whole", app(100)))).phase == "Running"
-        assert "GPUDeviceCoreLimit" in {name for name, _ in await node.metrics()}
+        while "GPUDeviceCoreLimit" not in {name for name, _ in await node.metrics()}:  # noqa: ASYNC110 (it is drawn once a period)
+            await asyncio.sleep(0.05)
         assert node.api is not None
         while node.api.written.labels.get("team") != "blue":  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.05)
@@ -110,7 +119,7 @@ async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> 
         assert node.api is not None
         pod = node.pod("a", app(30, 4))
         assert (await node.run(pod)).phase == "Running"
-        path.write_text(rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
+        replace(path, rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
         node.agent.signal(signal.SIGHUP)
         line = await node.journal.until("config_reloaded")
         assert line["applied"] == ["kubernetes.annotate_pods", "kubernetes.write_events"]
@@ -139,9 +148,10 @@ async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: P
         os.mkfifo(path)
         since = len(node.journal.lines)
         node.agent.signal(signal.SIGHUP)
-        assert "no regular file" in (await node.journal.until("config_rejected", since=since))["reason"]
-        (folder / "new").write_text(good)
-        os.rename(folder / "new", path)
+        await node.journal.until_some(
+            lambda line: line["event"] == "config_rejected" and "no regular file" in line["reason"], since=since
+        )
+        replace(path, good)
         await node.journal.until("config_reloaded", since=since)
         path.unlink()
         os.mkfifo(path)
@@ -157,7 +167,7 @@ async def test_a_shorter_sample_period_counts_at_once_and_a_description_that_is_
         assert node.api is not None
         while "nvidia.com/gpu.count" not in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.05)
-        path.write_text(rewritten(path, nvml={"sample_period_seconds": 0.1}, kubernetes={"describe_node": False}))
+        replace(path, rewritten(path, nvml={"sample_period_seconds": 0.1}, kubernetes={"describe_node": False}))
         assert (await node.journal.until("config_reloaded"))["applied"] == [
             "kubernetes.describe_node",
             "nvml.sample_period_seconds",

@@ -131,8 +131,12 @@ class Node:
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
             clock=self.clock,
-            patience_seconds=0.05,
+            patience_seconds=60.0,
         )
+
+    def give_up_after(self, seconds: float) -> None:
+        """From now on nobody is waited for any longer."""
+        self.truth._patience_seconds = self.truth._owners._patience_seconds = seconds
 
     def runs(self, container: Container, *pids: int) -> None:
         """The container runs with these processes; an earlier start of it is over."""

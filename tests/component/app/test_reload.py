@@ -51,7 +51,7 @@ class Followed:
         return [(entry.code, entry.why) for entry in self.history.entries() if entry.what == "config"]
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not reached():  # noqa: ASYNC110 (what is waited for is another's, and has no event)
                 await asyncio.sleep(0.005)
 
@@ -60,7 +60,7 @@ class Followed:
 
 
 @asynccontextmanager
-async def following(path: Path, *, meanwhile: str | None = None) -> AsyncIterator[Followed]:
+async def following(path: Path, *, meanwhile: str | None = None, read_seconds: float = 30.0) -> AsyncIterator[Followed]:
     """`meanwhile` is written into the file when it was read, and nobody follows it yet."""
     it = Followed(path)
     if meanwhile is not None:
@@ -71,7 +71,7 @@ async def following(path: Path, *, meanwhile: str | None = None) -> AsyncIterato
         apply=it.apply,
         history=it.history,
         look_seconds=0.02,
-        read_seconds=0.2,
+        read_seconds=read_seconds,
         clock=lambda: it.now,
     )
     task = asyncio.create_task(reloading.run())
@@ -220,7 +220,7 @@ async def test_a_file_system_that_hangs_is_told_once_and_when_it_answers_the_fil
     path = tmp_path / "gpumgr.yaml"
     path.write_text("{}")
     with structlog.testing.capture_logs() as lines:
-        async with following(path) as it:
+        async with following(path, read_seconds=0.2) as it:
             it.answers.clear()
             path.write_text("placement: {policy: spread}")
             await it.until(lambda: bool(it.told))

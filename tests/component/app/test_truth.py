@@ -369,6 +369,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_what_was_known_counts(
     node.runtime.elsewhere[21] = container("t", TRAIN)
     await node.sampled(sample({11: 1}, {21: 1}))
     node.runtime.answers.clear()
+    node.give_up_after(0.05)
     for _ in range(3):
         await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
     use = node.truth.use
@@ -380,6 +381,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_what_was_known_counts(
     assert node.runtime.asked == [21, 22]
     node.runtime.elsewhere[22] = container("t", TRAIN)
     node.runtime.answers.set()
+    node.give_up_after(60)
     await breathe()
     await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
     assert node.truth.use is not None
@@ -390,12 +392,14 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_what_was_known_counts(
 async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
     node = sharing()
     node.backends.ready.clear()
+    node.give_up_after(0.05)
     for used in (1, 2, 3):
         await node.sampled(sample({11: used}, {}))
     assert [what for what, _ in node.backends.seen] == ["observe"]
     assert node.truth.use is not None
     assert node.truth.use.containers["a", GPU0].memory_bytes == 3
     node.backends.ready.set()
+    node.give_up_after(60)
     await breathe()
     await node.sampled(sample({11: 4}, {}))
     assert [what for what, _ in node.backends.seen] == ["observe", "adjust", "observe", "adjust"]
@@ -411,6 +415,7 @@ async def test_a_bug_in_a_mechanism_is_not_swallowed() -> None:
 async def test_a_bug_that_shows_late_comes_out_with_the_next_sample() -> None:
     node = sharing()
     node.backends.ready.clear()
+    node.give_up_after(0.05)
     await node.sampled(sample({}, {}))
     node.backends.bug = ValueError("a late bug")
     node.backends.ready.set()
@@ -423,6 +428,7 @@ async def test_the_end_calls_off_what_is_still_out() -> None:
     node = sharing()
     node.runtime.answers.clear()
     node.backends.ready.clear()
+    node.give_up_after(0.05)
     await node.sampled(sample({99: 5}, {}))
     out = {"list_containers", "look_up_processes", "tend_limits"}
     assert {task.get_name() for task in asyncio.all_tasks()} >= out

@@ -125,10 +125,10 @@ async def test_a_kubelet_that_refuses_and_then_does_not(folder: Path) -> None:
 
 
 async def test_what_a_kubelet_refused_or_left_unanswered_is_told(folder: Path) -> None:
-    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.05, first_retry_seconds=0.01, last_retry_seconds=0.05)
+    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.3, first_retry_seconds=0.01, last_retry_seconds=0.05)
     devices: dict[Kind, Latest[bytes]] = {kind: Latest(device_list(4)) for kind in KINDS}
     told: asyncio.Queue[str | None] = asyncio.Queue()
-    async with SimKubelet(folder) as kubelet, asyncio.timeout(10):
+    async with SimKubelet(folder) as kubelet, asyncio.timeout(30):
         kubelet.register_hangs = True
         link = KubeletLink(
             kubelet.plugin_folder,

@@ -28,7 +28,7 @@ class Stage:
         self.now = 1000.0
         self._socket = socket
         self._server = AsyncExitStack()
-        self._client = CriClient(socket, timeout_seconds=0.2)
+        self._client = CriClient(socket, timeout_seconds=30)
         self.containers = Containers(self._client, self.node.cgroups, self.node.runs, clock=lambda: self.now, sleep=self._pass)
 
     async def _pass(self, seconds: float) -> None:
@@ -43,6 +43,10 @@ class Stage:
     async def close(self) -> None:
         self._client.close()
         await self.down()
+
+    def hang(self) -> None:
+        """The runtime says nothing any more, and is soon given up."""
+        self.runtime.hold, self._client._timeout_seconds = asyncio.Event(), 0.2
 
     def start(self, number: int, *, cgroup: str | None = None) -> str:
         """A container with one process, whose pid is 100 times `number`."""
@@ -253,7 +257,7 @@ async def test_an_outage_is_said_once_and_nothing_is_forgotten(stage: Stage) -> 
 
 async def test_while_it_hangs_the_path_answers(stage: Stage) -> None:
     stage.start(1)
-    stage.runtime.hold = asyncio.Event()
+    stage.hang()
     found = await stage.of(100)
     assert found is not None
     assert (found.id, found.pod_uid, found.name) == (container_id(1), UID, "")

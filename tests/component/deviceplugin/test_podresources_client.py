@@ -20,7 +20,7 @@ async def kubelet() -> AsyncIterator[SimKubelet]:
 
 @pytest.fixture
 async def client(kubelet: SimKubelet) -> AsyncIterator[PodResourcesClient]:
-    pod_resources = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=0.5)
+    pod_resources = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
     yield pod_resources
     pod_resources.close()
 
@@ -36,21 +36,19 @@ async def test_pods_are_listed_from_their_admission_on(kubelet: SimKubelet, clie
 
 
 async def test_the_rate_limit_is_waited_out(kubelet: SimKubelet, client: PodResourcesClient) -> None:
-    for _ in range(25):
-        await client.list()
     assert kubelet.pod_resources is not None
-    assert kubelet.pod_resources.refused > 0
+    while not kubelet.pod_resources.refused:  # on a slow machine they may come too slowly for the limit
+        await asyncio.gather(*(client.list() for _ in range(25)))
 
 
 async def test_a_rate_limit_beyond_the_budget_is_an_error(kubelet: SimKubelet) -> None:
-    hasty = PodResourcesClient(kubelet.pod_resources_socket, rate_limit_budget_seconds=0)
-
-    async def list_in_a_row() -> None:
-        for _ in range(100):
-            await hasty.list()
-
-    with pytest.raises(KubeletError, match="RESOURCE_EXHAUSTED: rejected by rate limit"):
-        await list_in_a_row()
+    hasty = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=0)
+    failed: list[BaseException] = []
+    while not failed:
+        together = await asyncio.gather(*(hasty.list() for _ in range(100)), return_exceptions=True)
+        failed = [each for each in together if isinstance(each, BaseException)]
+    assert {type(each) for each in failed} == {KubeletError}
+    assert all("RESOURCE_EXHAUSTED: rejected by rate limit" in str(each) for each in failed)
     hasty.close()
 
 

@@ -30,6 +30,18 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gets no time to end for a second or two is not one that hangs in the driver."""
+    monkeypatch.setattr("gpumgr.nvml.driver._STOP_SECONDS", 30.0)
+    monkeypatch.setattr("gpumgr.nvml.driver._SHUTDOWN_SECONDS", 30.0)
+
+
+def give_up_after(nvml: Nvml, seconds: float) -> None:
+    """From now on. As long as the driver is to answer it has its time, which passes too while this very process stands still."""
+    nvml._timeout_seconds = seconds
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Prepare]:
     """Lays nodes out, each in a folder of its own; at the end nothing hangs any more, so that no thread outlives its test."""

@@ -13,7 +13,7 @@ from gpumgr.nvml.reset import reset_gpu
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
 
-from .conftest import Prepare, Watch
+from .conftest import Prepare, Watch, give_up_after
 from .smi import install_smi
 
 WELL = ("healthy", None)
@@ -146,12 +146,14 @@ async def test_a_program_that_is_missing_or_does_not_end_harms_nobody(
 async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, watched: Watch, smi: Smi) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
-    async with watched(sim, timeout_seconds=0.2) as (monitor, listener):
+    async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
         sim.control.hang(function="nvmlDeviceGetMemoryInfo")
         await listener.until(lambda: bool(listener.outages))
         with pytest.raises(NvmlError, match="hangs"):
             await reset_gpu(monitor, uuid, program=smi(sim))
+        give_up_after(monitor._nvml, 10)
         sim.control.release()
         await listener.until(lambda: listener.states == [WELL, WELL])
         assert "successfully" in await reset_gpu(monitor, uuid, program=smi(sim))

@@ -12,7 +12,7 @@ from gpumgr.nvml.monitor import Monitor
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import prepare
 
-from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, Watch
+from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, Watch, give_up_after
 
 WELL = ("healthy", None)
 
@@ -116,10 +116,12 @@ async def test_a_mig_gpu_is_withdrawn_from_the_very_first_word(node: Prepare, wa
 
 async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare, watched: Watch) -> None:
     sim = node("hgx-h100-8")
-    async with watched(sim, timeout_seconds=0.2) as (_, listener):
+    async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
+        give_up_after(monitor._nvml, 0.2)
         sim.control.hang()
         await listener.until(lambda: listener.states == [("unhealthy", "nvml_down")] * 8)
+        give_up_after(monitor._nvml, 10)
         sim.control.release()
         await listener.until(lambda: listener.states == [WELL] * 8)
     assert listener.outages == ["NVML gave no answer within 0.2 s: the driver hangs"]

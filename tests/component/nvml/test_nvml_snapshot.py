@@ -11,7 +11,7 @@ from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import prepare
 from gpumgr.topology.devices import Level, NodeSnapshot
 
-from .conftest import Open, Prepare
+from .conftest import Open, Prepare, give_up_after
 
 MIB = 1024 * 1024
 
@@ -249,12 +249,14 @@ async def test_a_driver_older_than_init_with_flags(node: Prepare, opened: Open) 
 
 async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare, opened: Open) -> None:
     sim = node("hgx-h100-8")
-    async with opened(sim, timeout_seconds=0.2) as nvml:
+    async with opened(sim) as nvml:
         before = await nvml.snapshot()
+        give_up_after(nvml, 0.2)
         sim.control.hang(function="nvmlDeviceGetNvLinkState")
         with pytest.raises(NvmlError, match=r"no answer within 0\.2 s"):
             await nvml.snapshot()
         assert nvml.stuck_seconds > 0
+        give_up_after(nvml, 10)
         with pytest.raises(NvmlError, match="has not answered for"):
             await nvml.sample()
         resting = asyncio.create_task(nvml.rest(20))

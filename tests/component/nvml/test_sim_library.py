@@ -104,11 +104,12 @@ def test_a_hung_call_does_not_hold_up_the_end_of_the_process(node: Prepare) -> N
         from gpumgr.sim.control import SimControl
 
         async def main():
-            nvml = Nvml(library_path={sim.library_path!r}, timeout_seconds=0.2)
+            nvml = Nvml(library_path={sim.library_path!r}, timeout_seconds=20)
             await nvml.open()
             await nvml.snapshot()
             await nvml.watch_events(lambda uuid, event: None)
             SimControl(Path({str(sim.control.path)!r})).hang()
+            nvml._timeout_seconds = 0.2  # from now on
             try:
                 await nvml.sample()
             except NvmlError as error:

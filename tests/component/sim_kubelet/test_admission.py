@@ -139,7 +139,7 @@ async def test_ended_pods_are_freed_at_the_next_admission(make_node: Any) -> Non
 
 async def test_list_shows_the_pod_under_admission_but_no_init_container(make_node: Any) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY, resource_order="core_first")
-    client = PodResourcesClient(kubelet.pod_resources_socket)
+    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     plugin.memory.hold = asyncio.Event()
     containers = (SimContainer(name="init", cores=1, kind="init"), SimContainer(name="side", cores=1, kind="sidecar"))
     admission = asyncio.create_task(kubelet.admit(pod("a", *containers, app(1, 1))))
@@ -157,7 +157,7 @@ async def test_list_shows_the_pod_under_admission_but_no_init_container(make_nod
 async def test_a_failed_pod_is_not_listed(make_node: Any) -> None:
     kubelet, _ = await make_node(CORE, MEMORY)
     await kubelet.admit(pod("a", app(11)))
-    client = PodResourcesClient(kubelet.pod_resources_socket)
+    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     assert (await client.list()).pods == ()
     client.close()
 
@@ -166,7 +166,7 @@ async def test_a_failed_pod_is_not_listed(make_node: Any) -> None:
 async def test_the_double_hand_out(make_node: Any, keeps_in_flight: bool) -> None:
     """A List in the middle of an Allocate, when a pod has just ended: the ids in flight are offered again."""
     kubelet, plugin = await make_node(CORE, MEMORY, keeps_in_flight=keeps_in_flight)
-    client = PodResourcesClient(kubelet.pod_resources_socket)
+    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     await kubelet.run(pod("short", app(2)))
     plugin.core.hold = asyncio.Event()
     plugin.core.allocating.clear()
@@ -217,7 +217,7 @@ async def test_a_restarted_kubelet_knows_no_pods_until_its_sources_are_ready(mak
     await kubelet.run(pod("a", app(4)))
     await kubelet.restart(sources_ready=False)
     await plugin.register()
-    client = PodResourcesClient(kubelet.pod_resources_socket)
+    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     assert (await client.list()).pods == ()
     assert len(kubelet.held("uid-a", "app", CORE_RESOURCE)) == 4
     kubelet.finish_sources()
@@ -246,7 +246,8 @@ async def test_a_late_end_of_an_old_stream_disconnects_its_successor(make_node: 
 
 
 async def test_registration_checks(make_node: Any) -> None:
-    kubelet, plugin = await make_node(CORE, MEMORY, dial_timeout_seconds=0.1)
+    kubelet, plugin = await make_node(CORE, MEMORY)
+    kubelet._dial_timeout_seconds = 0.1  # from now on
     for path, name, text in [
         (kubelet.plugin_folder / "vcuda-core.sock", "no-domain", 'the ResourceName "no-domain" is invalid'),
         (kubelet.plugin_folder / "nobody.sock", CORE_RESOURCE, "failed to dial device plugin: context deadline exceeded"),

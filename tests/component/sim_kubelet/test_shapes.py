@@ -150,9 +150,11 @@ async def test_the_rate_limit_came_with_1_28(make_node: MakeNode, shape: Kubelet
     assert kubelet.pod_resources is not None
     async with grpc.aio.insecure_channel(f"unix:{kubelet.pod_resources_socket}") as channel:
         call = channel.unary_unary("/v1.PodResourcesLister/List")
-        calls = [call(b"") for _ in range(60)]
-        codes = Counter([(await each.code()).name for each in calls])
-    assert bool(codes["RESOURCE_EXHAUSTED"]) is some
+        codes = Counter[str]()
+        while not codes or (some and not codes["RESOURCE_EXHAUSTED"]):  # a slow machine may stay below the limit
+            calls = [call(b"") for _ in range(60)]
+            codes.update([(await each.code()).name for each in calls])
+    assert kubelet.pod_resources.refused == codes["RESOURCE_EXHAUSTED"]
     assert bool(kubelet.pod_resources.refused) is some
 
 
@@ -179,7 +181,8 @@ async def test_whose_options_count(make_node: MakeNode, shape: KubeletShape) -> 
 
 @versions(V1_20, V1_24)
 async def test_register_is_answered_although_nobody_can_be_dialled(make_node: MakeNode, shape: KubeletShape) -> None:
-    kubelet, plugin = await make_node(CORE, MEMORY, shape=shape, dial_timeout_seconds=0.05)
+    kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
+    kubelet._dial_timeout_seconds = 0.05  # from now on
     await plugin.register_one(kubelet.plugin_folder / "nobody.sock", CORE_RESOURCE)
     assert kubelet.node_status()[CORE_RESOURCE].allocatable == 4
 
@@ -220,7 +223,7 @@ async def test_calls_to_plugins_name_the_socket_before_1_26(shape: KubeletShape,
     async with await asyncio.start_unix_server(listen, path):
         client = PluginClient(shape, CORE_RESOURCE, path, DevicePluginOptions())
         with pytest.raises(SimKubeletError):
-            await client.connect(1.0)
+            await client.connect(30.0)
         client.close()
         assert (await authority).decode() == (str(path) if shape is V1_25 else "localhost")
 

@@ -29,7 +29,7 @@ async def runtime() -> AsyncIterator[SimRuntime]:
 
 @pytest.fixture
 async def client(runtime: SimRuntime) -> AsyncIterator[CriClient]:
-    made = CriClient(runtime.socket, timeout_seconds=0.5)
+    made = CriClient(runtime.socket, timeout_seconds=30)
     yield made
     made.close()
 

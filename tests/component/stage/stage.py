@@ -197,7 +197,7 @@ async def stage(
         clock, drift, checkpoint, pods = Clock(), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
         devices: dict[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
         ids = (f"{n:016x}" for n in count(1))
-        client = PodResourcesClient(kubelet.pod_resources_socket)
+        client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
 
         def publish(offer: Offer) -> None:
             for kind, message in encode_offer(books.ledger.cards, offer).items():

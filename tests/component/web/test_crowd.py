@@ -126,11 +126,11 @@ async def test_of_many_requests_at_once_one_answer_is_made_ahead(
     scene.now = bytes(60_000)
     server = await serve(patience=ENDLESS)
     await come(clients, server, KEPT * 400)
-    while not (lying := unread_bytes()):
+    while not unread_bytes():
         assert parsed(await say(server.address, get("/healthz")))[0] == 200
-    for _ in range(5):
+    for _ in range(5):  # the kernel may take more of them meanwhile
         assert parsed(await say(server.address, get("/healthz")))[0] == 200
-    assert unread_bytes() == lying < 61_000
+        assert unread_bytes() < 61_000
 
 
 def unread_bytes() -> int:

@@ -29,16 +29,22 @@ async def test_stacks_of_tasks_go_down_to_where_they_wait(client: aiohttp.Client
     await task
 
 
+def of_the_waiter(text: str) -> str:
+    return text.partition("thread a_waiter (")[2].partition("\nthread ")[0]
+
+
 async def test_stacks_of_threads(client: aiohttp.ClientSession) -> None:
     go = threading.Event()
     thread = threading.Thread(target=go.wait, name="a_waiter")
     thread.start()
-    async with client.get("/debug/stacks") as answer:
-        text = await answer.text()
+    text = ""
+    while "waiter.acquire()" not in of_the_waiter(text):  # it may not have had its turn yet
+        async with client.get("/debug/stacks") as answer:
+            text = await answer.text()
     go.set()
     thread.join()
     assert re.search(r"^\d+ tasks, \d+ threads\n", text)
-    part = text.partition("thread a_waiter (")[2].partition("\nthread ")[0]
+    part = of_the_waiter(text)
     assert "self._bootstrap_inner()" in part
     assert part.index("_bootstrap_inner") < part.rindex("waiter.acquire()")
     assert "thread MainThread" in text
@@ -67,12 +73,18 @@ async def test_a_profile_names_what_holds_the_loop(client: aiohttp.ClientSession
 
 
 async def test_one_profile_at_a_time(client: aiohttp.ClientSession) -> None:
-    first = asyncio.ensure_future(client.get("/debug/profile?seconds=1"))
-    while not any(thread.name == "profile" for thread in threading.enumerate()):  # noqa: ASYNC110  it tells nobody
-        await asyncio.sleep(0.01)
-    async with client.get("/debug/profile?seconds=1") as answer:
-        assert answer.status == 409
-        assert await answer.json() == {"error": "a profile is being taken; ask again when it is done"}
-    async with await first as answer:
-        assert answer.status == 200
-    assert not any(thread.name == "profile" for thread in threading.enumerate())
+    refused = None
+    while refused is None:  # where all stands still for a second, the first is over before the second is heard
+        first = asyncio.ensure_future(client.get("/debug/profile?seconds=1"))
+        while not profiling() and not first.done():  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+        async with client.get("/debug/profile?seconds=1") as answer:
+            refused = await answer.json() if answer.status == 409 else None
+        async with await first as answer:
+            assert answer.status == 200
+    assert refused == {"error": "a profile is being taken; ask again when it is done"}
+    assert not profiling()
+
+
+def profiling() -> bool:
+    return any(thread.name == "profile" for thread in threading.enumerate())

@@ -81,8 +81,9 @@ async def test_an_idle_connection_is_closed(serve: Serve) -> None:
 
 
 async def test_a_second_request_must_come_whole_too(serve: Serve) -> None:
-    server = await serve(patience=patience(request_seconds=0.05))
+    server = await serve(patience=patience())
     reader, writer = await opened(server)
+    server._doorman._patience = patience(request_seconds=0.05)  # from now on
     await asyncio.sleep(0.1)
     writer.write(b"GET /")
     with contextlib.suppress(ConnectionResetError):
@@ -205,15 +206,19 @@ async def test_ten_thousand_connections(serve: Serve, open_files: int, security:
     clients = await crowd(server, many, first)
     try:
         await until(lambda: server.connections <= 64)
-        assert files_open() - before - many <= 64 + OTHER_FILES
-        gc.collect()
-        assert sum(isinstance(each, Connection) for each in gc.get_objects()) <= 64 + LEAVING
+        await until(lambda: files_open() - before - many <= 64 + OTHER_FILES)
+        await until(lambda: connections_alive() <= 64 + LEAVING)
         if not security:
             assert parsed(await say(server.address, get("/healthz")))[0] == 200
         assert server.connections_refused == 0
     finally:
         for client in clients:
             client.close()
+
+
+def connections_alive() -> int:
+    gc.collect()
+    return sum(isinstance(each, Connection) for each in gc.get_objects())
 
 
 def files_open() -> int:
@@ -235,7 +240,7 @@ async def test_without_file_descriptors_it_pauses_and_comes_back(serve: Serve, o
         with capture_logs() as logs:
             await asyncio.get_running_loop().sock_connect(client, server.address)
             await until(lambda: bool(logs))
-        assert [line["event"] for line in logs] == ["accept_paused"]
+        assert {line["event"] for line in logs} == {"accept_paused"}
     finally:
         for each in held:
             each.close()

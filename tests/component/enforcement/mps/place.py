@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,28 @@ class Modes:
         self.now[uuid] = mode
 
 
+class Unhurried(Mps):
+    """Its looks are over when they return; others leave one that takes a second to itself."""
+
+    async def recover(self, tenants: Sequence[Tenant]) -> None:
+        await super().recover(tenants)
+        await self._looked()
+
+    async def adjust(self, running: Sequence[Running]) -> None:
+        await super().adjust(running)
+        await self._looked()
+
+    async def _looked(self) -> None:
+        while self._supervisor is not None and (looks := list(self._supervisor._tasks.values())):
+            await asyncio.wait(looks)
+
+    def give_up_after(self, seconds: float) -> None:
+        """From now on a command of the control program is; it is a process, which on a busy machine takes its time."""
+        self._timeout_seconds = seconds
+        if self._supervisor is not None:
+            self._supervisor.setup.control._timeout_seconds = seconds
+
+
 class Place:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -64,8 +86,13 @@ class Place:
         beside.write_text(json.dumps(how))
         os.replace(beside, self._behaviour)
 
-    async def agent(self, *, keep_protocol: bool = True, **different: Any) -> Mps:
+    async def agent(self, *, keep_protocol: bool = True, **different: Any) -> Unhurried:
         """One life of the agent's backend."""
+        backend = Unhurried(**self.settings(**different))
+        await backend.open(keep_protocol=keep_protocol)
+        return backend
+
+    def settings(self, **different: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "limits": KINDS,
             "program": str(self.program),
@@ -77,12 +104,10 @@ class Place:
             "idle_seconds": IDLE_SECONDS,
             "clock": lambda: self.seconds,
             "check_seconds": CHECK_SECONDS,
-            "timeout_seconds": 5.0,
+            "timeout_seconds": 30.0,
             "how": "plain",
         }
-        backend = Mps(**{**settings, **different})
-        await backend.open(keep_protocol=keep_protocol)
-        return backend
+        return {**settings, **different}
 
     async def pass_time(self, backend: Mps, seconds: float = CHECK_SECONDS) -> None:
         """One look of the agent, so much later."""

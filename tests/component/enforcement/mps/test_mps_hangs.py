@@ -6,15 +6,17 @@ import signal
 
 import pytest
 
+from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
 
 
 async def test_a_hung_daemon_is_told_to_its_tenants_and_not_killed_under_them(place: Place) -> None:
     place.behave(protocols=[2])
-    backend = await place.agent(timeout_seconds=0.3)
+    backend = await place.agent()
     await backend.start(tenant())
     pid = place.daemon_pid()
+    backend.give_up_after(0.3)
     place.behave(protocols=[2], hang=["get_server_list"])
     await place.pass_time(backend)
     (finding,) = await backend.observe([running(tenant(), os.getpid())])
@@ -22,6 +24,7 @@ async def test_a_hung_daemon_is_told_to_its_tenants_and_not_killed_under_them(pl
     with pytest.raises(Refusal, match="did not end `get_server_list`"):
         await backend.start(tenant("b2"))
     assert place.daemon_pid() == pid
+    backend.give_up_after(30)
     place.behave(protocols=[2])
     await place.pass_time(backend)
     assert await backend.observe([running(tenant(), os.getpid())]) == []
@@ -29,9 +32,10 @@ async def test_a_hung_daemon_is_told_to_its_tenants_and_not_killed_under_them(pl
 
 async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:
     place.behave(protocols=[2])
-    backend = await place.agent(timeout_seconds=0.3)
+    backend = await place.agent()
     await backend.start(tenant())
     await backend.cleanup("a1")
+    backend.give_up_after(0.3)
     place.behave(protocols=[2], hang=["get_server_list", "quit"])
     await place.pass_time(backend)
     await place.pass_time(backend, IDLE_SECONDS)
@@ -60,7 +64,8 @@ async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Pl
 
 
 async def test_a_stopped_daemon_does_not_keep_the_others_waiting(place: Place) -> None:
-    backend = await place.agent(timeout_seconds=30.0)
+    backend = Mps(**place.settings())
+    await backend.open(keep_protocol=True)
     await backend.start(tenant())
     pid = place.daemon_pid()
     assert pid is not None

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, running, tenant
 
 
 async def refused(place: Place, **settings: Any) -> str:
-    backend = await place.agent(**settings)
+    return await refusal_of(await place.agent(**settings))
+
+
+async def refusal_of(backend: Mps) -> str:
     with pytest.raises(Refusal) as refusal:
         await backend.start(tenant())
     assert refusal.value.code == "internal"
@@ -84,9 +88,10 @@ async def test_an_old_program_without_help_is_known_by_what_it_says_without_a_da
 
 async def test_a_program_that_hangs_for_a_while_is_asked_again(place: Place) -> None:
     place.behave(hang=["-h"])
-    backend = await place.agent(timeout_seconds=1.0)
-    assert "did not end `-h` within 1 s" in str(await backend.unavailable())
+    backend = await place.agent(timeout_seconds=0.3)
+    assert "did not end `-h` within 0.3 s" in str(await backend.unavailable())
     assert backend.transient
+    backend.give_up_after(30)
     place.behave()
     assert (await backend.unavailable(), backend.transient) == (None, False)
     await backend.start(tenant())
@@ -108,7 +113,9 @@ async def test_mig_devices_are_refused(place: Place) -> None:
 
 async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(place: Place) -> None:
     place.behave(protocols=[2], hang=["-d"])
-    said = await refused(place, timeout_seconds=0.3)
+    backend = await place.agent()
+    backend.give_up_after(0.3)
+    said = await refusal_of(backend)
     assert f"MPS can't limit demo/pod-a1 (main) on GPU {UUID[4:12]}" in said
     assert "did not end `-d --multiuser-server` within 0.3 s" in said
     assert "nvidia-smi" in said

@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
+from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
@@ -77,7 +77,7 @@ async def test_servers_that_outlive_their_daemon_keep_their_clients_and_end_with
     await place.detach()
     await place.kill_daemon()
     await place.pass_time(backend)
-    assert processes.start_time(fresh["server"]) is None
+    await until(lambda: processes.start_time(fresh["server"]) is None)
 
 
 async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:

@@ -61,10 +61,18 @@ def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
 
 
 def test_the_outer_bound_can_be_asked_for() -> None:
-    assert commands.bound_of(77, memory=True).text == "get_active_thread_percentage 77\nget_device_pinned_mem_limit 77 0\n"
-    both = commands.bound_of(None, memory=True)
+    assert commands.bounds_of([77], memory=True).text == "get_active_thread_percentage 77\nget_device_pinned_mem_limit 77 0\n"
+    both = commands.bounds_of([None], memory=True)
     assert str(both) == "get_default_active_thread_percentage; get_default_device_pinned_mem_limit 0"
-    assert commands.bound_of(None, memory=False).text == "get_default_active_thread_percentage\n"
+    all_of_them = commands.bounds_of([None, 77], memory=False)
+    assert str(all_of_them) == "get_default_active_thread_percentage; get_active_thread_percentage 77"
+
+
+def test_each_servers_bounds_are_told_apart_by_their_number() -> None:
+    asked = [None, 77]
+    assert commands.parse_bounds(asked, "30.0\n3G\n40.0\n4G\n") == {None: "30.0\n3G", 77: "40.0\n4G"}
+    assert commands.parse_bounds(asked, "30.0\n40.0\n") == {None: "30.0", 77: "40.0"}
+    assert commands.parse_bounds(asked, "30.0\n3G\nserver 77 is gone\n") == {}
 
 
 def test_a_namespace_has_both_limits_or_only_the_cores() -> None:
