@@ -28,4 +28,5 @@ class Answers:
         """None: nothing is to keep it within limits."""
         if not allocation.mechanisms:
             return None
-        return tenant_of(allocation, self._books.ledger.cards, self._books.inventory, view_of(allocation, self._pods))
+        cards = self._books.ledger.cards
+        return tenant_of(allocation, cards, self._books.inventory.gpus(cards), view_of(allocation, self._pods))

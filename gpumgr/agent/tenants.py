@@ -1,12 +1,14 @@
 """Allocations as enforcement sees them."""
 
-from gpumgr.agent.inventory import Inventory
+from collections.abc import Mapping
+
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.tenant import Tenant
-from gpumgr.units import BLOCK_BYTES
+from gpumgr.topology.devices import Gpu
+from gpumgr.units import BLOCK_BYTES, GpuName
 
 
 def view_of(allocation: Allocation, pods: Pods) -> PodView | None:
@@ -15,15 +17,15 @@ def view_of(allocation: Allocation, pods: Pods) -> PodView | None:
     return None if view is None or allocation.uid not in (None, view.uid) else view
 
 
-def tenant_of(allocation: Allocation, cards: Cards, inventory: Inventory, view: PodView | None) -> Tenant | None:
+def tenant_of(allocation: Allocation, cards: Cards, gpus: Mapping[GpuName, Gpu], view: PodView | None) -> Tenant | None:
     """The tenant, if this allocation shares a GPU; None for whole GPUs and for gpu-manager's records, whose limits are not ours.
 
-    `view` is the allocation's pod, if it is known.
+    `gpus` are those that the driver shows now; `view` is the allocation's pod, if it is known.
     """
     if allocation.whole or allocation.anonymous or not allocation.gpus:
         return None
     card = cards.by_name[allocation.gpus[0]]
-    gpu = inventory.gpus(cards).get(card.name)
+    gpu = gpus.get(card.name)
     return Tenant(
         allocation=allocation.id,
         gpu=card.name,

@@ -272,9 +272,10 @@ class Enforcing:
         )
 
     def _tenants(self) -> Iterator[tuple[Tenant, tuple[str, ...]]]:
-        books = self.books
-        for allocation in books.ledger.allocations.values():
-            tenant = tenant_of(allocation, books.ledger.cards, books.inventory, view_of(allocation, self._pods))
+        ledger = self.books.ledger
+        gpus = self.books.inventory.gpus(ledger.cards)
+        for allocation in ledger.allocations.values():
+            tenant = tenant_of(allocation, ledger.cards, gpus, view_of(allocation, self._pods))
             if tenant is not None:
                 yield tenant, allocation.mechanisms
 

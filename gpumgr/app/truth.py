@@ -37,7 +37,7 @@ from gpumgr.usage.strangers import Known, encounter
 
 log = structlog.get_logger(__name__)
 
-#: How often to look while nobody shares a GPU.
+#: How often to look for strangers while nobody has a GPU.
 CALM_PERIOD_SECONDS: Final = 10.0
 #: How long a sample waits for the container runtime, and for the mechanisms.
 PATIENCE_SECONDS: Final = 0.5
@@ -139,12 +139,13 @@ class Truth:
         """`started`: pid -> its start time in clock ticks since boot; processes that are gone are not in it."""
         ledger, now = self._books.ledger, self._clock()
         tenants = {tenant.allocation: tenant for tenant in self._tenants(ledger)}
-        if not tenants and now - self._looked_at < CALM_PERIOD_SECONDS:
+        if not ledger.allocations and now - self._looked_at < CALM_PERIOD_SECONDS:
             return
         self._looked_at = now
-        claims, own_pids = Claims(ledger.allocations.values()), frozenset(await asyncio.to_thread(self._backends.own_pids))
-        seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()} - own_pids
-        self._where = await self._owners.look(claims, tenants, seen, started)
+        claims = Claims(ledger.allocations.values())
+        seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
+        own_pids = frozenset(await asyncio.to_thread(self._backends.own_pids)) if seen else frozenset()
+        self._where = await self._owners.look(claims, tenants, seen - own_pids, started)
         use = self._use = join(ledger, sample, self._where.owners, own_pids=own_pids, claims=claims, taken_at=now)
         self._weigh([use.containers[one.allocation, one.gpu] for one in tenants.values() if one.memory_bytes])
         self._meet_strangers(use, started)
@@ -156,8 +157,9 @@ class Truth:
         await self._owners.close()
 
     def _tenants(self, ledger: Ledger) -> Iterator[Tenant]:
+        gpus = self._books.inventory.gpus(ledger.cards)
         for allocation in ledger.allocations.values():
-            tenant = tenant_of(allocation, ledger.cards, self._books.inventory, view_of(allocation, self._pods))
+            tenant = tenant_of(allocation, ledger.cards, gpus, view_of(allocation, self._pods))
             if tenant is not None:
                 yield tenant
 

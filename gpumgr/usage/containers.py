@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from gpumgr.allocator.pods import PodKey
 
+_HASH = re.compile("[0-9a-f]{32}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
@@ -27,4 +29,4 @@ class Container:
     @property
     def static(self) -> bool:
         """Of a static pod: its UID is the hash of the pod's file, and the API server knows only a mirror, under another UID."""
-        return re.fullmatch("[0-9a-f]{32}", self.pod_uid) is not None
+        return _HASH.fullmatch(self.pod_uid) is not None

@@ -6,8 +6,8 @@ Rule 3. `own_pids`, processes of gpumgr's mechanisms, are nobody's and are not t
 Rule 4. Nobody is called a stranger for want of an answer: who is not known yet is unclear.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
@@ -109,27 +109,23 @@ def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | Non
 def _sums(
     ledger: Ledger, sample: NodeSample, uses: Iterable[ContainerUse], strangers: Iterable[Stranger]
 ) -> dict[GpuName, GpuUse]:
-    gpus = {
-        ledger.cards.by_uuid[uuid].name: GpuUse(uuid=uuid)
+    used, strange = defaultdict[str, list[ContainerUse]](list), defaultdict[str, list[Stranger]](list)
+    for use in uses:
+        if use.processes:
+            used[use.uuid].append(use)
+    for stranger in strangers:
+        strange[stranger.uuid].append(stranger)
+    return {
+        ledger.cards.by_uuid[uuid].name: GpuUse(
+            uuid=uuid,
+            container_memory_bytes=sum(each.memory_bytes or 0 for each in used[uuid]),
+            container_processes=sum(each.process_count for each in used[uuid]),
+            stranger_memory_bytes=sum(each.memory_bytes or 0 for each in strange[uuid]),
+            stranger_processes=len(strange[uuid]),
+        )
         for uuid, seen in sample.gpus.items()
         if seen.processes is not None and uuid in ledger.cards.by_uuid
     }
-    for use in uses:
-        if use.processes:
-            before = gpus[use.gpu]
-            gpus[use.gpu] = replace(
-                before,
-                container_memory_bytes=before.container_memory_bytes + (use.memory_bytes or 0),
-                container_processes=before.container_processes + use.process_count,
-            )
-    for stranger in strangers:
-        before = gpus[stranger.gpu]
-        gpus[stranger.gpu] = replace(
-            before,
-            stranger_memory_bytes=before.stranger_memory_bytes + (stranger.memory_bytes or 0),
-            stranger_processes=before.stranger_processes + 1,
-        )
-    return gpus
 
 
 def _describe(container: Container) -> str:

@@ -155,7 +155,7 @@ class SharedNode:
             self.pods.views[pod.key] = pod
         await self.books.commit(ledger)
         tenants = [
-            tenant_of(each, ledger.cards, self.books.inventory, self.pods.get(each.pod) if each.pod else None)
+            tenant_of(each, ledger.cards, self.books.inventory.gpus(ledger.cards), self.pods.get(each.pod) if each.pod else None)
             for each in ledger.allocations.values()
         ]
         return [tenant for tenant in tenants if tenant is not None]

@@ -115,10 +115,11 @@ class HamiCore:
         pass
 
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        return await asyncio.to_thread(self._observe, tuple(running))
+        return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
     async def adjust(self, running: Sequence[Running]) -> None:
-        await asyncio.to_thread(self._adjust, tuple(running))
+        if running:
+            await asyncio.to_thread(self._adjust, tuple(running))
 
     def remains(self) -> Collection[AllocationId]:
         try:

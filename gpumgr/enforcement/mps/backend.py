@@ -1,7 +1,7 @@
 """Backend "mps": implements gpumgr.enforcement.backend.Backend."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -265,6 +265,10 @@ class Mps:
 
     def status(self) -> tuple[DaemonStatus, ...]:
         return self._supervisor.status() if self._supervisor else ()
+
+    def restarts(self) -> Mapping[str, int]:
+        """Of each GPU's daemon since the agent began, by UUID. Out of memory, unlike `status`."""
+        return {daemon.uuid: daemon.restarts for daemon in self._supervisor.daemons()} if self._supervisor else {}
 
     async def close(self) -> None:
         if self._supervisor is not None:

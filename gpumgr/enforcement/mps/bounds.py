@@ -4,7 +4,7 @@ Root in a container reaches the daemon's control socket and can change it. So wh
 compared with what it answers later, as text: how it writes a number differs from driver to driver.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpumgr.enforcement.mps import commands
@@ -56,13 +56,21 @@ class Bounds:
 
 
 async def _read(talk: Talk, bound: Bound, servers: Collection[int]) -> Mapping[int | None, str]:
-    """Without those that refused to answer: the server has ended meanwhile, or an older driver can't tell. Raises Unanswered."""
-    found: dict[int | None, str] = {}
-    for server in (None, *servers):
-        try:
-            found[server] = await talk.ask(commands.bound_of(server, memory=bound.memory_bytes is not None))
-        except Unanswered:
-            raise
-        except MpsError:
-            continue
+    """All by one run of the program, since a run is what costs; where it refuses one of the questions (a server has ended meanwhile, or
+    an older driver can't tell), without that one. Raises Unanswered."""
+    asked: tuple[int | None, ...] = (None, *servers)
+    found = dict(await _answered(talk, bound, asked))
+    if not found and servers:
+        for each in asked:
+            found.update(await _answered(talk, bound, (each,)))
     return found
+
+
+async def _answered(talk: Talk, bound: Bound, asked: Sequence[int | None]) -> Mapping[int | None, str]:
+    """Nothing if one of the questions was refused. Raises Unanswered."""
+    try:
+        return commands.parse_bounds(asked, await talk.ask(commands.bounds_of(asked, memory=bound.memory_bytes is not None)))
+    except Unanswered:
+        raise
+    except MpsError:
+        return {}

@@ -6,7 +6,7 @@ answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -127,14 +127,22 @@ def bound_server(pid: int, cores: int, memory_bytes: int | None) -> tuple[Comman
     return _typed(f"set_active_thread_percentage {pid} {cores}", *memory)
 
 
-def bound_of(server: int | None, *, memory: bool) -> Command:
-    """What the daemon has for this server (None: for those to come), as text, a line for each limit."""
-    which, default = (f" {server}", "") if server is not None else ("", "default_")
-    lines = [
-        f"get_{default}active_thread_percentage{which}",
-        *([f"get_{default}device_pinned_mem_limit{which} 0"] if memory else []),
-    ]
-    return Command(text="".join(f"{line}\n" for line in lines))
+def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
+    """What the daemon has for each of these servers (None: for those to come), as text, a line for each limit."""
+    lines: list[str] = []
+    for server in servers:
+        which, default = (f" {server}", "") if server is not None else ("", "default_")
+        lines.append(f"get_{default}active_thread_percentage{which}\n")
+        if memory:
+            lines.append(f"get_{default}device_pinned_mem_limit{which} 0\n")
+    return Command(text="".join(lines))
+
+
+def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
+    """Each server's lines, in the order in which they were asked for; nothing if they are not as many of each."""
+    lines = answer.splitlines()
+    number, left = divmod(len(lines), len(servers))
+    return {} if left else {server: "\n".join(lines[n * number :][:number]) for n, server in enumerate(servers)}
 
 
 def _typed(*lines: str) -> tuple[Command, ...]:

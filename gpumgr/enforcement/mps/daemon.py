@@ -149,7 +149,7 @@ class Daemon:
 
     async def _hold(self) -> bool:
         """Puts right what a tenant may have changed; whether it was so. Raises MpsError, OSError."""
-        if self.setup.protocol == 3 or (bound := self._bound()) is None:
+        if self.setup.protocol == 3 or (bound := await asyncio.to_thread(self._bound)) is None:
             return False
         changed = await self._bounds.hold(self._talk, bound, self.servers)
         if changed:

@@ -114,10 +114,13 @@ class VcudaBackend:
         pass
 
     async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        return await asyncio.to_thread(self._look, [(self._seats[r.tenant.allocation].ward, r) for r in self._ours(running)])
+        ours = [(self._seats[each.tenant.allocation].ward, each) for each in self._ours(running)]
+        return await asyncio.to_thread(self._look, ours) if ours else ()
 
     async def adjust(self, running: Sequence[Running]) -> None:
         ours = self._ours(running)
+        if not ours:
+            return
         await asyncio.to_thread(self._keep, [(self._seats[r.tenant.allocation].ward, r) for r in ours])
         for one in ours:
             seat = self._seats.get(one.tenant.allocation)

@@ -145,15 +145,22 @@ async def test_cgroups_that_can_not_be_read_are_told_once_and_looked_up_around()
 # -- how often -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_while_nobody_shares_only_a_look_now_and_then_is_taken() -> None:
+async def test_what_a_whole_gpus_container_uses_is_as_new_as_what_its_gpu_tells() -> None:
     node = Node(whole("t", TRAIN, 0))
     node.runtime.elsewhere[21] = container("t", TRAIN)
     assert not node.truth.wanted()
-    for used in range(1, 12):
+    for used in range(1, 4):
         await node.sampled(sample({21: used}, {}))
+        assert node.truth.use is not None
+        assert node.truth.use.containers["t", GPU0].memory_bytes == used
+
+
+async def test_while_nobody_has_a_gpu_only_a_look_now_and_then_is_taken() -> None:
+    node = Node(whole("t", TRAIN, 0))
+    node.frees("t")
+    for _ in range(int(CALM_PERIOD_SECONDS) + 1):
+        await node.sampled(sample({}, {}))
     assert node.runtime.ticks == 2
-    assert node.truth.use is not None
-    assert node.truth.use.containers["t", GPU0].memory_bytes == 1 + CALM_PERIOD_SECONDS
 
 
 async def test_a_share_is_looked_at_from_its_first_second_on() -> None:

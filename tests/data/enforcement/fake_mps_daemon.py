@@ -204,9 +204,9 @@ class Daemon:
                 return f"{float(value)}"
             case ["set_device_pinned_mem_limit", pid, "0", value]:
                 self._known(pid).limits.memory = _size(value)
-            case ["get_active_thread_percentage", pid] if behaviour("tells_limits", True):
+            case ["get_active_thread_percentage", pid] if behaviour("tells_limits", True) is True:
                 return f"{self._known(pid).limits.percentage}"
-            case ["get_device_pinned_mem_limit", pid, "0"] if behaviour("tells_limits", True):
+            case ["get_device_pinned_mem_limit", pid, "0"] if behaviour("tells_limits", True) is True:
                 return _shown(self._known(pid).limits.memory)
             case _:
                 raise Refused(f"Invalid command: {command}")

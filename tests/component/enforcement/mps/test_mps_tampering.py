@@ -45,6 +45,19 @@ async def test_limits_that_were_changed_are_put_right_and_told(place: Place, whi
     assert await backend.observe(look) == []
 
 
+async def test_a_driver_that_tells_the_defaults_alone_is_asked_for_them_alone(place: Place) -> None:
+    place.behave(tells_limits="of defaults")
+    backend = await place.agent(setting="2")
+    await backend.start(tenant())
+    client, _ = await place.attach(backend, tenant())
+    await place.pass_time(backend)
+    look = [running(tenant(), client, gpu=(client,))]
+    assert await backend.observe(look) == []
+    await say(place, "set_default_active_thread_percentage 100")
+    await place.pass_time(backend)
+    assert [finding.code for finding in await backend.observe(look)] == ["tampered"]
+
+
 async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> None:
     old = await place.agent(setting="2")
     await old.start(tenant("a1"))
