@@ -1,9 +1,9 @@
 """The agent under test: its settings, its process, and its ledger as its own command shows it."""
 
+import http.client
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +14,12 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from .cluster import Cluster, free_ports
+from .cluster import Cluster
+from .logs import whole_lines
 from .manifests import CORE, MEMORY
 from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
+from .ports import free_ports
 from .processes import wait_until
 
 SIM = "hgx-h100-8"
@@ -103,7 +105,7 @@ class Agent:
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """(name, labels) -> value, of one scrape."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         families = text_string_to_metric_families(text)
         return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
@@ -117,14 +119,13 @@ class Agent:
             for child in branch.get("children", ()):
                 yield from leaves(child)
 
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=30) as answer:
             tree = json.load(answer)["tree"]
         return next(int(leaf["index"]) for leaf in leaves(tree) if leaf["name"] == gpu)
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log so far."""
-        text = self._cluster.processes.log("gpumgr").read_text()
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in whole_lines(self._cluster.processes.log("gpumgr")) if line.startswith("{")]
 
     def close(self) -> None:
         """Ends the agent and the connection to the kubelet."""
@@ -176,23 +177,23 @@ class Agent:
     def is_ready(self) -> bool:
         """What its readiness probe says: what the kubelet still offers of an agent that has ended is not ours."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=30):
                 return True
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
-    def wait_offered(self, timeout: float = 15) -> float:
-        """Waits until both resources are offered; answers when (monotonic clock) that was so."""
+    def wait_offered(self, timeout: float = 60) -> None:
+        """Waits until both resources are offered."""
+        offered: dict[str, int] = {}
 
         def both() -> bool:
+            nonlocal offered
             self.check()
             offered = self.offered()
             return bool(offered.get(CORE)) and bool(offered.get(MEMORY)) and self.is_ready()
 
         wait_until("both resources offered", both, timeout, every=0.02)
-        now = time.monotonic()
-        self.offer = self.offer or self.offered()
-        return now
+        self.offer = self.offer or offered
 
     def ledger(self) -> list[Holding]:
         """The ledger, read by the agent's own command from the checkpoint."""
@@ -200,6 +201,6 @@ class Agent:
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=PROJECT)
         return read_ledger(json.loads(done.stdout))
 
-    def wait_empty(self, timeout: float = 15) -> None:
+    def wait_empty(self) -> None:
         """Waits until nothing is held any more."""
-        wait_until("an empty ledger", lambda: not self.ledger(), timeout, every=0.3)
+        wait_until("an empty ledger", lambda: not self.ledger(), every=0.3)

@@ -15,6 +15,7 @@ from .manifests import Json
 
 NAMESPACE = "default"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+_KEPT_SECONDS = 45.0
 
 
 class ApiError(Exception):
@@ -33,8 +34,9 @@ class Api:
         self._context = ssl.create_default_context(cafile=str(authority))
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._connection: http.client.HTTPSConnection | None = None
+        self._used_at = 0.0
 
-    def connect(self, timeout: float | None = 30) -> http.client.HTTPSConnection:
+    def connect(self, timeout: float | None = 60) -> http.client.HTTPSConnection:
         """A new connection."""
         return http.client.HTTPSConnection("127.0.0.1", self._port, timeout=timeout, context=self._context)
 
@@ -55,14 +57,18 @@ class Api:
         return response
 
     def request(self, method: str, path: str, body: Json | None = None) -> Json:
-        """One request over the kept connection; the API server closes one that nobody used for a while."""
+        """One request over the kept connection. The API server closes one that nobody used for 90 s, so such a one is not used either;
+        one that turns out to be closed all the same is replaced."""
+        if time.monotonic() - self._used_at > _KEPT_SECONDS:
+            self.close()
         kept = self._connection is not None
         try:
             data = self._over_kept(method, path, body)
-        except http.client.RemoteDisconnected:
+        except (ConnectionError, ssl.SSLError):
             if not kept:
                 raise
             data = self._over_kept(method, path, body)
+        self._used_at = time.monotonic()
         answer: Json = json.loads(data) if data.startswith(b"{") else {"text": data.decode()}
         return answer
 

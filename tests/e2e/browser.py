@@ -1,5 +1,6 @@
 """Headless Chromium in front of the agent's own web server, which is given documents instead of an agent."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -8,6 +9,7 @@ from typing import Any, Final
 
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
 
+from gpumgr.allocator.pods import PodKey
 from gpumgr.web.server import WebServer
 from tests.component.web.scene import Scene
 
@@ -32,13 +34,27 @@ async def chromium() -> AsyncIterator[Browser]:
             await browser.close()
 
 
-class Stage:
-    """The web server, and the document that it shows at present."""
+class _Scene(Scene):
+    """With stories as a test tells them."""
 
     def __init__(self) -> None:
-        self._scene = Scene()
+        super().__init__()
+        self.stories: dict[PodKey, Mapping[str, Any]] = {}
+
+    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
+        return self.stories.get((namespace, pod))
+
+
+class Stage:
+    """The web server, and the document that it shows at present. With `beat_seconds` it is told again and again, as by a living agent:
+    a page that hears nothing for some seconds says that what it shows is old."""
+
+    def __init__(self, *, beat_seconds: float | None = None) -> None:
+        self._scene = _Scene()
         self._server: WebServer | None = None
         self._port = 0
+        self._beat_seconds = beat_seconds
+        self._heart: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -51,17 +67,37 @@ class Stage:
 
     def show(self, document: Mapping[str, Any]) -> None:
         """To whoever asks, and to all pages that are open."""
-        self._scene.now = json.dumps(document).encode()
-        self._scene.states.set(self._scene.now)
+        self._tell(json.dumps(document).encode())
+
+    def remember(self, *stories: Mapping[str, Any]) -> None:
+        """These, and no others, of the pods that they name."""
+        self._scene.stories = {(story["namespace"], story["pod"]): story for story in stories}
+
+    def _tell(self, text: bytes) -> None:
+        self._scene.now = text
+        self._scene.states.set(text)
+
+    async def _beat(self, seconds: float) -> None:
+        """The same document in other bytes: the same bytes are not sent twice."""
+        while True:
+            await asyncio.sleep(seconds)
+            now = self._scene.now
+            self._tell(now.removesuffix(b" ") if now.endswith(b" ") else now + b" ")
 
     async def open(self) -> None:
         """On a free port the first time, and on the same one again."""
         self._server = WebServer(self._scene, host="127.0.0.1", port=self._port, stop_seconds=0.2)
         await self._server.start()
         self._port = self._server.address[1]
+        if self._beat_seconds is not None:
+            self._heart = asyncio.create_task(self._beat(self._beat_seconds), name="stage_beat")
 
     async def close(self) -> None:
         """All connections end; nobody listens any more."""
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.wait([self._heart])
+            self._heart = None
         if self._server is not None:
             await self._server.stop()
             self._server = None
@@ -89,7 +125,7 @@ async def visit(browser: Browser, url: str, *, before: str = "", **context: Any)
     try:
         await profile.add_init_script(_VIOLATIONS + before)
         seen = Visit(await profile.new_page())
-        seen.page.set_default_timeout(15_000)
+        seen.page.set_default_timeout(60_000)
         seen.page.on("console", lambda message: _heard(seen, message))
         seen.page.on("pageerror", lambda error: seen.said.append(f"error: {error}"))
         seen.page.on("request", lambda request: seen.requests.append(request.url))

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from .alone import alone_in
 from .places import GO, GO_CDI, GO_CRDS, GO_HELM, KUBERNETES, cache
 
 # File, and the Debian package that brings it.
@@ -101,6 +102,12 @@ def _helm_flags(major: str, minor: str) -> str:
 def build() -> Path:
     """Builds what the cache lacks; answers the cache's folder: `kubernetes`, `controllers`, `floor`, `cdi`, `helm` and `crds` are in it."""
     root = cache()
+    with alone_in(root):
+        _build(root)
+    return root
+
+
+def _build(root: Path) -> None:
     modules = [GO / "go.mod", GO / "go.sum"]
     major, minor, _ = KUBERNETES.split(".")
     version = "k8s.io/component-base/version"
@@ -114,7 +121,6 @@ def build() -> Path:
     _go_build(root / "helm", _stamp(files), ["helm.sh/helm/v3/cmd/helm"], f"-s -w {_helm_flags(major, minor)}", GO_HELM)
     files = [Path(__file__), *(GO_CRDS / name for name in ("go.mod", "go.sum"))]
     _keep(root / "crds", _stamp(files), _copy_crds)
-    return root
 
 
 if __name__ == "__main__":

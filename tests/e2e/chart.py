@@ -1,8 +1,8 @@
 """The Helm chart as helm renders it, and what is made from it and from the settings.
 
 `python -m tests.e2e.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the component that
-makes it what the chart is with gpuManager.takeOver; and of values.schema.json what the agent's settings are and which values can't be
-missing. The tests prove that all are up to date.
+makes it what the chart is with gpuManager.takeOver; of values.schema.json what the agent's settings are and which values can't be
+missing; and the chart's list of the settings that a running agent takes. The tests prove that all are up to date.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
+from gpumgr.settings.live import LIVE as LIVE_SETTINGS
 from gpumgr.settings.schema import sections
 
 from .build import build
@@ -25,6 +26,7 @@ CHART: Final = PROJECT / "config" / "helm" / "gpumgr"
 BASE: Final = PROJECT / "config" / "kustomize" / "base"
 TAKE_OVER: Final = PROJECT / "config" / "kustomize" / "take-over"
 SCHEMA: Final = CHART / "values.schema.json"
+LIVE: Final = CHART / "files" / "live.yaml"
 NAMESPACE: Final = "kube-system"
 
 _SOURCE: Final = re.compile(r"^# Source: gpumgr/templates/(\S+)\n", re.MULTILINE)
@@ -173,9 +175,17 @@ def schema_text() -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
+def live_text() -> str:
+    """Section -> keys of what takes effect without a new pod (gpumgr/settings/live.py)."""
+    keys = {section: [key for key in keys if f"{section}.{key}" in LIVE_SETTINGS] for section, keys in sections().items()}
+    listed = {section: keys for section, keys in keys.items() if keys}
+    return "# Made from gpumgr/settings/live.py by `python -m tests.e2e.chart`.\n" + yaml.safe_dump(listed, sort_keys=False)
+
+
 def generated() -> Iterator[tuple[Path, str]]:
-    """Every generated file with its text. The chart must be able to be rendered, so its schema comes first."""
+    """Every generated file with its text. The chart must be able to be rendered, so what it is made of comes first."""
     yield SCHEMA, schema_text()
+    yield LIVE, live_text()
     for name, text in base_files().items():
         yield BASE / name, text
     for name, text in take_over_files().items():

@@ -18,7 +18,7 @@ SETS: Final[Mapping[str, Values]] = {
         "runtimeClassName": "nvidia",
         "settings": {
             "enforcement": {"backend": "hami-core"},
-            "hami_core": {"library_path": "/opt/hami/libvgpu.so"},
+            "hami_core": {"library_path": "/opt/hami/libvgpu.so", "library_sha256": "0" * 64},
             "kubernetes": {"annotate_pods": False, "write_events": False, "describe_node": False},
         },
     },
@@ -45,7 +45,7 @@ SETS: Final[Mapping[str, Values]] = {
         "metrics": {"service": {"alias": "gpu-manager-metric", "annotations": {"note": "ours"}}, "dashboard": {"enabled": True}},
         "podAnnotations": {"note": "ours"},
         "podLabels": {"team": "ml"},
-        "extraArgs": ["--output=json"],
+        "extraArgs": ["--output=json", "--set", "log.format=json", "--set=metrics.hami_names=true", "--sim", "h100"],
         "extraEnv": [{"name": "GPUMGR_LOG_LEVEL", "value": "info"}],
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
@@ -59,10 +59,30 @@ SETS: Final[Mapping[str, Values]] = {
         "metrics": {"service": {"enabled": False}},
     },
     "standalone": {"settings": {"kubernetes": {"enabled": False}}},
+    "without gpu-manager's service": {"settings": {"display": {"enabled": False, "socket": "/var/run/gpu-manager.sock"}}},
     "with a kubeconfig": {
         "settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}},
         "extraVolumes": [{"name": "kubeconfig", "secret": {"secretName": "kubeconfig"}}],
         "extraVolumeMounts": [{"name": "kubeconfig", "mountPath": "/etc/kubernetes", "readOnly": True}],
+    },
+    "with files of the operator's": {
+        "settings": {
+            "enforcement": {"backend": "vcuda"},
+            "http": {
+                "token_file": "/var/lib/gpumgr/token",
+                "tls_cert_file": "/ours/tls.crt",
+                "tls_key_file": "/ours/tls.key",
+                "client_ca_file": "/ours/ca.pem",
+            },
+            "vcuda": {
+                "library_path": "/opt/vcuda/libcuda-control.so",
+                "library_sha256": "0" * 64,
+                "client_path": "/opt/vcuda/gpu-client",
+                "volume_conf": "/ours/volume.conf",
+            },
+        },
+        "extraVolumes": [{"name": "ours", "secret": {"secretName": "ours"}}],
+        "extraVolumeMounts": [{"name": "ours", "mountPath": "/ours"}],
     },
     "with folders of the operator's": {
         "settings": {"container": {"device_root": "/driver/dev"}, "display": {"socket": "/shared/display.sock"}},
@@ -119,6 +139,32 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"updateStrategy": {"rollingUpdate": {"maxSurge": 1}}},
         "at '/updateStrategy/rollingUpdate/maxSurge': value must be 0",
     ),
+    "an update that may stop nobody": (
+        {"updateStrategy": {"rollingUpdate": {"maxUnavailable": 0}}},
+        "at '/updateStrategy/rollingUpdate/maxUnavailable': minimum: got 0, want 1",
+    ),
+    "an update of no part": (
+        {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "0%"}}},
+        "at '/updateStrategy/rollingUpdate/maxUnavailable': '0%' does not match pattern",
+    ),
+    "an update of more than all": (
+        {"updateStrategy": {"rollingUpdate": {"maxUnavailable": "101%"}}},
+        "at '/updateStrategy/rollingUpdate/maxUnavailable': '101%' does not match pattern",
+    ),
+    "a number for a variable": (
+        {"extraEnv": [{"name": "GPUMGR_LOG_LEVEL", "value": 1}]},
+        "at '/extraEnv/0/value': got number, want string",
+    ),
+    "a variable without its name": ({"extraEnv": ["GPUMGR_FOO"]}, "at '/extraEnv/0': got string, want object"),
+    "a variable's misspelt value": (
+        {"extraEnv": [{"name": "GPUMGR_LOG_LEVEL", "val": "debug"}]},
+        "at '/extraEnv/0': additional properties 'val' not allowed",
+    ),
+    "a number for a taint": ({"tolerations": [{"key": 1}]}, "at '/tolerations/0/key': got number, want string"),
+    "a misspelt toleration": (
+        {"tolerations": [{"key": "a", "exists": True}]},
+        "at '/tolerations/0': additional properties 'exists' not allowed",
+    ),
     "a misspelt setting": ({"settings": {"http": {"prot": 1}}}, "at '/settings/http': additional properties 'prot' not allowed"),
     "a misspelt section": ({"settings": {"https": {}}}, "at '/settings': additional properties 'https' not allowed"),
     "a setting of another type": (
@@ -139,7 +185,12 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     ),
     "a digest that is none": ({"image": {"digest": "latest"}}, "at '/image/digest': 'latest' does not match pattern"),
     "any free port": ({"settings": {"http": {"port": 0}}}, "settings.http.port: the probes need a fixed one, 1 to 65535"),
-    "no path": ({"settings": {"cri": {"socket": None}}}, "settings.cri.socket: a path is needed"),
+    "no path": (
+        {"settings": {"cri": {"socket": None}}},
+        "settings.cri.socket: a path is needed, for the host's folder is mounted; a null for it or for settings.cri takes its default "
+        "away: remove the null, or give a path",
+    ),
+    "no section": ({"settings": {"http": None}}, "a null for it or for settings.http takes its default away: remove the null"),
     "a socket that the host does not see": (
         {"settings": {"display": {"socket": "/var/run/gpu-manager.sock"}}},
         "settings.display.socket: /var/run/gpu-manager.sock must lie in /run/gpumgr or /var/lib/gpumgr",
@@ -181,6 +232,56 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         },
         "settings.kubernetes.kubeconfig: nothing is mounted where /etc/kubernetes/gpumgr.conf is",
     ),
+    "a token that is not there": (
+        {"settings": {"http": {"token_file": "/etc/gpumgr/token"}}},
+        "settings.http.token_file: nothing is mounted where /etc/gpumgr/token is; bring the file by extraVolumes and "
+        "extraVolumeMounts, or leave the key out and name a Secret by http.tokenSecret",
+    ),
+    "a certificate that is not there": (
+        {"settings": {"http": {"tls_cert_file": "/etc/ssl/tls.crt", "tls_key_file": "/var/lib/gpumgr/tls.key"}}},
+        "settings.http.tls_cert_file: nothing is mounted where /etc/ssl/tls.crt is; bring the file by extraVolumes and "
+        "extraVolumeMounts, or leave the key out and name a Secret by http.tlsSecret",
+    ),
+    "a key that is not there": (
+        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt", "tls_key_file": "/etc/ssl/tls.key"}}},
+        "settings.http.tls_key_file: nothing is mounted where /etc/ssl/tls.key is",
+    ),
+    "an authority that is not there": (
+        {"settings": {"http": {"client_ca_file": "/etc/ssl/ca.pem"}}},
+        "settings.http.client_ca_file: nothing is mounted where /etc/ssl/ca.pem is",
+    ),
+    "a client that is not there": (
+        {"settings": {"vcuda": {"client_path": "/opt/gpumgr/bin/gpu-client"}}},
+        "settings.vcuda.client_path: nothing is mounted where /opt/gpumgr/bin/gpu-client is",
+    ),
+    "a list of files that is not there": (
+        {"settings": {"vcuda": {"volume_conf": "/etc/gpu-manager/volume.conf"}}},
+        "settings.vcuda.volume_conf: nothing is mounted where /etc/gpu-manager/volume.conf is",
+    ),
+    "hami-core without its library": (
+        {"settings": {"enforcement": {"backend": "hami-core"}}},
+        "settings.enforcement names hami-core, which refuses every share without its library: set settings.hami_core.library_path too",
+    ),
+    "vcuda without its library's sum": (
+        {"settings": {"enforcement": {"backend": "vcuda"}, "vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}},
+        "settings.enforcement names vcuda, which refuses every share without its library: set settings.vcuda.library_sha256 too",
+    ),
+    "an exception for a library that is not named": (
+        {"settings": {"enforcement": {"overrides": ["batch=vcuda"]}}},
+        "set settings.vcuda.library_path too",
+    ),
+    "a name for all nodes": (
+        {"extraEnv": [{"name": "GPUMGR_NODE_NAME", "value": "node"}]},
+        "extraEnv: GPUMGR_NODE_NAME would name all nodes alike",
+    ),
+    "a flag that names all nodes": (
+        {"extraArgs": ["--set=node.name=node"]},
+        "extraArgs: node.name=node would name all nodes alike",
+    ),
+    "a sum of a library by a variable": (
+        {"extraEnv": [{"name": "GPUMGR_VCUDA_LIBRARY_SHA256", "value": "0" * 64}]},
+        "give settings.vcuda.library_sha256",
+    ),
     "a variable of the chart's": (
         {"extraEnv": [{"name": "NODE_NAME", "value": "node"}]},
         "extraEnv: NODE_NAME is given by the chart",
@@ -194,6 +295,22 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         "extraArgs: http.port=9000 goes over a setting that the chart looks at; give settings.http.port",
     ),
     "a flag in one word": ({"extraArgs": ["--set=cri.socket=/x"]}, "give settings.cri.socket"),
+    "a flag of the preflight's": (
+        {"preflight": {"extraArgs": ["--json", "--set", "cri.socket=/x"]}},
+        "preflight.extraArgs: cri.socket=/x goes over a setting that the chart looks at; give settings.cri.socket",
+    ),
+    "a flag with a blank": ({"extraArgs": ["--set= http.port=9"]}, 'extraArgs: --set " http.port=9": expected section.key=value'),
+    "a flag without its value": ({"extraArgs": ["--output=json", "--set"]}, "extraArgs: --set needs a value"),
+    "a flag of the chart's own": (
+        {"extraArgs": ["--config", "/etc/other.yaml"]},
+        "extraArgs: --config is none of --set, --output, --sim, --sim-dir; give what the agent is to know below settings",
+    ),
+    "a word that is no flag": ({"extraArgs": ["http.port=9"]}, "extraArgs: http.port=9 is none of --set"),
+    "no API server by a flag": ({"extraArgs": ["--standalone"]}, "give settings.kubernetes.enabled"),
+    "a flag of gpu-manager's that names all nodes": (
+        {"extraArgs": ["--hostname-override", "node"]},
+        "give nothing, since each agent has its node's name from the chart",
+    ),
     "a volume twice": (
         {"extraVolumes": [{"name": "state", "emptyDir": {}}]},
         "extraVolumes: the chart has a volume state already",

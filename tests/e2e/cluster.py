@@ -1,6 +1,7 @@
 """A one-node Kubernetes cluster of real parts: containerd, etcd, API server, scheduler, kubelet. All on 127.0.0.1."""
 
 import fcntl
+import http.client
 import json
 import os
 import secrets
@@ -17,21 +18,13 @@ import grpc
 from . import build, image, manifests, traces
 from .api import NAMESPACE, PODS, Api, ApiError, Pods
 from .devices import make_devices
+from .logs import written
 from .manifests import Json
 from .places import AUDIT_LOG, CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
+from .ports import free_ports
 from .processes import Processes, wait_until
 
 ADMISSION_OFF = "TaintNodesByCondition"  # only the controller manager takes its taints away, and few tests have one
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on at this moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 class Cluster:
@@ -122,14 +115,15 @@ class Cluster:
         self.processes.start(
             "etcd",
             ["etcd", "--data-dir", STATE / "etcd", "--listen-client-urls", client, "--advertise-client-urls", client,
-             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
+             *("--heartbeat-interval=1000", "--election-timeout=10000")],  # it is alone: a stall is no reason to elect
         )  # fmt: skip
 
     def start_containerd(self) -> None:
         """Starts the container runtime; images and containers are those of its folder."""
         self.processes.start("containerd", ["containerd", "--config", STATE / "containerd.toml"])
 
-    def wait_containerd(self, timeout: float = 30) -> None:
+    def wait_containerd(self, timeout: float = 120) -> None:
         """Waits until the container runtime answers the kubelet's kind of calls; its socket is there before that."""
         with grpc.insecure_channel(f"unix://{CONTAINERD_SOCKET}") as channel:
             version = channel.unary_unary("/runtime.v1.RuntimeService/Version")
@@ -145,7 +139,7 @@ class Cluster:
 
     def import_image(self, archive: Path) -> None:
         """Gives the container runtime an image."""
-        wait_until("containerd's socket", CONTAINERD_SOCKET.exists, 20)
+        self.wait_containerd()
         self.ctr("images", "import", str(archive))
 
     def _import_image(self) -> None:
@@ -176,16 +170,21 @@ class Cluster:
              f"--disable-admission-plugins={ADMISSION_OFF}", "--allow-privileged=true"],
         )  # fmt: skip
         self._import_image()
-        wait_until("the API server", self._api_ready, 90, every=0.2)
+        wait_until("the API server", self._api_ready, 180, every=0.2)
         self.processes.start(
             "kube-scheduler",
             [self._binaries / "kubernetes" / "kube-scheduler", f"--kubeconfig={self.kubeconfig('admin')}",
              "--leader-elect=false", "--secure-port=0"],
         )  # fmt: skip
+        # The API server makes the namespaces of a new cluster after it has said that it is ready.
+        wait_until("the cluster's namespaces", lambda: {NAMESPACE, "kube-system"} <= self._namespaces(), every=0.1)
         for path, body in manifests.agent_rights():
             self.api.request("POST", path, body)
         account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
         self.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", account)
+
+    def _namespaces(self) -> set[str]:
+        return {str(each["metadata"]["name"]) for each in self.api.request("GET", "/api/v1/namespaces")["items"]}
 
     def _audit_policy(self) -> Path:
         path = STATE / "audit.yaml"
@@ -214,7 +213,7 @@ class Cluster:
             if not hasattr(self, "api"):
                 self.api = Api(self._server, self._authority, self._tokens["admin"])
             self.api.request("GET", "/readyz")
-        except (OSError, ApiError):
+        except (OSError, http.client.HTTPException, ApiError):
             return False
         return True
 
@@ -229,7 +228,7 @@ class Cluster:
             [self._binaries / "kubernetes" / "kubelet", f"--config={config}", f"--kubeconfig={self.kubeconfig('node')}",
              f"--hostname-override={NODE}", f"--root-dir={KUBELET_ROOT}", f"--cert-dir={KUBELET_ROOT / 'pki'}"],
         )  # fmt: skip
-        wait_until("the kubelet's device manager", self._listens, 60)
+        wait_until("the kubelet's device manager", self._listens, 120)
 
     def _listens(self) -> bool:
         self.processes.check("kubelet")
@@ -246,7 +245,7 @@ class Cluster:
         """The node object."""
         return self.api.request("GET", f"/api/v1/nodes/{NODE}")
 
-    def wait_ready(self, timeout: float = 60) -> None:
+    def wait_ready(self, timeout: float = 120) -> None:
         """Waits until the node is Ready."""
 
         def ready() -> bool:
@@ -264,7 +263,7 @@ class Cluster:
         offered = self.node()["status"].get("allocatable", {})
         return {name: int(offered[name]) for name in (manifests.CORE, manifests.MEMORY) if name in offered}
 
-    def wait_allocatable(self, cores: int, memory: int, timeout: float = 30) -> None:
+    def wait_allocatable(self, cores: int, memory: int, timeout: float = 90) -> None:
         """Waits until the node object offers exactly this (the kubelet publishes it every 10 s)."""
         wanted = {manifests.CORE: cores, manifests.MEMORY: memory}
         wait_until(f"allocatable {wanted}", lambda: self.allocatable() == wanted, timeout, every=0.2)
@@ -285,13 +284,18 @@ class Cluster:
                 if error.status != 404:
                     raise
 
-    def wait_gone(self, names: Sequence[str], timeout: float = 60) -> None:
-        """Waits until none of these pods exists."""
+    def wait_gone(self, names: Sequence[str], timeout: float = 90) -> None:
+        """Waits until none of these pods exists: by what the API server says itself, as the watch may not have brought them yet; and
+        by the watch, so that nobody takes one of them for a later namesake."""
+        wait_until("pods gone", lambda: not self._existing() & set(names), timeout, every=0.1)
         self.pods.wait("pods gone", lambda pods: not any(name in pods for name in names), timeout)
+
+    def _existing(self) -> set[str]:
+        return {str(item["metadata"]["name"]) for item in self.api.request("GET", PODS)["items"]}
 
     def delete_all(self, timeout: float = 120) -> None:
         """Deletes every pod and waits until they are gone."""
-        names = [item["metadata"]["name"] for item in self.api.request("GET", PODS)["items"]]
+        names = sorted(self._existing())
         self.delete(names)
         self.wait_gone(names, timeout)
 
@@ -311,8 +315,7 @@ class Cluster:
         """What a container wrote so far."""
         meta = self.pods.all()[pod]["metadata"]
         folder = STATE / "pod-logs" / f"{meta['namespace']}_{pod}_{meta['uid']}" / container
-        lines = [line for path in sorted(folder.glob("*.log")) for line in path.read_text().splitlines()]
-        return "\n".join(line.split(" ", 3)[3] for line in lines)
+        return "\n".join(written(sorted(folder.glob("*.log"))))
 
     def start_floor(self, *arguments: str) -> None:
         """Starts the trivial plugin that offers 8 GPUs of 320 blocks and answers everything at once with nothing."""

@@ -22,6 +22,7 @@ from gpumgr.sim.library import compile_library, prepare
 from . import chart, image_agent
 from .agent import SIM, Agent, agent_config
 from .cluster import Cluster
+from .logs import written
 from .manifests import CORE, MEMORY, Json
 from .places import AGENT_STATE, NODE, POD_LOGS
 from .processes import StartError, kill_and_wait, start_time, wait_until
@@ -121,11 +122,12 @@ class Installed(Agent):
         self._cluster.stop_controllers()
 
     def start(self, wait: bool = True, *, slow: bool = False, **changes: Any) -> None:
-        """Installs the chart, or changes what is installed."""
+        """Installs the chart, or changes what is installed; with `wait`, back when the pod of just that serves the kubelet."""
         assert not slow, "only the agent as a process can be slowed down"
         self.apply(self.objects(**changes))
         self.running = True
         if wait:
+            self.wait_rolled()
             self.wait_offered()
 
     def stop(self) -> int | None:
@@ -133,7 +135,7 @@ class Installed(Agent):
         self.running = False
         text = "---\n".join(json.dumps(each) + "\n" for each in self.objects())
         self._cluster.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
-        wait_until("no pod of the DaemonSet", lambda: not self.agents(), 60)
+        wait_until("no pod of the DaemonSet", lambda: not self.agents(), 120)
         return None
 
     def kill(self) -> None:
@@ -144,9 +146,9 @@ class Installed(Agent):
         if not self.running:
             self.start()
 
-    def wait_offered(self, timeout: float = 60) -> float:
+    def wait_offered(self, timeout: float = 90) -> None:
         try:
-            return super().wait_offered(timeout)
+            super().wait_offered(timeout)
         except TimeoutError as error:
             raise StartError(f"{error}; the pod's log:\n{self.log_text()[-4000:]}") from error
 
@@ -156,27 +158,39 @@ class Installed(Agent):
     # -- what is seen of it
 
     def agents(self) -> list[Json]:
-        """Its pods, the newest last."""
+        """Its pods: those that go, then the one that is to stay."""
         pods = self._cluster.api.request("GET", f"{_PODS}?{_SELECTOR}")["items"]
-        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+        return sorted(pods, key=lambda pod: (_stays(pod), str(pod["metadata"]["creationTimestamp"])))
 
-    def _container(self) -> str:
-        """The running container's id; the API server hears of it a moment after the kubelet's resources are there."""
-        found: list[str] = []
+    def newest(self) -> Json:
+        """Its newest pod; between two of them it waits for the next."""
+        found: list[Json] = []
 
-        def runs() -> bool:
-            statuses = self.agents()[-1]["status"].get("containerStatuses", [])
-            found[:] = [str(each["containerID"]).rpartition("/")[2] for each in statuses if "running" in each["state"]]
+        def there() -> bool:
+            found[:] = self.agents()
             return bool(found)
 
-        wait_until("the agent's container", runs, 30)
+        wait_until("a pod of the DaemonSet", there)
+        return found[-1]
+
+    def _task(self) -> tuple[str, int]:
+        """The running container's id and the host's process id of its first process. The API server hears of a container a moment
+        after the kubelet's resources are there, and of its end a moment after it."""
+        found: list[tuple[str, int]] = []
+
+        def runs() -> bool:
+            statuses = self.newest()["status"].get("containerStatuses", [])
+            running = {str(each["containerID"]).rpartition("/")[2] for each in statuses if "running" in each["state"]}
+            tasks = [line.split() for line in self._cluster.ctr("tasks", "list").splitlines()[1:]]
+            found[:] = [(words[0], int(words[1])) for words in tasks if words[0] in running and words[2] == "RUNNING"]
+            return bool(found)
+
+        wait_until("the agent's container", runs)
         return found[0]
 
     def pid(self) -> int:
         """The host's process id of the agent."""
-        identity = self._container()
-        lines = [line.split() for line in self._cluster.ctr("tasks", "list").splitlines()]
-        return next(int(line[1]) for line in lines if line[0] == identity)
+        return self._task()[1]
 
     def started(self) -> float:
         """When (monotonic clock) the agent's process was made, to a hundredth of a second."""
@@ -192,18 +206,28 @@ class Installed(Agent):
 
     def renew(self) -> None:
         """Deletes its pod, as `kubectl delete pod` does; back when the DaemonSet's next one runs."""
-        old = self.agents()[-1]["metadata"]
+        old = self.newest()["metadata"]
         self._cluster.api.request("DELETE", f"{_PODS}/{old['name']}")
         self.wait_rolled(old["uid"])
 
-    def wait_rolled(self, old: str) -> None:
-        """Waits until another pod than that with the uid `old` runs alone."""
+    def only(self) -> Json | None:
+        """The pod of what was applied last; None before the DaemonSet has made it, or while there is another one."""
+        daemonset = self._cluster.api.request("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/{NAME}")
+        status, pods = daemonset.get("status", {}), self.agents()
+        seen = status.get("observedGeneration") == daemonset["metadata"]["generation"]
+        # An update never runs two: where there is one of the newest kind, there is no other.
+        if seen and status.get("updatedNumberScheduled") == 1 and len(pods) == 1 and _stays(pods[0]):
+            return pods[0]
+        return None
+
+    def wait_rolled(self, old: str | None = None) -> None:
+        """Waits until the pod of what was applied last, and another one than that with the uid `old`, runs alone."""
 
         def rolled() -> bool:
-            pods = self.agents()
-            return len(pods) == 1 and pods[0]["metadata"]["uid"] != old and pods[0]["status"].get("phase") == "Running"
+            pod = self.only()
+            return pod is not None and pod["metadata"]["uid"] != old and pod["status"].get("phase") == "Running"
 
-        wait_until("the DaemonSet's next pod", rolled, 90)
+        wait_until("the DaemonSet's next pod", rolled, 120)
 
     def checkpoint(self) -> Path:
         """The ledger's file."""
@@ -215,18 +239,24 @@ class Installed(Agent):
 
     def run_inside(self, *command: str) -> str:
         """Runs a command in the agent's container, as `kubectl exec` does."""
-        identity = self._container()
+        identity, _ = self._task()
         return self._cluster.ctr("tasks", "exec", "--exec-id", f"e2e-{time.monotonic_ns()}", identity, *command)
 
     def log_text(self) -> str:
-        """What its containers wrote, all pods that there are, in order."""
-        lines: list[str] = []
-        for path in sorted(POD_LOGS.glob(f"{NAMESPACE}_{NAME}-*/*/*.log"), key=lambda path: path.stat().st_ctime):
-            lines += [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
-        return "\n".join(lines)
+        """What the containers of its newest pod wrote, all their lives."""
+        return "\n".join(written(self._log_files()))
 
-    def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log_text().splitlines() if line.startswith("{")]
+    def log(self, container: str = "gpumgr") -> list[dict[str, Any]]:
+        """The lines of a container of its newest pod, all its lives."""
+        return [json.loads(line) for line in written(self._log_files(container)) if line.startswith("{")]
+
+    def _log_files(self, container: str = "*") -> list[Path]:
+        meta = self.newest()["metadata"]
+        return sorted(POD_LOGS.glob(f"{NAMESPACE}_{meta['name']}_{meta['uid']}/{container}/*.log"))
+
+
+def _stays(pod: Json) -> bool:
+    return "deletionTimestamp" not in pod["metadata"]
 
 
 def _on_this_machine(daemonset: Json) -> None:

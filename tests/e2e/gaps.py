@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from .places import PROJECT
+from .processes import wait_until
 
 #: Read by whoever prints the project's figures.
 FIGURES: Final = PROJECT / "build" / "installation.json"
@@ -25,7 +26,7 @@ class Gap:
         self.signs = 0
 
     def __enter__(self) -> "Gap":
-        assert self._alive(), "it must live when the watch begins"
+        wait_until("it lives when the watch begins", self._alive)
         self._thread.start()
         return self
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from . import dockerfile, oci
+from .alone import alone_in
 from .dockerfile import Instruction, Stage
 from .oci import Layer
 from .places import PROJECT, cache
@@ -61,27 +62,27 @@ def _lay_out_context(context: Path) -> str:
 def build_image(folder: Path | None = None) -> Path:
     """The image as an OCI archive below `folder` (the cache); builds what is missing there. Needs root and mmdebstrap."""
     folder = folder or cache() / "image"
-    folder.mkdir(parents=True, exist_ok=True)
-    builder = _Builder(folder, {"VERSION": _lay_out_context(folder / "context")})
-    root, key = builder.shipped()
-    out = folder / f"{key}.tar"
-    below = folder / f"{builder.base()}.layer"
-    if not out.exists():
-        if not below.exists():
-            _put(below, Layer.of(oci.root_layer(root, without=AGENT, time_seconds=_TIME)).data)
-        layers = [Layer.read(below.read_bytes()), Layer.of(oci.root_layer(root, only=AGENT, time_seconds=_TIME))]
-        fresh = out.with_suffix(".new")
-        oci.write_archive(fresh, NAME, layers, builder.config(), created_seconds=_TIME)
-        fresh.rename(out)
-    builder.prune({out, below})
+    with alone_in(folder):
+        builder = _Builder(folder, {"VERSION": _lay_out_context(folder / "context")})
+        root, key = builder.shipped()
+        out = folder / f"{key}.tar"
+        below = folder / f"{builder.base()}.layer"
+        if not out.exists():
+            if not below.exists():
+                _put(below, Layer.of(oci.root_layer(root, without=AGENT, time_seconds=_TIME)).data)
+            layers = [Layer.read(below.read_bytes()), Layer.of(oci.root_layer(root, only=AGENT, time_seconds=_TIME))]
+            fresh = out.with_suffix(".new")
+            oci.write_archive(fresh, NAME, layers, builder.config(), created_seconds=_TIME)
+            fresh.rename(out)
+        builder.prune({out, below})
     return out
 
 
 def base_root() -> Path:
     """The root that the image begins with, in the cache; made if it is missing there. The builder goes on from copies of it."""
     folder = cache() / "image"
-    folder.mkdir(parents=True, exist_ok=True)
-    return _Builder(folder, {}).debian()
+    with alone_in(folder):
+        return _Builder(folder, {}).debian()
 
 
 def _put(path: Path, data: bytes) -> None:

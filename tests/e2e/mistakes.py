@@ -10,7 +10,6 @@ from .agent import SIM
 from .cluster import Cluster
 from .daemonset import NAME, NAMESPACE, Installed
 from .manifests import Json
-from .places import POD_LOGS
 from .processes import wait_until
 
 ROLE: Final = f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{NAME}"
@@ -22,34 +21,17 @@ def installed_with(
 ) -> Iterator[None]:
     """With these settings and values of the chart, and less one of the host's folders. Begins when there is a new pod, however it
     fares; ends with everything as it was."""
-    old = _uid(agent)
     agent.configure(settings or {})
     objects = agent.objects(**values)
     if without_mount is not None:
         _take_mount_out(objects, without_mount)
     try:
         agent.apply(objects)
-        wait_until("the next pod", lambda: _uid(agent) not in (old, None), 60)
+        wait_until("the next pod", lambda: agent.only() is not None, 120)
         yield
     finally:
-        restore(agent)
-
-
-def restore(agent: Installed) -> None:
-    """The chart as all tests have it, with a new pod."""
-    old = _uid(agent)
-    agent.configure({})
-    agent.start(wait=False)
-    if old is not None:
-        agent.wait_rolled(old)
-    agent.wait_offered()
-
-
-def _uid(agent: Installed) -> str | None:
-    """Of its only pod; None while there is none, or one that goes."""
-    pods = agent.agents()
-    staying = [str(each["metadata"]["uid"]) for each in pods if "deletionTimestamp" not in each["metadata"]]
-    return staying[0] if len(pods) == len(staying) == 1 else None
+        agent.configure({})
+        agent.start()
 
 
 def _take_mount_out(objects: Iterable[Json], name: str) -> None:
@@ -63,11 +45,11 @@ def _take_mount_out(objects: Iterable[Json], name: str) -> None:
 
 def status(agent: Installed, *, init: bool = False) -> Json:
     """Of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has told."""
-    statuses = agent.agents()[-1]["status"].get("initContainerStatuses" if init else "containerStatuses", [])
+    statuses = agent.newest()["status"].get("initContainerStatuses" if init else "containerStatuses", [])
     return statuses[0] if statuses else {}
 
 
-def last_words(agent: Installed, *, init: bool = False, timeout: float = 30) -> Json:
+def last_words(agent: Installed, *, init: bool = False) -> Json:
     """How the container ended: its exit code, and as message what `kubectl describe pod` shows. Waits until it has."""
     ended: list[Json] = []
 
@@ -76,22 +58,26 @@ def last_words(agent: Installed, *, init: bool = False, timeout: float = 30) -> 
         ended[:] = [each["terminated"] for each in (found.get("state", {}), found.get("lastState", {})) if "terminated" in each]
         return bool(ended)
 
-    wait_until("the container's end", has_ended, timeout)
+    wait_until("the container's end", has_ended, 120)
     return ended[0]
 
 
-def event(cluster: Cluster, agent: Installed, reason: str, timeout: float = 30) -> str:
-    """The message of its newest pod's event with this reason."""
-    about = f"involvedObject.uid={agent.agents()[-1]['metadata']['uid']},reason={reason}"
+def event(cluster: Cluster, agent: Installed, reason: str, wanted: str) -> str:
+    """The message of its newest pod's event with this reason that has the wanted words. Waits for it: others may come before, of a
+    probe that was earlier than the agent, or of a volume that the kubelet had not heard of yet."""
+    about = f"involvedObject.uid={agent.newest()['metadata']['uid']},reason={reason}"
     messages: list[str] = []
 
     def told() -> bool:
         items = cluster.api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/events?fieldSelector={about}")["items"]
         messages[:] = [str(each["message"]) for each in items]
-        return bool(messages)
+        return any(wanted in each for each in messages)
 
-    wait_until(f"event {reason}", told, timeout, every=0.2)
-    return messages[0]
+    try:
+        wait_until(f"event {reason} with {wanted!r}", told, 120, every=0.2)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}, but {messages}") from None
+    return next(each for each in messages if wanted in each)
 
 
 def doctor(agent: Installed) -> dict[str, tuple[str, str]]:
@@ -106,10 +92,7 @@ def doctor(agent: Installed) -> dict[str, tuple[str, str]]:
 
 def lines(agent: Installed, event: str) -> list[dict[str, Any]]:
     """The lines of this kind in its newest pod's log, all lives of the container together."""
-    name = agent.agents()[-1]["metadata"]["name"]
-    logs = sorted(POD_LOGS.glob(f"{NAMESPACE}_{name}_*/gpumgr/*.log"))
-    texts = [line.split(" ", 3)[3] for path in logs for line in path.read_text().splitlines()]
-    return [line for line in map(json.loads, (text for text in texts if text.startswith("{"))) if line["event"] == event]
+    return [line for line in agent.log() if line["event"] == event]
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What the tests do with the node: create pods, wait for them, and hold the books against each other."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from .agent import Agent, Holding
@@ -35,12 +34,12 @@ class Node:
         """Waits until the node object offers everything again, so that the scheduler knows."""
         self.cluster.wait_allocatable(self.agent.offer[CORE], self.agent.offer[MEMORY])
 
-    def run(self, pods: Sequence[Json], timeout: float = 60) -> dict[str, Json]:
+    def run(self, pods: Sequence[Json], timeout: float = 120) -> dict[str, Json]:
         """Creates pods and waits until each is Running; a failed pod fails the test with its message."""
         self.cluster.create(pods)
         return self.wait_running([each["metadata"]["name"] for each in pods], timeout)
 
-    def wait_running(self, names: Sequence[str], timeout: float = 60) -> dict[str, Json]:
+    def wait_running(self, names: Sequence[str], timeout: float = 120) -> dict[str, Json]:
         """Waits until these pods are Running (or one has failed, which is an error)."""
 
         def settled(pods: object) -> bool:
@@ -49,20 +48,20 @@ class Node:
             return "Failed" in phases or all(each == "Running" for each in phases)
 
         pods = self.cluster.pods.wait(f"{len(names)} pods Running", settled, timeout)
-        failed = {name: pods[name]["status"].get("message") for name in names if phase(pods[name]) == "Failed"}
+        failed = {name: pods[name]["status"].get("message") for name in names if name in pods and phase(pods[name]) == "Failed"}
         assert not failed, failed
         return {name: pods[name] for name in names}
 
-    def wait_phase(self, name: str, wanted: str, timeout: float = 30) -> Json:
+    def wait_phase(self, name: str, wanted: str, timeout: float = 60) -> Json:
         """Waits for one pod's phase."""
         pods = self.cluster.pods.wait(f"{name} {wanted}", lambda pods: name in pods and phase(pods[name]) == wanted, timeout)
         return pods[name]
 
     def wait_log(self, name: str, line: str, container: str = "main") -> None:
         """Waits until a container has written this line."""
-        wait_until(f"{line!r} of {name}", lambda: line in self.cluster.log_of(name, container).splitlines(), 10)
+        wait_until(f"{line!r} of {name}", lambda: line in self.cluster.log_of(name, container).splitlines())
 
-    def wait_offered(self, wanted: Mapping[str, int], timeout: float = 10, every: float = 0.05) -> None:
+    def wait_offered(self, wanted: Mapping[str, int], timeout: float = 60, every: float = 0.05) -> None:
         """Waits until the kubelet has this many healthy ids of these resources."""
         wait_until(f"{dict(wanted)} offered", lambda: wanted.items() <= self.agent.offered().items(), timeout, every)
 
@@ -82,32 +81,45 @@ class Node:
         found = self.cluster.api.events(name, pod["metadata"]["uid"]) if pod else []
         return [each for each in found if each["reason"] == reason]
 
-    def event(self, name: str, reason: str, timeout: float = 10) -> str:
-        """The message of a pod's event with this reason: what `kubectl describe pod` shows."""
+    def event(self, name: str, reason: str) -> str:
+        """The message of a pod's event with this reason: what `kubectl describe pod` shows. Waits for it."""
         messages: list[str] = []
 
         def there() -> bool:
             messages[:] = [str(each["message"]) for each in self.events(name, reason)]
             return bool(messages)
 
-        wait_until(f"event {reason} of {name}", there, timeout, every=0.1)
+        wait_until(f"event {reason} of {name}", there, every=0.1)
         return messages[-1]
 
     def held(self) -> list[Held]:
         """What the kubelet lists."""
         return self._resources.held()
 
+    def wait_freed(self, pod: str) -> None:
+        """Waits until the ledger has nothing of this pod and the kubelet lists nothing for it."""
+
+        def free() -> bool:
+            return not self.ledger_of(pod) and not any(held.place[1] == pod for held in self.held())
+
+        wait_until(f"nothing held by {pod}", free, every=0.3)
+
     def ledger_of(self, pod: str) -> list[Holding]:
         """The ledger's allocations of one pod."""
         return [holding for holding in self.agent.ledger() if holding.place[1] == pod]
 
-    def check(self, patience: float = 5) -> None:
+    def check(self, patience: float = 30) -> None:
         """Holds pods, the kubelet's list and the ledger against each other; a while for what has just ended to be swept."""
-        deadline = time.monotonic() + patience
-        while found := complaints(self.cluster.pods.all().values(), self.held(), self.agent.ledger()):
-            if time.monotonic() > deadline:
-                raise AssertionError("\n".join(found))
-            time.sleep(0.3)
+        found: list[str] = []
+
+        def right() -> bool:
+            found[:] = complaints(self.cluster.pods.all().values(), self.held(), self.agent.ledger())
+            return not found
+
+        try:
+            wait_until("the books in order", right, patience, every=0.3)
+        except TimeoutError as error:
+            raise AssertionError("\n".join([str(error), *found])) from None
 
     def check_all_running(self, pods: Iterable[Json]) -> None:
         """Every one of these pods runs at this moment, and the books are right."""

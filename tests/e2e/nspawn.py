@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from .places import CGROUPS, PROJECT, cache
-from .processes import Processes, end_recorded, start_time
+from .processes import Processes, end_recorded, start_time, wait_until
 
 #: Bookworm: Python 3.11, the oldest that gpumgr runs on, and systemd 252, which says how exposed a unit is.
 SUITE: Final = "bookworm"
@@ -26,7 +26,7 @@ ENVIRONMENT: Final = Path("/opt/gpumgr")
 #: Short: the kubelet's sockets lie below it.
 STATE: Final = Path("/run/gpumgr-e2e-nspawn")
 NAME: Final = "gpumgr-e2e-nspawn"
-_BOOT_SECONDS: Final = 30
+_BOOT_SECONDS: Final = 120
 _STOP_SECONDS: Final = 20
 
 
@@ -66,7 +66,7 @@ class Machine:
         """What `command` printed, on both channels. An exit status other than 0 fails the test with that, unless `check` is off."""
         environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/root"}
         inside = ["nsenter", "--target", str(self._leader), "--all", "--wd", "--", *map(str, command)]
-        done = subprocess.run(inside, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+        done = subprocess.run(inside, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
         assert done.returncode == 0 or not check, f"{command} ended with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
@@ -131,9 +131,15 @@ def _cgroup() -> Iterator[list[str]]:
     try:
         yield ["/bin/sh", "-c", f'{enter}exec "$0" "$@" --keep-unit']
     finally:
-        for group in groups:
-            for folder, _, _ in os.walk(group, topdown=False):
-                Path(folder).rmdir()
+        # A process that was killed stays in its group until it is gone.
+        wait_until("the machine's groups empty", lambda: not any(_is_left(group) for group in groups))
+
+
+def _is_left(group: Path) -> bool:
+    for folder, _, _ in os.walk(group, topdown=False):
+        with suppress(OSError):
+            Path(folder).rmdir()
+    return group.exists()
 
 
 if __name__ == "__main__":

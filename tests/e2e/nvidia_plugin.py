@@ -71,7 +71,7 @@ def serve(uuids: Sequence[str]) -> None:
         server.start()
         with grpc.insecure_channel(f"unix://{DEVICE_PLUGINS}/kubelet.sock") as channel:
             register = channel.unary_unary("/v1beta1.Registration/Register", bytes)
-            register(RegisterRequest(version="v1beta1", endpoint=SOCKET.name, resource_name=RESOURCE), timeout=10)
+            register(RegisterRequest(version="v1beta1", endpoint=SOCKET.name, resource_name=RESOURCE), timeout=60)
         print(f"{RESOURCE}: {len(uuids)}", flush=True)
         over.wait()
         server.stop(grace=None).wait()

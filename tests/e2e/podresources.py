@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from .places import POD_RESOURCES
+from .processes import wait_until
 
 #: Namespace, pod, container.
 Place = tuple[str, str, str]
@@ -25,7 +26,9 @@ class PodResources:
     """A client of the service; `List` is limited to 100 calls a second for all clients together."""
 
     def __init__(self, path: Path = POD_RESOURCES) -> None:
-        self._channel = grpc.insecure_channel(f"unix://{path}", options=[("grpc.max_receive_message_length", -1)])
+        # After a kubelet's restart a connection is tried again at once: gRPC's own pause would be taken for the kubelet's or the agent's.
+        pauses = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "max")]
+        self._channel = grpc.insecure_channel(f"unix://{path}", options=[("grpc.max_receive_message_length", -1), *pauses])
         self._list = self._channel.unary_unary("/v1.PodResourcesLister/List")
         self._allocatable = self._channel.unary_unary("/v1.PodResourcesLister/GetAllocatableResources")
 
@@ -33,7 +36,7 @@ class PodResources:
         """Closes the connection."""
         self._channel.close()
 
-    def list_raw(self, timeout: float = 5.0) -> bytes:
+    def list_raw(self, timeout: float = 30.0) -> bytes:
         """One `List` call; the answer as it came."""
         answer: bytes = self._list(b"", timeout=timeout, wait_for_ready=True)
         return answer
@@ -46,9 +49,18 @@ class PodResources:
             return None
 
     def held(self, resource_prefix: str = "tencent.com/") -> list[Held]:
-        """All that the kubelet lists as held of the resources with this prefix."""
+        """All that the kubelet lists as held of the resources with this prefix. Waits where its limit, which all clients share, is
+        reached at this moment."""
+        answer: bytes | None = None
+
+        def answers() -> bool:
+            nonlocal answer
+            answer = self.try_list()
+            return answer is not None
+
+        wait_until("the kubelet's list", answers)
         ids: dict[tuple[Place, str], list[str]] = {}
-        for held in read_list(self.list_raw()):
+        for held in read_list(answer or b""):
             if held.resource.startswith(resource_prefix):
                 ids.setdefault((held.place, held.resource), []).extend(held.ids)
         return [Held(place, resource, tuple(each)) for (place, resource), each in ids.items()]
@@ -56,7 +68,7 @@ class PodResources:
     def allocatable(self, resource_prefix: str = "tencent.com/") -> dict[str, int]:
         """How many healthy ids the kubelet's device manager has of each resource; empty while it can't be asked."""
         try:
-            answer = self._allocatable(b"", timeout=5.0)
+            answer = self._allocatable(b"", timeout=30.0)
         except grpc.RpcError:
             return {}
         counts: dict[str, int] = {}

@@ -25,6 +25,15 @@ def start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+def waited_seconds(pid: int) -> float:
+    """How long process `pid` (its first thread) was ready to run while others had the processors; 0 where the kernel does not count."""
+    try:
+        _, waited_nanoseconds, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return int(waited_nanoseconds) / 1e9
+
+
 def end_recorded(record: Path) -> None:
     """Kills the processes of an earlier run that are still there."""
     if not record.exists():
@@ -35,7 +44,7 @@ def end_recorded(record: Path) -> None:
             kill_and_wait([int(pid)])
 
 
-def kill_and_wait(pids: Sequence[int], limit: float = 5.0) -> None:
+def kill_and_wait(pids: Sequence[int], limit: float = 30.0) -> None:
     """SIGKILL to each, and back when they are gone (a child of ours counts as gone when it only waits to be read)."""
     started = {pid: start_time(pid) for pid in pids}
     for pid in pids:
@@ -93,8 +102,8 @@ class Processes:
         """The end of its log."""
         return self.log(name).read_bytes()[-size:].decode(errors="replace") if self.log(name).exists() else "(no log)"
 
-    def stop(self, name: str, grace: float = 5.0) -> int | None:
-        """SIGTERM, after `grace` seconds SIGKILL; the exit status, None where `name` never ran."""
+    def stop(self, name: str, grace: float = 30.0) -> int | None:
+        """SIGTERM, after `grace` seconds (as many as Kubernetes gives a pod) SIGKILL; the exit status, None where `name` never ran."""
         process = self._running.pop(name, None)
         if process is None:
             return None
@@ -117,11 +126,18 @@ class Processes:
             self.kill(name)
 
 
-def wait_until(what: str, condition: object, timeout: float, every: float = 0.05) -> None:
-    """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds."""
+def wait_until(what: str, condition: object, timeout: float = 60.0, every: float = 0.05) -> None:
+    """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds.
+
+    The default is for a machine that stalls: what comes at all comes within it, and whoever waits for it loses nothing. The last
+    look begins after the deadline, so that a stall that outlasts it ends in a look and not in an error.
+    """
     assert callable(condition)
     deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
+    while True:
+        looked = time.monotonic()
+        if condition():
+            return
+        if looked > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
         time.sleep(every)

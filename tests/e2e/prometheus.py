@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import aiohttp
 import yaml
 
 from .places import PROJECT
+from .ports import free_ports
 
 RULES: Final = PROJECT / "config" / "prometheus" / "gpumgr.rules.yaml"
 DASHBOARD: Final = PROJECT / "config" / "grafana" / "gpumgr.json"
@@ -86,9 +86,7 @@ def _process(folder: Path, target: str) -> Iterator[int]:
         "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [
         "/usr/bin/prometheus",
         f"--config.file={folder / 'prometheus.yaml'}",
@@ -102,12 +100,12 @@ def _process(folder: Path, target: str) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 @contextlib.asynccontextmanager
 async def running_prometheus(folder: Path, target: str) -> AsyncIterator[Prometheus]:
     """`target` is the agent's host:port."""
     with _process(folder, target) as port:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
             yield Prometheus(port, http)

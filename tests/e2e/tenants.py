@@ -1,9 +1,11 @@
 """Tenants with limits: agents with other settings, pods that have the tenants' programs at hand, and where their files are."""
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gpumgr.sim.control import SimControl
@@ -15,6 +17,7 @@ from .manifests import Json, container, pod
 from .node import Node
 from .places import AGENT_STATE, CGROUPS
 from .processes import wait_until
+from .traces import processes_below
 
 Changes = Mapping[str, Mapping[str, Any]]
 LIBRARY = AGENT_STATE / "library.so"
@@ -48,7 +51,7 @@ def lines(node: Node, name: str) -> list[str]:
 
 
 def wait_line(node: Node, name: str, line: str) -> None:
-    wait_until(f"{line!r} of {name}", lambda: any(line in each for each in lines(node, name)), 20)
+    wait_until(f"{line!r} of {name}", lambda: any(line in each for each in lines(node, name)))
 
 
 def allocation(node: Node, name: str) -> str:
@@ -60,10 +63,13 @@ def pids(node: Node, name: str) -> list[int]:
     """The host's pids of the processes in a pod's first container (its sandbox has one of its own)."""
     status = node.cluster.pods.all()[name]["status"]["containerStatuses"][0]
     identity = status["containerID"].rpartition("/")[2]
-    folders = list((CGROUPS / "memory").rglob(identity)) or list(CGROUPS.rglob(identity))
-    return sorted(
-        {int(line) for folder in folders for procs in folder.rglob("cgroup.procs") for line in procs.read_text().split()}
-    )
+    folders = _cgroups_of(CGROUPS / "memory", identity) or _cgroups_of(CGROUPS, identity)
+    return sorted({pid for folder in folders for pid in processes_below(folder)})
+
+
+def _cgroups_of(top: Path, identity: str) -> list[Path]:
+    """Unlike a glob, the walk minds no cgroups of others that go away meanwhile."""
+    return [Path(folder) / identity for folder, below, _ in os.walk(top) if identity in below]
 
 
 def control() -> SimControl:

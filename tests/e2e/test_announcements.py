@@ -40,21 +40,22 @@ def history(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_a_pod_carries_what_it_was_given_under_one_name(node: Node) -> None:
-    node.run([gpu_pod("share", 30, 16)])
-    (held,) = node.ledger_of("share")
-    wait_until("its annotations", lambda: "gpumgr.io/allocations" in annotations(node, "share"), 10)
-    told = annotations(node, "share")
+    # No other test has a pod of this name: the history tells of them all.
+    node.run([gpu_pod("announced", 30, 16)])
+    (held,) = node.ledger_of("announced")
+    wait_until("its annotations", lambda: "gpumgr.io/allocations" in annotations(node, "announced"))
+    told = annotations(node, "announced")
     (mine,) = json.loads(told["gpumgr.io/allocations"])
     assert (mine["container"], mine["allocation"], mine["cores"]) == ("main", held.allocation, 30)
     assert told["tencent.com/gpu-assigned"] == "true"
     assert told["tencent.com/predicate-gpu-idx-0"] == str(node.agent.gpu_index(held.gpus[0]))
     assert told["tencent.com/predicate-time"].isdecimal()
-    message = node.event("share", "GpuPlaced")
+    message = node.event("announced", "GpuPlaced")
     assert held.allocation in message
-    (event,) = node.events("share", "GpuPlaced")
+    (event,) = node.events("announced", "GpuPlaced")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == held.allocation
-    assert any(line.get("allocation") == held.allocation for line in node.agent.log())
-    assert {entry["id"] for entry in history("--pod", "default/share") if entry["what"] == "granted"} == {held.allocation}
+    wait_until("it in the log", lambda: any(line.get("allocation") == held.allocation for line in node.agent.log()))
+    assert {entry["id"] for entry in history("--pod", "default/announced") if entry["what"] == "granted"} == {held.allocation}
 
 
 def test_a_refusal_is_told_with_its_reason_and_remembered(node: Node) -> None:
@@ -68,16 +69,15 @@ def test_a_refusal_is_told_with_its_reason_and_remembered(node: Node) -> None:
 
 
 def test_the_node_tells_of_its_gpus(node: Node) -> None:
-    labels = node.cluster.node()["metadata"]["labels"]
-    assert (labels["nvidia.com/gpu.count"], labels["nvidia.com/gpu.family"]) == ("8", "hopper")
-    assert labels["gaia.tencent.com/gpu-model"] == "H100"
-    wait_until("no trouble", lambda: condition(node).get("status") == "False", 30)
+    wanted = {"nvidia.com/gpu.count": "8", "nvidia.com/gpu.family": "hopper", "gaia.tencent.com/gpu-model": "H100"}
+    wait_until(f"the labels {wanted}", lambda: wanted.items() <= node.cluster.node()["metadata"]["labels"].items())
+    wait_until("no trouble", lambda: condition(node).get("status") == "False")
     control().lose_gpu(GPU)
     try:
-        wait_until("trouble", lambda: condition(node).get("status") == "True", 30)
+        wait_until("trouble", lambda: condition(node).get("status") == "True")
         assert f"GPU{GPU}" in condition(node)["message"]
-        wait_until("an event of the node", lambda: "GpuLost" in node_events(node), 10)
+        wait_until("an event of the node", lambda: "GpuLost" in node_events(node))
     finally:
         control().restore_gpu(GPU)
-    wait_until("no trouble any more", lambda: condition(node).get("status") == "False", 30)
-    wait_until("an event of the node", lambda: "GpuBack" in node_events(node), 10)
+    wait_until("no trouble any more", lambda: condition(node).get("status") == "False")
+    wait_until("an event of the node", lambda: "GpuBack" in node_events(node))

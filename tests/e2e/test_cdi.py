@@ -57,4 +57,4 @@ def test_whole_gpus_come_by_name_too_and_nothing_is_left(node: Node) -> None:
     assert not [key for key in env if key.startswith("CUDA_")]
     assert len(list(FOLDER.iterdir())) >= 1
     node.delete(["whole"])
-    wait_until("no spec is left", lambda: not list(FOLDER.iterdir()), 60)
+    wait_until("no spec is left", lambda: not list(FOLDER.iterdir()), 90)

@@ -14,8 +14,11 @@ import pytest
 import yaml
 
 import gpumgr
+import gpumgr.enforcement.vcuda.client
 from gpumgr.doctor.rights import for_drains, for_people, needed
 from gpumgr.settings import Settings, load_settings
+from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
+from gpumgr.settings.live import LIVE, flat
 from gpumgr.settings.schema import plain
 
 from .build import build
@@ -221,15 +224,40 @@ def test_an_update_never_runs_two_agents_on_a_node_and_waits_for_each() -> None:
     assert pod_spec(render({"settings": {"process": {"stop_grace_seconds": 60}}}))["terminationGracePeriodSeconds"] > 60
 
 
+def annotations(values: Values) -> dict[str, str]:
+    """Of the DaemonSet's pods."""
+    metadata: Json = daemonset(render(values))["spec"]["template"]["metadata"]
+    return dict(metadata.get("annotations", {}))
+
+
 def test_changed_settings_make_new_pods_unless_the_agent_is_to_read_them_itself() -> None:
-    changed = {"settings": {"log": {"level": "debug"}}}
-
-    def annotations(values: Values) -> dict[str, str]:
-        metadata: Json = daemonset(render(values))["spec"]["template"]["metadata"]
-        return dict(metadata.get("annotations", {}))
-
+    changed = {"settings": {"log": {"format": "json"}}}
     assert annotations({}) == annotations({"podLabels": {}}) != annotations(changed)
     assert annotations({**changed, "restartOnConfigChange": False}) == {}
+    assert annotations({"http": {"tokenSecret": "web-token"}}) != annotations({})
+
+
+def test_settings_that_a_running_agent_takes_make_no_new_pods(tmp_path: Path) -> None:
+    """Pods that come between two agents of a node are refused."""
+    changed: dict[str, dict[str, Any]] = {
+        "kubernetes": {
+            "pod_wait_milliseconds": 60,
+            "annotate_pods": False,
+            "write_events": False,
+            "describe_node": False,
+            "node_labels": ["a=b"],
+        },
+        "nvml": {"sample_period_seconds": 2.5, "ignored_xids": [13]},
+        "placement": {"policy": "spread", "share_mode": False},
+        "enforcement": {"over_limit_samples": 6, "over_limit_slack_mebibytes": 128, "evict": True},
+        "metrics": {"gpu_manager_names": False, "hami_names": True},
+        "log": {"level": "debug"},
+    }
+    before, after = (flat(settings_of(render(values), tmp_path)) for values in ({}, {"settings": changed}))
+    assert {key for key in before if before[key] != after[key]} == LIVE
+    assert annotations({"settings": changed}) == annotations({})
+    changed["log"]["format"] = "json"
+    assert annotations({"settings": changed}) == annotations({"settings": {"log": {"format": "json"}}}) != annotations({})
 
 
 def test_the_agent_listens_on_its_pods_address_unless_told_otherwise() -> None:
@@ -280,6 +308,30 @@ def test_no_setting_that_the_templates_look_at_can_be_given_behind_their_back() 
     for section, key in looked_at | given:
         with pytest.raises(HelmError, match=f"give settings.{section}.{key}"):
             render({"extraEnv": [{"name": f"GPUMGR_{section}_{key}".upper(), "value": "x"}]})
+
+
+def test_a_flag_of_gpu_managers_is_told_the_setting_that_it_is(tmp_path: Path) -> None:
+    volumes, devices = tmp_path / "volume.conf", tmp_path / "extra.json"
+    volumes.write_text('{"volume": [{"name": "nvidia", "base": "/a"}, {"name": "origin", "base": "/a"}]}')
+    devices.write_text('{"default": {"devices": ["/dev/a"]}}')
+    flags = [
+        *("--addr=/run/a.sock", "--checkpoint-path=/a", "--container-runtime-endpoint=/a.sock", "--device-plugin-path=/a"),
+        *("--kubeconfig=/a", "--node-labels=a=b", "--query-addr=::", "--query-port=9000", "--query_port=9000", "--share-mode"),
+        *("--sample-period=2", "-v=4", "--v=4", "--virtual-manager-path=/a"),
+        *(f"--extra-config={devices}", f"--volume-config={volumes}"),
+    ]
+    for flag in flags:
+        settings = " and ".join(f"settings.{key}" for key in parse_gpu_manager_flags([flag]).overrides)
+        with pytest.raises(HelmError, match=re.escape(f"{flag} is none of --set, --output, --sim, --sim-dir; give {settings}\n")):
+            render({"extraArgs": [flag]})
+
+
+def test_the_images_own_client_may_be_named() -> None:
+    """config/image/Dockerfile has it beside its module."""
+    (site,) = set(re.findall(r"/opt/gpumgr/lib/\S+/site-packages/", (PROJECT / "config" / "image" / "Dockerfile").read_text()))
+    module = Path(gpumgr.enforcement.vcuda.client.__file__).relative_to(Path(gpumgr.__file__).parent.parent)
+    client = Path(site) / module.with_name("gpu-client")
+    assert "gpu-client" in settings_file(render({"settings": {"vcuda": {"client_path": str(client)}}}))
 
 
 def test_the_notes_say_which_labels_count_and_what_of_gpu_manager(tmp_path: Path) -> None:

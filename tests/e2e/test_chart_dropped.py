@@ -47,7 +47,7 @@ def test_pods_have_limits_and_keep_their_files_from_an_agent_with_one_capability
         assert kept.is_dir()
         node.delete(["goes"])
         agent.kill()  # its next life finds one folder that a container has mounted, and one that nobody has
-        wait_until("the ended pod's files gone", lambda: not left.exists(), 60)
+        wait_until("the ended pod's files gone", lambda: not left.exists(), 120)
         assert kept.is_dir()
         node.check()
         node.delete(["stays"])

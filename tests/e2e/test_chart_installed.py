@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from .build import build
+from .build import OPERATOR_KINDS, build
 from .chart import BASE, CHART, NAMESPACE, daemonset, helm, objects, render
 from .chart_values import SETS, Values
 from .cluster import Cluster
 from .manifests import Json
+from .processes import wait_until
 
 #: Not gpumgr: the harness has rights of this name.
 RELEASE = "chart-test"
@@ -38,7 +39,10 @@ def operator_kinds(cluster: Cluster) -> Iterator[None]:
     files = f"--filename={build() / 'crds'}"
     cluster.kubectl("apply", "--server-side", files)
     try:
-        cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", files)
+        cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", files)
+        # A kind is told of a moment after it is established; kubectl knows no other way to the path of an object.
+        kinds = ("api-resources", "--api-group=monitoring.coreos.com", "--output=name")
+        wait_until("the kinds", lambda: len(cluster.kubectl(*kinds).splitlines()) == len(OPERATOR_KINDS), every=0.2)
         yield
     finally:
         cluster.kubectl("delete", "--ignore-not-found", files)
@@ -129,8 +133,8 @@ def test_install_upgrade_rollback_and_uninstall(cluster: Cluster) -> None:
         notes = helm("install", RELEASE, CHART, *there)
         assert f"kubectl --namespace {NAMESPACE} rollout status daemonset/{NAME}" in notes
         first = found_daemonset(cluster)
-        helm("upgrade", RELEASE, CHART, *there, "--set=settings.log.level=debug")
-        assert "level: debug" in cluster.kubectl("get", "configmap", NAME, f"--namespace={NAMESPACE}", "--output=yaml")
+        helm("upgrade", RELEASE, CHART, *there, "--set=settings.log.format=json")
+        assert "format: json" in cluster.kubectl("get", "configmap", NAME, f"--namespace={NAMESPACE}", "--output=yaml")
         assert found_daemonset(cluster)["spec"]["template"] != first["spec"]["template"]
         helm("rollback", RELEASE, "1", *there)
         assert found_daemonset(cluster)["spec"] == first["spec"]
@@ -138,4 +142,4 @@ def test_install_upgrade_rollback_and_uninstall(cluster: Cluster) -> None:
         helm("uninstall", RELEASE, *there, "--ignore-not-found")
     kinds = "daemonset,configmap,service,serviceaccount,clusterrole,clusterrolebinding"
     ours = f"--selector=app.kubernetes.io/instance={RELEASE}"
-    assert cluster.kubectl("get", kinds, f"--namespace={NAMESPACE}", ours, "--output=name") == ""
+    wait_until("nothing of it", lambda: cluster.kubectl("get", kinds, f"--namespace={NAMESPACE}", ours, "--output=name") == "")

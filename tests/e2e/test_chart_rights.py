@@ -29,7 +29,8 @@ def test_without_it_only_the_capabilities_that_the_settings_need_are_kept() -> N
     context = dropped("none")
     assert (context["privileged"], context["allowPrivilegeEscalation"]) == (False, False)
     assert context["capabilities"] == {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
-    assert dropped("hami-core")["capabilities"]["add"] == ["SYS_PTRACE"]
+    library = {"library_path": "/opt/hami/libvgpu.so", "library_sha256": "0" * 64}
+    assert dropped("hami-core", hami_core=library)["capabilities"]["add"] == ["SYS_PTRACE"]
     assert dropped("auto")["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
     assert dropped("none", enforcement={"overrides": ["a=nvml-memory"]})["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
 

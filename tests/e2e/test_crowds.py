@@ -25,7 +25,7 @@ def shares(sizes: Sequence[int], number: int, bound: bool) -> list[Json]:
 
 
 def run_crowd(node: Node, pods: list[Json]) -> None:
-    node.run(pods, timeout=120)
+    node.run(pods, timeout=180)
     node.check_all_running(pods)
     gpu_pods = [each for each in pods if each["spec"]["containers"][0]["resources"]["limits"]]
     assert len(node.agent.ledger()) == len(gpu_pods)

@@ -19,6 +19,7 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, Installed
 from .gaps import Gap, keep_figures
+from .logs import whole_lines
 from .manifests import SHOW, Json, container, gpu_pod
 from .node import Node
 from .places import AUDIT_LOG, BOOT_ID, STATE
@@ -44,7 +45,7 @@ def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
     node = Node(cluster, agent)
     for each in cluster.api.request("GET", DEPLOYMENTS)["items"]:
         cluster.api.request("DELETE", f"{DEPLOYMENTS}/{each['metadata']['name']}?propagationPolicy=Foreground")
-    wait_until("no deployment", lambda: not cluster.api.request("GET", DEPLOYMENTS)["items"], 60)
+    wait_until("no deployment", lambda: not cluster.api.request("GET", DEPLOYMENTS)["items"], 120)
     node.clear()
     try:
         yield node
@@ -85,7 +86,7 @@ def of(node: Node, name: str, phase: str = "Running") -> list[Json]:
     return [each for each in mine if each["status"].get("phase") == phase and "deletionTimestamp" not in each["metadata"]]
 
 
-def wait_replicas(node: Node, name: str, replicas: int, timeout: float = 90) -> None:
+def wait_replicas(node: Node, name: str, replicas: int, timeout: float = 150) -> None:
     wait_until(f"{replicas} replicas of {name}", lambda: len(of(node, name)) == replicas, timeout, every=0.1)
 
 
@@ -158,7 +159,7 @@ def test_pods_get_gpus(node: Node) -> None:
 def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     """Running pods keep containers and GPUs; one that comes in the gap may be refused by the kubelet, its replacement runs."""
     names = residents(node)
-    before, ledger, old = lives(node, names), agent.ledger(), agent.agents()[-1]["metadata"]["uid"]
+    before, ledger, old = lives(node, names), agent.ledger(), agent.newest()["metadata"]["uid"]
     deploy(node, deployment("arriving", 0, 10, 8))
     with Gap(agent.offers) as gap:
         agent.start(wait=False, podAnnotations={"e2e/round": "second"})
@@ -185,7 +186,7 @@ def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) 
     beat = folder / "beat"
     applied = idle(str(folder), "first")
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(applied))
-    wait_until("a first beat", beat.exists, 60)
+    wait_until("a first beat", beat.exists, 120)
     seen = [0]
 
     def fresh() -> bool:
@@ -196,13 +197,13 @@ def test_the_gap_of_a_daemonset_that_does_nothing(cluster: Cluster, node: Node) 
         with Gap(fresh) as gap:
             time.sleep(1)
             cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(idle(str(folder), "second")))
-            wait_until("the second round", lambda: (folder / "second").exists(), 60)
+            wait_until("the second round", lambda: (folder / "second").exists(), 120)
             time.sleep(1)
         keep_figures({"rolling_update_gap_of_idle_seconds": round(gap.seconds, 3)})
         assert gap.signs > 0
     finally:
         cluster.kubectl("delete", "daemonset", "idle")
-        wait_until("no pod of it", lambda: not of(node, "idle"), 60)
+        wait_until("no pod of it", lambda: not of(node, "idle"))
 
 
 def idle(folder: str, marker: str) -> Json:
@@ -232,15 +233,20 @@ def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> 
     schema_version(agent, known + 1)
     agent.start(wait=False)
     wanted = f"was written by a newer gpumgr (schema {known + 1}, this one knows {known})"
-    wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 60, every=0.2)
-    (ended, *_) = [line for line in agent.log() if line["event"] == "ended"]
-    assert ended["exit_code"] == 4
+    wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
+    wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
+    assert exit_codes(agent) == {4}
     assert lives(node, ["share"])
     agent.stop()
     assert schema_version(agent, known) == known + 1
     agent.start()
     assert set(agent.ledger()) == set(ledger)
     node.check()
+
+
+def exit_codes(agent: Installed) -> set[int]:
+    """How the lives of its newest pod ended."""
+    return {int(line["exit_code"]) for line in agent.log() if line["event"] == "ended"}
 
 
 def schema_version(agent: Installed, new: int | None) -> int:
@@ -281,12 +287,12 @@ def test_the_node_boots(node: Node, agent: Installed, cluster: Cluster) -> None:
     residents(node)
     old = cluster.node()["status"]["nodeInfo"]["bootID"]
     with booted_anew(cluster, agent) as boot:
-        cluster.wait_ready(90)
-        wait_until("the node's new boot id", lambda: cluster.node()["status"]["nodeInfo"]["bootID"] == boot != old, 60)
+        cluster.wait_ready()
+        wait_until("the node's new boot id", lambda: cluster.node()["status"]["nodeInfo"]["bootID"] == boot != old)
         agent.wait_offered(120)
         wait_replicas(node, "resident", 4, 120)
-        wait_until("the bare pods have ended", lambda: not {"share", "whole", "pair"} & running(node), 60)
-        node.check(patience=30)
+        wait_until("the bare pods have ended", lambda: not {"share", "whole", "pair"} & running(node))
+        node.check()
         node.run([gpu_pod("later", 100)])
         node.check()
 
@@ -298,7 +304,7 @@ def running(node: Node) -> set[str]:
 def rights_used(since: int) -> tuple[set[Right], set[Right]]:
     """(group, resource, verb) that the agent's account was granted, and refused, after that many bytes of the audit log."""
     used: dict[bool, set[Right]] = {True: set(), False: set()}
-    for line in AUDIT_LOG.read_bytes()[since:].splitlines():
+    for line in whole_lines(AUDIT_LOG, since):
         entry: dict[str, Any] = json.loads(line)
         if entry["user"]["username"] == ACCOUNT:
             about = entry["objectRef"]
@@ -335,9 +341,9 @@ def test_every_right_that_the_chart_grants_is_used(node: Node, agent: Installed,
     node.run([gpu_pod("share", 20, 20)])
     for _ in range(2):
         agent.control.lose_gpu(GPU)
-        wait_until("the node's trouble", lambda: trouble(cluster) == "True", 30)
+        wait_until("the node's trouble", lambda: trouble(cluster) == "True")
         agent.control.restore_gpu(GPU)
-        wait_until("no trouble any more", lambda: trouble(cluster) == "False", 60)
+        wait_until("no trouble any more", lambda: trouble(cluster) == "False")
     prove_rights(cluster, since)
 
 
@@ -348,20 +354,18 @@ def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cl
         "kubernetes": {"delete_failed_pods": True},
         "enforcement": {"evict": True, "over_limit_samples": 2, "over_limit_slack_mebibytes": 0},
     }
-    since, old = AUDIT_LOG.stat().st_size, agent.agents()[-1]["metadata"]["uid"]
+    since = AUDIT_LOG.stat().st_size
     agent.configure(changes)
     try:
-        agent.start(wait=False)
-        agent.wait_rolled(old)
-        agent.wait_offered()
+        agent.start()
         more = {("", "pods", "delete"), ("", "pods/eviction", "create")}
         assert rights_granted(cluster) - plain == more
         node.run([gpu_pod("greedy", 30, 16)])
         process = SimProcess(pid=tenants.pids(node, "greedy")[-1], memory_bytes=20 * tenants.BLOCK)
         agent.control.set_processes(tenants.gpu_index(node, "greedy"), [process])
-        cluster.wait_gone(["greedy"], 30)
+        cluster.wait_gone(["greedy"])
         deploy(node, deployment("odd", 1, 150, 0))
-        wait_until("both used", lambda: more <= rights_used(since)[0], 60, every=0.3)
+        wait_until("both used", lambda: more <= rights_used(since)[0], every=0.3)
         used, refused = rights_used(since)
         assert used <= rights_granted(cluster)
         assert not refused
@@ -375,14 +379,11 @@ def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cl
 def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
     """The capabilities that the chart keeps are enough. Device nodes come from where NVIDIA's container runtime would bring them."""
     node.offer_all()
-    old = agent.agents()[-1]["metadata"]["uid"]
     nodes = sorted(path.name for path in Path("/dev").glob("nvidia*") if path.is_char_device())
     volumes = [{"name": name, "hostPath": {"path": f"/dev/{name}", "type": "CharDevice"}} for name in nodes]
     mounts = [{"name": name, "mountPath": f"/dev/{name}"} for name in nodes]
     try:
-        agent.start(wait=False, privileged=False, more_volumes=volumes, more_mounts=mounts)
-        agent.wait_rolled(old)
-        agent.wait_offered()
+        agent.start(privileged=False, more_volumes=volumes, more_mounts=mounts)
         status = Path(f"/proc/{agent.pid()}/status").read_text()
         assert "NoNewPrivs:\t1" in status
         assert f"CapEff:\t{1 << CAP_SYS_PTRACE:016x}" in status

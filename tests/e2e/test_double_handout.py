@@ -9,6 +9,8 @@ from .churn import Observer, churn
 from .node import Node
 
 SECONDS = 20
+#: For chance to do what it does within a few seconds on a quiet machine.
+PATIENCE_SECONDS = 90
 
 
 def test_the_recipe_makes_the_kubelet_hand_ids_out_twice(node: Node) -> None:
@@ -18,7 +20,7 @@ def test_the_recipe_makes_the_kubelet_hand_ids_out_twice(node: Node) -> None:
     try:
         node.cluster.wait_allocatable(800, 2560)
         with Observer(node.cluster) as observer:
-            churn(node.cluster, SECONDS, until=lambda: bool(observer.seen.doubles))
+            churn(node.cluster, PATIENCE_SECONDS, until=lambda: bool(observer.seen.doubles))
             node.cluster.delete_all()
         print(observer.seen)
         assert observer.seen.doubles
@@ -32,14 +34,16 @@ def test_no_two_live_pods_share_an_id(node: Node, slow: bool) -> None:
     if slow:
         node.agent.stop()
         node.agent.start(slow=True)
-    node.offer_all()
-    with Observer(node.cluster) as observer:
-        pods = churn(node.cluster, SECONDS)
-        outcome = Counter(phase(each) for each in pods.values())
-        print(f"{dict(outcome)}, {observer.seen}")
-    assert observer.seen.samples > 20
-    assert not observer.seen.doubles
-    assert outcome["Running"] > 0
-    node.check(patience=10)
-    if slow:
-        node.agent.stop()
+    try:
+        node.offer_all()
+        with Observer(node.cluster) as observer:
+            pods = churn(node.cluster, SECONDS)
+            outcome = Counter(phase(each) for each in pods.values())
+            print(f"{dict(outcome)}, {observer.seen}")
+        assert observer.seen.samples > 20
+        assert not observer.seen.doubles
+        assert outcome["Running"] > 0
+        node.check()
+    finally:
+        if slow:
+            node.agent.stop()

@@ -5,7 +5,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -62,26 +61,32 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
     node.run([gpu_pod("share", 20, 20)])
     with installed_with(agent, WRONG_KUBELET):
         sockets = f"{ELSEWHERE}/plugins/kubelet.sock"
-        wait_until("both resources refused", lambda: len(lines(agent, "registration_failed")) == 2, 30)
+        wait_until("both resources refused", lambda: len(lines(agent, "registration_failed")) == 2)
         for line in lines(agent, "registration_failed"):
             assert f"at {sockets}: the socket does not exist" in line["error"]
             assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in line["remedy"]
-        assert "statuscode: 503" in event(cluster, agent, "Unhealthy")
+        event(cluster, agent, "Unhealthy", "statuscode: 503")
+        wait_until("a status", lambda: status(agent))
         assert (status(agent)["ready"], status(agent)["restartCount"]) == (False, 0)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{agent.port}/readyz", timeout=5)
-        assert f"core is not registered with the kubelet: can't register tencent.com/vcuda-core at {sockets}" in (
-            refused.value.read().decode()
-        )
+        said = f"core is not registered with the kubelet: can't register tencent.com/vcuda-core at {sockets}"
+        wait_until("readyz with the reason", lambda: said in unready(agent))
         found = doctor(agent)
         assert found["kubelet"][0] == found["pod-resources"][0] == "error"
         assert f"nobody answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
         assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in found["kubelet"][1]
         assert f"at {ELSEWHERE}/pods/kubelet.sock: the socket does not exist" in found["pod-resources"][1]
-        wait_until("the node's trouble", lambda: sockets in trouble(cluster), 30, every=0.3)
+        wait_until("the node's trouble", lambda: sockets in trouble(cluster), every=0.3)
         assert trouble(cluster).startswith("NotRegistered: ")
         assert len(lines(agent, "registration_failed")) == 2
     node.check()
+
+
+def unready(agent: Installed) -> str:
+    """What its readiness probe says."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{agent.port}/readyz", timeout=30)
+    with refused.value as answer:
+        return answer.read().decode()
 
 
 def trouble(cluster: Cluster) -> str:
@@ -99,21 +104,22 @@ def test_the_preflight_says_in_the_pod_why_it_refuses(agent: Installed, cluster:
         *_, plugins, pods = ended["message"].splitlines()
         assert plugins.startswith(f"error    kubelet       nobody answers at {ELSEWHERE}/plugins/kubelet.sock ")
         assert pods.startswith("error    pod-resources can't ask for the pod resources at ")
-        described = cluster.kubectl("describe", "pod", agent.agents()[-1]["metadata"]["name"], f"--namespace={NAMESPACE}")
+        described = cluster.kubectl("describe", "pod", agent.newest()["metadata"]["name"], f"--namespace={NAMESPACE}")
         assert plugins in described
         assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in plugins
         assert "running" not in status(agent)["state"]
         agent.configure({})
         agent.start(preflight=PREFLIGHT)
         assert last_words(agent, init=True)["exitCode"] == 0
-        assert f"ok       kubelet       listens at {DEVICE_PLUGINS}/kubelet.sock" in agent.log_text()
+        found = f"ok       kubelet       listens at {DEVICE_PLUGINS}/kubelet.sock"
+        wait_until("the preflight's finding in the log", lambda: found in agent.log_text())
 
 
 @pytest.mark.usefixtures("node")
 def test_a_folder_that_the_node_lacks(agent: Installed, cluster: Cluster) -> None:
     """The volume is named like the setting's section, the setting's path is told."""
     with installed_with(agent, {"cri": {"socket": "/run/nowhere/containerd.sock"}}):
-        told = event(cluster, agent, "FailedMount")
+        told = event(cluster, agent, "FailedMount", 'volume "cri"')
     assert told == 'MountVolume.SetUp failed for volume "cri" : hostPath type check failed: /run/nowhere is not a directory'
 
 
@@ -139,7 +145,7 @@ def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> Non
         assert told.endswith("add a hostPath volume for each of them, mounted at the same path")
         node.cluster.create([gpu_pod("share", 20, 20)])
         node.wait_phase("share", "Pending")
-        told = node.event("share", "GpuRefused", 20)
+        told = node.event("share", "GpuRefused")
         assert told.startswith(f"container main: the container's folder {STATE}/vm/")
         assert "can't be made: Read-only file system" in told
 
@@ -150,9 +156,9 @@ def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> Non
 def test_who_may_not_write_places_pods_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
     """Each right is named once, by the log and by the doctor. When it is back, pods are told of again."""
     with denied(cluster, ("patch", "pods"), ("create", "events")):
-        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "warning", 20, every=1)
+        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "warning", every=1)
         node.run([gpu_pod("first", 20, 20), gpu_pod("second", 20, 20)])
-        wait_until("both refusals", lambda: len(refused_writes(agent)) == 2, 10)
+        wait_until("both refusals", lambda: len(refused_writes(agent)) == 2)
         found = refused_writes(agent)
         assert 'cannot patch resource "pods"' in found["pod"]["error"]
         assert found["pod"]["remedy"] == "allow it in the agent's ClusterRole: patch on pods"
@@ -162,10 +168,10 @@ def test_who_may_not_write_places_pods_all_the_same(node: Node, agent: Installed
             "not allowed: patch pods, create events; add them to the agent's ClusterRole: "
         )
         node.check()
-    wait_until("all rights", lambda: doctor(agent)["rbac"][0] == "ok", 20, every=1)
+    wait_until("all rights", lambda: doctor(agent)["rbac"][0] == "ok", every=1)
     node.run([gpu_pod("third", 20, 20)])
     assert "20 cores" in node.event("third", "GpuPlaced")
-    wait_until("its annotations", lambda: annotations(node, "third"), 10)
+    wait_until("its annotations", lambda: annotations(node, "third"))
 
 
 def refused_writes(agent: Installed) -> dict[str, Json]:
@@ -183,16 +189,22 @@ def annotations(node: Node, name: str) -> Json:
 def test_who_may_not_list_pods_places_them_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
     """By what the kubelet says of them. When the right is back, the pods that came meanwhile are told of."""
     with denied(cluster, ("list", "pods")):
-        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "error", 20, every=1)
+        wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "error", every=1)
         agent.renew()
         agent.wait_offered()
         node.run([gpu_pod("share", 20, 20), gpu_pod("whole", 100)])
-        (told,) = lines(agent, "api_server_retries")
-        assert 'cannot list resource "pods"' in told["error"]
+        wait_until("the refusal in the log", lambda: refused_lists(agent))
+        assert len(refused_lists(agent)) == 1
         assert doctor(agent)["rbac"][1].startswith("not allowed: list pods; add them to the agent's ClusterRole: ")
-    wait_until("annotations of both", lambda: annotations(node, "share") and annotations(node, "whole"), 30)
+    wait_until("annotations of both", lambda: annotations(node, "share") and annotations(node, "whole"), 90)
     assert "20 cores" in node.event("share", "GpuPlaced")
     node.check()
+
+
+def refused_lists(agent: Installed) -> list[str]:
+    """What the log says of lists that were not allowed; other retries, of a server that was slow, are none of this test's."""
+    told = [str(line["error"]) for line in lines(agent, "api_server_retries")]
+    return [error for error in told if 'cannot list resource "pods"' in error]
 
 
 def test_a_right_that_the_operator_left_out_is_no_fault(agent: Installed) -> None:
@@ -220,14 +232,14 @@ def test_a_configmap_with_a_value_of_another_type(node: Node, agent: Installed, 
     settings["http"]["port"] = "high"
     try:
         agent.apply([{**good, "data": {"gpumgr.yaml": yaml.safe_dump(settings)}}])
-        name = agent.agents()[-1]["metadata"]["name"]
+        name = agent.newest()["metadata"]["name"]
         # The kubelet looks after a pod's volumes once a minute, and when something about the pod changes.
         cluster.kubectl("annotate", "pod", name, f"--namespace={NAMESPACE}", "e2e/look=now")
-        wait_until("the refusal", lambda: lines(agent, "config_rejected"), 90, every=0.2)
+        wait_until("the refusal", lambda: lines(agent, "config_rejected"), 150, every=0.2)
         (told,) = lines(agent, "config_rejected")
         assert told["reason"].endswith(WRONG_PORT)
         assert told["consequence"] == "the settings of before stay in force"
-        wait_until("the node's event", lambda: any(WRONG_PORT in each for each in rejections(cluster)), 10, every=0.2)
+        wait_until("the node's event", lambda: any(WRONG_PORT in each for each in rejections(cluster)), every=0.2)
         node.run([gpu_pod("share", 20, 20)])
         cluster.kubectl("delete", "pod", name, f"--namespace={NAMESPACE}")
         ended = last_words(agent)
@@ -263,16 +275,18 @@ def host_agent(cluster: Cluster, *assignments: str) -> list[str]:
 def test_an_agent_of_the_host_beside_the_daemonset_ends(node: Node, agent: Installed, cluster: Cluster) -> None:
     """By the lock that both have from the host; with another lock by that of the kubelet's folder. The first one notices nothing."""
     first = agent.pid()
+    wait_until("the kubelet has seen that it is ready", lambda: status(agent).get("ready"), every=0.2)
     for assignments, why in (
         ((), f"another gpumgr agent (pid {first}) runs on this node: it holds {STATE}/ledger/agent.lock; stop it before"),
         ((f"process.lock_path={STATE}/own.lock",), f"another gpumgr agent serves {DEVICE_PLUGINS}; stop it before"),
     ):
         command = host_agent(cluster, *assignments)
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 3
         assert why in done.stderr
     node.run([gpu_pod("share", 20, 20)])
-    assert (agent.pid(), status(agent)["ready"]) == (first, True)
+    assert agent.pid() == first
+    wait_until("it is ready", lambda: status(agent).get("ready"), every=0.2)  # the kubelet's probe has a timeout of its own
     node.check()
 
 
@@ -283,14 +297,13 @@ def test_a_daemonset_beside_an_agent_of_the_host_waits_for_its_end(node: Node, a
     try:
         agent.wait_offered()
         agent.start(wait=False)
-        wait_until("a pod", agent.agents, 30)
         ended = last_words(agent)
         assert ended["exitCode"] == 3
         assert f"another gpumgr agent (pid {host}) runs on this node: it holds {STATE}/ledger/agent.lock" in ended["message"]
         node.run([gpu_pod("share", 20, 20)])
     finally:
         cluster.processes.stop(HOST_AGENT)
-    wait_until("the DaemonSet's agent", lambda: status(agent)["ready"], 60, every=0.2)
+    wait_until("the DaemonSet's agent", lambda: status(agent).get("ready"), 150, every=0.2)
     agent.wait_offered()
     node.run([gpu_pod("later", 20, 20)])
     node.check()
@@ -303,15 +316,13 @@ def test_nvidias_plugin_beside_the_agent(node: Node, agent: Installed, cluster: 
     gpu = visible(node, "ours")
     cluster.processes.start("nvidia-plugin", [sys.executable, "-m", "tests.e2e.nvidia_plugin", gpu], cwd=PROJECT)
     try:
-        wait_until(
-            "its registration", lambda: nvidia_plugin.RESOURCE in Path(cluster.processes.log("nvidia-plugin")).read_text(), 20
-        )
+        wait_until("its registration", lambda: nvidia_plugin.RESOURCE in cluster.processes.tail("nvidia-plugin"))
         theirs = container(command=SHOW, resources={"limits": {nvidia_plugin.RESOURCE: "1"}})
         node.run([pod("theirs", [theirs]), gpu_pod("later", 20, 20)])
         node.wait_log("theirs", "shown")
         assert visible(node, "theirs") == gpu
-        wait_until("the warning", lambda: lines(agent, "gpus_given_out_twice"), 30, every=0.2)
-        (told,) = lines(agent, "gpus_given_out_twice")
+        wait_until("the warning", lambda: lines(agent, "gpus_given_out_twice"), every=0.2)
+        told = lines(agent, "gpus_given_out_twice")[0]  # again where the other was once slow to answer
         assert f"answers at {nvidia_plugin.SOCKET}: it gives these GPUs out as nvidia.com/gpu" in told["problem"]
         assert told["remedy"].startswith("keep it off this node (the nodeSelector of its DaemonSet; ")
         assert doctor(agent)["plugins"] == ("error", f"{told['problem']}; {told['remedy']}")

@@ -1,6 +1,8 @@
 """Backend mps with real containers; NVIDIA's control program is played by one that speaks its text."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from .cluster import Cluster
 from .manifests import SLEEP, gpu_pod
 from .node import Node
 from .places import RUN_DIR
-from .processes import kill_and_wait, wait_until
+from .processes import kill_and_wait, start_time, wait_until
 from .tenants import Changes, control, gpu_index, limited, lines, tenant, wait_line
 
 PROGRAM = programs.SOURCES / "fake_mps_control.py"
@@ -25,12 +27,41 @@ def mps_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     }
     with limited(cluster, running_agent, changes) as node:
         yield node
+        node.clear()
+        wait_idle()
     end_daemons()
 
 
+def wait_idle() -> None:
+    """Waits until the daemons of ended pods have ended too, and their GPUs are as before."""
+    wait_until("no daemon and no exclusive GPU", lambda: not exclusive() and not records(), 120)
+
+
 def end_daemons() -> None:
-    """Those that an agent without MPS has left."""
-    kill_and_wait([int(path.read_text()) for path in RUN_DIR.glob("mps/*/pipe/*.pid") if path.read_text().strip().isdigit()])
+    """Those that an agent without MPS has left. A record may be older than whoever has its process id now."""
+    kill_and_wait([pid for pid in map(recorded, records()) if pid is not None and is_daemon(pid)])
+
+
+def is_daemon(pid: int) -> bool:
+    try:
+        return PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def records() -> list[Path]:
+    """Where daemons have written down their process ids. Folders may go away meanwhile, which a walk does not mind."""
+    found = [Path(folder) / name for folder, _, names in os.walk(RUN_DIR / "mps") for name in names]
+    return [path for path in found if path.parent.name == "pipe" and path.suffix == ".pid"]
+
+
+def recorded(record: Path) -> int | None:
+    """The process id; None where the record is not written yet, or gone, or its process is."""
+    try:
+        pid = int(record.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if start_time(pid) is not None else None
 
 
 @pytest.fixture
@@ -48,8 +79,12 @@ def test_a_tenant_of_mps_gets_its_daemon_and_the_gpu_is_exclusive(mps: Node) -> 
     assert "control" in text
     (gpu,) = exclusive()
     assert gpu == gpu_index(mps, "seen")
-    told = [dict(labels) for (name, labels), _ in mps.agent.metrics().items() if name == "gpumgr_enforcement_info"]
-    assert told == [{"backend": "mps", "limits": "cores and memory of each process"}]
+    wanted = [{"backend": "mps", "limits": "cores and memory of each process"}]
+    wait_until(f"metrics that tell {wanted}", lambda: enforcement_info(mps) == wanted)
+
+
+def enforcement_info(node: Node) -> list[dict[str, str]]:
+    return [dict(labels) for name, labels in node.agent.metrics() if name == "gpumgr_enforcement_info"]
 
 
 def exclusive() -> list[int]:
@@ -59,10 +94,9 @@ def exclusive() -> list[int]:
 
 def test_an_idle_daemon_ends_and_the_gpu_is_as_before(mps: Node) -> None:
     mps.run([tenant("gone", SLEEP)])
-    assert len(exclusive()) == 1
+    assert gpu_index(mps, "gone") in exclusive()
     mps.delete(["gone"])
-    wait_until("the mode of before", lambda: not exclusive(), 60)
-    assert not list(RUN_DIR.glob("mps/*/pipe/*.pid"))
+    wait_idle()
 
 
 def test_whole_gpus_are_never_exclusive(mps: Node) -> None:
@@ -77,11 +111,12 @@ def test_whole_gpus_are_never_exclusive(mps: Node) -> None:
 
 def test_the_daemon_outlives_the_agent_and_is_adopted(mps: Node) -> None:
     mps.run([tenant("lasting", SLEEP)])
-    (record,) = RUN_DIR.glob("mps/*/pipe/*.pid")
-    before = record.read_text()
+    (record,) = records()
+    before = recorded(record)
+    assert before is not None
     mps.agent.kill()
     mps.agent.start()
     mps.run([tenant("later", SLEEP, 20, 8)])
-    assert record.read_text() == before
-    kill_and_wait([int(before)])
-    wait_until("a new daemon", lambda: record.exists() and record.read_text() not in ("", before), 20)
+    assert recorded(record) == before
+    kill_and_wait([before])
+    wait_until("a new daemon", lambda: recorded(record) not in (None, before))

@@ -26,6 +26,7 @@ from . import chart, image_agent
 from .agent import SIM
 from .nspawn import STATE, Machine, booted
 from .places import PROJECT
+from .processes import wait_until
 
 #: Short: sockets lie in them, or in folders that they are shown as.
 KUBELET = STATE / "kubelet"
@@ -162,7 +163,8 @@ def daemons(host: Machine) -> list[str]:
 
 
 def events(host: Machine, pod: str) -> list[str]:
-    """What the agent of this pod logged."""
+    """What the agent of this pod logged; all of it, as the journal is asked to take up first what has been sent."""
+    host.run("journalctl", "--sync")
     lines = host.run("journalctl", "--quiet", "--output=cat", f"--unit={pod}").splitlines()
     return [json.loads(line)["event"] for line in lines if line.startswith("{")]
 
@@ -203,16 +205,16 @@ async def test_daemons_outlive_the_agents_pod_and_the_next_one_keeps_them(host: 
     await offered(kubelet)
     assert (await kubelet.run(pod("second", memory_blocks=16))).phase == "Running"
     assert await to_thread(host.show, unit, "MainPID") == pid
+    await to_thread(wait_until, "the adoption in the log", lambda: "mps_daemon_adopted" in events(host, "agent-2"))
     told = await to_thread(events, host, "agent-2")
-    assert "mps_daemon_adopted" in told
     assert not {"mps_daemon_started", "mps_daemon_restarting", "mps_daemon_trouble"} & set(told)
 
     kubelet.delete("uid-first")
     kubelet.delete("uid-second")
     assert (await kubelet.run(pod("whole", cores=800))).phase == "Running"  # for which the daemon has to make room
-    assert await to_thread(daemons, host) == []
-    assert "gpumgr-mps" not in await to_thread(host.run, "cat", "/proc/mounts")
     assert exclusive() == 0
+    await to_thread(wait_until, "no daemon", lambda: not daemons(host))
+    await to_thread(wait_until, "its mount gone", lambda: "gpumgr-mps" not in host.run("cat", "/proc/mounts"))
     await to_thread(kill_pod, host, "agent-2")
 
 

@@ -110,7 +110,7 @@ def test_a_restarted_container_keeps_its_ids(node: Node) -> None:
             each["restartCount"] == 1 and "running" in each["state"]
             for each in pods.get("again", {}).get("status", {}).get("containerStatuses", [])
         ),
-        30,
+        90,
     )
     node.check()
     assert len(node.ledger_of("again")) == 1
@@ -129,7 +129,7 @@ def test_a_request_without_sense_is_refused(node: Node, cores: int, memory: int,
     node.wait_phase("refused", "Failed")
     assert re.search(sentence, node.event("refused", "UnexpectedAdmissionError"))
     assert re.search(sentence, node.cluster.kubectl("describe", "pod", "refused"))
-    assert not node.ledger_of("refused")
+    node.wait_freed("refused")
     assert not node.held()
 
 
@@ -141,7 +141,7 @@ def test_a_share_that_fits_no_gpu_is_refused_with_what_is_free(node: Node) -> No
     assert re.search(r"\b50 cores", message)
     assert re.search(r"\b40\b", message), "what is free is told"
     node.check()
-    assert not node.ledger_of("refused")
+    node.wait_freed("refused")
     node.run([gpu_pod("fits", 40, 16)])
 
 
@@ -156,14 +156,14 @@ def test_a_whole_gpu_is_refused_where_each_has_a_share(node: Node) -> None:
 def test_deletion_frees_without_any_new_pod(node: Node) -> None:
     node.run([gpu_pod("whole", 200), gpu_pod("share", 10, 10)])
     node.delete(["whole", "share"])
-    node.agent.wait_empty(timeout=10)
+    node.agent.wait_empty()
 
 
 def test_an_ended_pod_holds_nothing(node: Node) -> None:
     """Its object stays in the API server, its ids go back."""
     node.cluster.create([gpu_pod("short", 10, 10, command="true")])
     node.wait_phase("short", "Succeeded")
-    node.agent.wait_empty(timeout=10)
+    node.agent.wait_empty()
     node.run([gpu_pod("all", 800)])
     node.check()
 

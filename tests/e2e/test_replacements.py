@@ -4,6 +4,7 @@ import pytest
 
 from .manifests import gpu_pod
 from .node import Node
+from .processes import wait_until
 
 ROUNDS = 20
 
@@ -17,6 +18,6 @@ def test_each_replacement_runs(node: Node, cores: int, memory: int, number: int)
         # Waiting in the scheduler's queue before there is room, as the successor of a Deployment does.
         node.cluster.create([following])
         node.cluster.delete([f"pod-{replaced}"])
-        node.wait_running([following["metadata"]["name"]], timeout=30)
+        node.wait_running([following["metadata"]["name"]])
     node.check()
-    assert len(node.agent.ledger()) == number
+    wait_until("the replaced ones freed", lambda: len(node.agent.ledger()) == number, every=0.3)

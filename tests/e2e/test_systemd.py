@@ -18,6 +18,7 @@ import pytest
 from gpumgr.enforcement import cdi
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import compile_library
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 from .agent import SIM
 from .nspawn import ENVIRONMENT, STATE, Machine, booted
@@ -43,13 +44,14 @@ nvml: {smi_program: /opt/nvidia-smi}
 SMI = f"""#!/bin/sh
 exec {ENVIRONMENT}/bin/python /opt/data/nvml/fake_nvidia_smi.py "$@"
 """
-#: The GPUs are simulated, and a hung agent is to be noticed soon; all else is the unit as it is shipped.
+#: The GPUs are simulated; all else is the unit as it is shipped.
 DROP_IN = f"""[Service]
 ExecStart=
 ExecStart={GPUMGR} run --sim {SIM} --sim-dir /var/lib/gpumgr/sim
 Environment=XDG_CACHE_HOME=/opt/cache FAKE_SMI_NODE=/var/lib/gpumgr/sim
-WatchdogSec=2
 """
+#: For the one test in which the agent hangs: that is to be noticed soon. In all others a machine that stalls would be taken for it.
+IMPATIENT = "[Service]\nWatchdogSec=5\n"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ class Kubelet:
         self._do(self.sim.start_container(pod, "main"))
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
 
 @pytest.fixture
@@ -133,7 +135,8 @@ def ledger(host: Machine) -> list[dict[str, Any]]:
 
 
 def journal(host: Machine, *matches: str) -> list[dict[str, Any]]:
-    """Entries of the journal, oldest first."""
+    """Entries of the journal, oldest first; all of them, as it is asked to take up first what has been sent."""
+    host.run("journalctl", "--sync")
     text = host.run("journalctl", "--quiet", "--output=json", *matches)
     return [json.loads(line) for line in text.splitlines()]
 
@@ -157,12 +160,13 @@ def test_installing_again_changes_nothing_and_takes_root(host: Machine) -> None:
 
 def test_ready_comes_with_the_registration(service: Machine) -> None:
     service.run("systemctl", "start", "--no-block", UNIT)
-    wait_until("a status", lambda: "registered 0/2" in service.show(UNIT, "StatusText"), 15, every=0.1)
+    wait_until("a status", lambda: "registered 0/2" in service.show(UNIT, "StatusText"), every=0.1)
     assert service.show(UNIT, "ActiveState") == "activating"
     with Kubelet(KUBELET) as kubelet:
-        wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", 15, every=0.1)
-        assert len(kubelet.sim.registrations) == 2
-        assert service.show(UNIT, "StatusText") == "registered 2/2, 8 of 8 GPUs offered"
+        wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", every=0.1)
+        assert set(kubelet.sim.registrations) == {CORE_RESOURCE, MEMORY_RESOURCE}
+        said = "registered 2/2, 8 of 8 GPUs offered"
+        wait_until(said, lambda: service.show(UNIT, "StatusText") == said, every=0.1)
 
 
 def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, kubelet: Kubelet) -> None:
@@ -171,16 +175,25 @@ def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, ku
     for path in ("/run/gpumgr/agent.sock", "/run/gpu-manager.sock", PLUGINS / "gpumgr-core.sock", PLUGINS / "gpumgr-memory.sock"):
         service.run("test", "-S", path)
     assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
-    assert "demo" in service.run(GPUMGR, "usage")
-    warned = journal(service, f"_SYSTEMD_UNIT={UNIT}", "--priority=warning")
-    assert [each["GPUMGR_EVENT"] for each in warned] == ["cri_unavailable"]  # there is no container runtime
+    wait_until("the pod in the usage", lambda: "demo" in service.run(GPUMGR, "usage"), every=0.2)
+    # There is no container runtime.
+    wait_until("the one warning", lambda: "cri_unavailable" in warnings(service), every=0.2)
+    assert warnings(service) == ["cri_unavailable"]
+
+
+def warnings(host: Machine) -> list[str]:
+    """Of the agent, in the journal; but for the one that a slow machine earns."""
+    found = [str(each["GPUMGR_EVENT"]) for each in journal(host, f"_SYSTEMD_UNIT={UNIT}", "--priority=warning")]
+    return [event for event in found if event != "errand_takes_long"]
 
 
 def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
     kubelet.run_pod("seen")
     kubelet.run_pod("other")
-    entries = journal(service, "GPUMGR_POD=demo/seen", "GPUMGR_EVENT=allocation_granted")
+    granted = ("GPUMGR_POD=demo/seen", "GPUMGR_EVENT=allocation_granted")
+    wait_until("both in the journal", lambda: len(journal(service, *granted)) > 1, every=0.2)
+    entries = journal(service, *granted)
     assert {each["GPUMGR_RESOURCE"] for each in entries} == {"core", "memory"}
     (allocation,) = {each["GPUMGR_ALLOCATION"] for each in entries}
     assert {(each["PRIORITY"], each["SYSLOG_IDENTIFIER"], each["_SYSTEMD_UNIT"]) for each in entries} == {("6", "gpumgr", UNIT)}
@@ -201,14 +214,16 @@ def test_a_restart_keeps_the_ledger(service: Machine, kubelet: Kubelet) -> None:
 
 
 def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kubelet) -> None:
+    service.write(Path(f"/etc/systemd/system/{UNIT}.d/zz-impatient.conf"), IMPATIENT)
+    service.run("systemctl", "daemon-reload")
     service.run("systemctl", "start", UNIT)
     kubelet.run_pod("running")
     before = ledger(service)
     hung = service.show(UNIT, "MainPID")
     service.run("systemctl", "kill", "--signal=STOP", UNIT)
-    wait_until("a new agent", lambda: service.show(UNIT, "NRestarts") == "1", 15, every=0.1)
-    wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", 15, every=0.1)
-    assert service.show(UNIT, "MainPID") != hung
+    wait_until("a new agent", lambda: service.show(UNIT, "MainPID") not in ("0", hung), every=0.1)
+    wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", every=0.1)
+    service.run("journalctl", "--sync")
     assert "Watchdog timeout" in service.run("journalctl", "--quiet", "--output=cat", f"--unit={UNIT}")
     assert ledger(service) == before
 
@@ -243,10 +258,11 @@ def test_what_a_living_container_has_mounted_is_no_leftover(service: Machine) ->
     for each in (living, gone):
         service.write(Path("/run/cdi") / cdi.file_name(each), "{}")
     service.run("mkdir", f"/opt/{living}")
-    of_another_user = ("--property=User=nobody", f"--property=BindReadOnlyPaths=/opt/{living}:/mnt")
+    # Type=exec: it is back when the process has its mounts.
+    of_another_user = ("--property=Type=exec", "--property=User=nobody", f"--property=BindReadOnlyPaths=/opt/{living}:/mnt")
     service.run("systemd-run", "--unit=tenant", *of_another_user, "/usr/bin/sleep", "infinity")
     service.run("systemctl", "start", UNIT)
-    wait_until("the removal", lambda: cdi.file_name(gone) not in service.run("ls", "/run/cdi"), 20, every=0.2)
+    wait_until("the removal", lambda: cdi.file_name(gone) not in service.run("ls", "/run/cdi"), every=0.2)
     assert service.run("ls", "/run/cdi") == f"{cdi.file_name(living)}\n"
 
 
@@ -275,7 +291,7 @@ def test_a_reload_reads_the_settings_again(service: Machine) -> None:
     service.run("systemctl", "start", UNIT)
     agent = service.show(UNIT, "MainPID")
     service.run("systemctl", "reload", UNIT)
-    wait_until("the settings read", lambda: journal(service, "GPUMGR_EVENT=config_reloaded"), 10, every=0.1)
+    wait_until("the settings read", lambda: journal(service, "GPUMGR_EVENT=config_reloaded"), every=0.1)
     assert service.show(UNIT, "MainPID") == agent
 
 

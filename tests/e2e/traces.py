@@ -95,11 +95,22 @@ def _cgroups() -> Iterator[Path]:
 
 def live_containers(uid: str) -> int:
     """How many of a pod's containers have processes now, the sandbox not counted."""
-    for tree in _cgroups():
-        for pod in (*tree.glob(f"pod{uid}"), *tree.glob(f"*/pod{uid}")):
-            groups = [path.read_text().split() for path in pod.glob("*/cgroup.procs")]
-            return max(0, sum(map(bool, groups)) - 1)
+    with contextlib.suppress(FileNotFoundError):  # the pod's cgroup went away meanwhile
+        for tree in _cgroups():
+            for pod in (*tree.glob(f"pod{uid}"), *tree.glob(f"*/pod{uid}")):
+                return max(0, sum(any(_processes(path)) for path in pod.glob("*/cgroup.procs")) - 1)
     return 0
+
+
+def _processes(path: Path) -> Iterator[int]:
+    """What a cgroup.procs names; nothing where the cgroup goes away meanwhile."""
+    with contextlib.suppress(OSError):
+        yield from (int(pid) for pid in path.read_text().split() if pid != "0")
+
+
+def processes_below(folder: Path) -> set[int]:
+    """Process ids in a cgroup and in those below it, any of which may go away meanwhile."""
+    return {pid for group, _, _ in os.walk(folder) for pid in _processes(Path(group) / "cgroup.procs")}
 
 
 def _shims() -> Iterator[int]:
@@ -117,12 +128,14 @@ def _end_containers() -> None:
     sockets = [
         path.read_text().removeprefix("unix://") for path in STATE.glob("containerd/state/*runtime.v2.task/k8s.io/*/address")
     ]
-    inside: set[int] = set()
-    for tree in _cgroups():
-        for path in tree.rglob("cgroup.procs"):
-            inside.update(int(pid) for pid in path.read_text().split() if pid != "0")
+    inside = {pid for tree in _cgroups() for pid in processes_below(tree)}
     kill_and_wait([*_shims()])
     kill_and_wait([*inside])
+    while (
+        late := {pid for tree in _cgroups() for pid in processes_below(tree)} - inside
+    ):  # made by one of those at the last moment
+        inside |= late
+        kill_and_wait([*late])
     for name in sockets:
         Path(name).unlink(missing_ok=True)
     for folder in (Path("/run/containerd/s"), Path("/run/containerd")):
@@ -136,7 +149,7 @@ def _unmount() -> None:
             subprocess.run(["umount", "--lazy", mount], check=False, stderr=subprocess.DEVNULL)
 
 
-def _remove_cgroups(patience: float = 5) -> None:
+def _remove_cgroups(patience: float = 30) -> None:
     """Again and again for a while: a process that was killed stays in its cgroup until it is gone."""
     deadline = time.monotonic() + patience
     while any(_cgroups()):

@@ -4,11 +4,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser
+from playwright.async_api import Browser, expect
 
 from tests.e2e.browser import Stage, chromium
 
-from .documents import document
+from .documents import BEAT_SECONDS, document
+
+# Of its own accord it waits for 5 s, and a machine that stalls may need more.
+expect.set_options(timeout=30_000)
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
@@ -19,7 +22,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def open_stage() -> AsyncIterator[Stage]:
-    stage = Stage()
+    stage = Stage(beat_seconds=BEAT_SECONDS)
     await stage.open()
     yield stage
     await stage.close()
@@ -28,4 +31,5 @@ async def open_stage() -> AsyncIterator[Stage]:
 @pytest.fixture
 def stage(open_stage: Stage) -> Stage:
     open_stage.show(document())
+    open_stage.remember()
     return open_stage

@@ -13,7 +13,7 @@ from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import ALL_CORES, Cards
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import PodKey
-from gpumgr.topology.devices import Level, NodeSample, NodeSnapshot, Topology
+from gpumgr.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
 from gpumgr.web.state import state_document
@@ -23,6 +23,8 @@ from tests.unit.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
 Document = dict[str, Any]
 GIB = 1 << 30
 NOW = 1_800_000_000.0
+#: An agent tells its state once in a sample period.
+BEAT_SECONDS = 1.0
 PODS: tuple[PodKey, ...] = (("team", "train"), ("team", "web"), ("search", "embed"), ("search", "rank"), ("batch", "night"))
 HOSTILE: tuple[PodKey, ...] = (
     ("team", "<script>window.harmed = 1</script>"),
@@ -33,6 +35,33 @@ HOSTILE: tuple[PodKey, ...] = (
     ("team", "&lt;b&gt;&amp;${7*7}{{7*7}}"),
     ("..", "../../metrics?a=b#c"),
 )
+
+#: What of the page has too little contrast, as a script that says which.
+DIM_TEXT = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const text = [...node.childNodes].filter((child) => child.nodeType === 3).map((child) => child.data.trim()).join("");
+    if (!text || !node.checkVisibility() || node.closest(".sr, .jump, noscript, title")) continue;
+    const style = getComputedStyle(node), below = [];
+    for (let at = node; at; at = at.parentElement) below.unshift(getComputedStyle(at).backgroundColor);
+    const box = node.ownerSVGElement && node.parentElement.querySelector(".box");
+    if (box) below.push(getComputedStyle(box).fill);
+    const ground = rgb(below), ink = rgb([...below, node.ownerSVGElement ? style.fill : style.color]);
+    const [a, b] = [light(ground), light(ink)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) found.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+}"""
 
 
 def node(count: int) -> NodeSnapshot:
@@ -74,12 +103,32 @@ def document(
     count: int = 8,
     used_gib: float = 2.0,
     gone: int | None = None,
+    unreadable: Mapping[int, str] | None = None,
     failed: Mapping[int, str] | None = None,
     at: float = NOW,
     **about: Any,
 ) -> Document:
-    """The state of a node on which each pod but the first has a share, and every share uses so much. `gone`: a GPU that the driver
-    does not show any more."""
+    """What `picture` becomes for the page."""
+    return state_document(
+        picture(pods, count=count, used_gib=used_gib, gone=gone, unreadable=unreadable, failed=failed, at=at, **about),
+        list(entries),
+        clock=lambda: 0.4,
+    )
+
+
+def picture(
+    pods: Iterable[PodKey] = PODS,
+    *,
+    count: int = 8,
+    used_gib: float = 2.0,
+    gone: int | None = None,
+    unreadable: Mapping[int, str] | None = None,
+    failed: Mapping[int, str] | None = None,
+    at: float = NOW,
+    **about: Any,
+) -> Picture:
+    """A node on which each pod but the first has a share, and every share uses so much. `gone`: a GPU that the driver does not show
+    any more; `unreadable`: what the driver lists at an index without a UUID, and why."""
     allocations = shares(pods, count=count)
     snapshot = node(count)
     cards = Inventory(snapshot=snapshot).meet(Cards())
@@ -88,8 +137,9 @@ def document(
         tuple(tuple(snapshot.topology.levels[a][b] for b in shown) for a in shown),
         tuple(tuple(snapshot.topology.nvlinks[a][b] for b in shown) for a in shown),
     )
+    failures = tuple(GpuFailure(index=index, uuid=None, reason=why) for index, why in (unreadable or {}).items())
     inventory = Inventory(
-        snapshot=replace(snapshot, gpus=tuple(snapshot.gpus[n] for n in shown), topology=left),
+        snapshot=replace(snapshot, gpus=tuple(snapshot.gpus[n] for n in shown), topology=left, failures=failures),
         failed={uuid_of(n): why for n, why in (failed or {}).items()},
     )
     view = AgentView(
@@ -113,7 +163,7 @@ def document(
     strange = (
         {name_of(4): GpuUse(uuid=uuid_of(4), stranger_memory_bytes=int(1.2 * GIB), stranger_processes=1)} if count > 4 else {}
     )
-    picture = Picture(
+    found = Picture(
         view=view,
         node="node-1",
         at=at,
@@ -127,7 +177,7 @@ def document(
         outbox=OutboxState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},
     )
-    return state_document(replace(picture, **about), list(entries), clock=lambda: 0.4)
+    return replace(found, **about)
 
 
 def refusal(number: int = 1, pod: PodKey = ("team", "late"), why: str = "no GPU has 60 cores free") -> Entry:

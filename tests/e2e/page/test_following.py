@@ -1,6 +1,7 @@
 """How the page follows the agent: state by state, over a stream that may break, and not while nobody looks."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from playwright.async_api import Browser, expect
@@ -8,7 +9,7 @@ from playwright.async_api import Browser, expect
 from tests.e2e.browser import Stage, visit
 from tests.unit.metrics.pictures import name_of
 
-from .documents import NOW, PODS, document, loaded, refusal
+from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 async def test_a_new_state_changes_the_page_in_place(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
+        await expect(page.locator("#live")).to_have_text("live")
         await page.evaluate("window.kept = [...document.querySelectorAll('#rows tr, .card, .seg, #picture')]")
         stage.show(document((*PODS, ("team", "new")), entries=[refusal()], used_gib=3.0, at=NOW + 1))
         await expect(page.locator("#rows tr")).to_have_count(6)
@@ -30,6 +32,7 @@ async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage)
     """Pods come and go, GPUs are lost and come back: the document is as large in the end as it was."""
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
+        await expect(page.locator("#live")).to_have_text("live")
         size = "document.querySelectorAll('*').length"
         before = await page.evaluate(size)
         for turn in range(1, 31):
@@ -40,12 +43,31 @@ async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage)
             await expect(page.locator("#rows")).to_contain_text(f"pod-{turn}-0")
         stage.show(document(at=NOW + 40))
         await expect(page.locator("#rows")).to_contain_text("team/train")
-        assert await page.evaluate(size) == before
+        await page.wait_for_function(f"{size} === {before}")
         assert seen.said == []
 
 
+async def test_what_needs_attention_is_said_once_however_often_it_is_told(browser: Browser, stage: Stage) -> None:
+    """One pod refused twice with two sentences, two containers refused that nobody can name, one piece of an allocation told twice."""
+    again = [refusal(number=1), refusal(number=2, why="no GPU has 40 memory blocks free")]
+    nameless = [replace(refusal(number=n, why=f"sentence {n}"), pod=None) for n in (3, 4)]
+    for entries in (again, nameless):
+        state = document(entries=entries)
+        state["containers"].append(state["containers"][0])
+        stage.show(state)
+        async with visit(browser, stage.url) as seen:
+            page = await loaded(seen, len(PODS) + 1)
+            for turn in range(1, 5):
+                stage.show({**state, "at": NOW + turn})
+                await expect(page.locator("#problems")).to_contain_text(f"{60 + turn} s ago")
+                await expect(page.locator("#problems li").filter(has_text="refused")).to_have_count(2)
+                await expect(page.locator("#rows tr")).to_have_count(len(PODS) + 1)
+            for entry in entries:
+                await expect(page.locator("#problems")).to_contain_text(entry.why)
+
+
 async def test_a_stream_that_breaks_is_told_and_comes_back(browser: Browser) -> None:
-    stage = Stage()
+    stage = Stage(beat_seconds=BEAT_SECONDS)
     await stage.open()
     stage.show(document())
     try:
@@ -72,11 +94,9 @@ async def test_a_hidden_page_holds_no_stream(browser: Browser, stage: Stage) -> 
     }"""
 
     async def readers(count: int) -> None:
-        for _ in range(1000):
-            if stage.readers == count:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"{stage.readers} streams are open, not {count}")
+        async with asyncio.timeout(60):
+            while stage.readers != count:  # noqa: ASYNC110 (it is the server's count, of what a browser does)
+                await asyncio.sleep(0.01)
 
     await readers(0)
     async with visit(browser, stage.url) as seen:

@@ -1,5 +1,6 @@
 """What a look at the page tells: who sits where, what is wrong, how the GPUs are joined."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,14 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.picture import Picture
 from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import Cards
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.web.state import state_document
 from tests.e2e.browser import Stage, visit
-from tests.unit.metrics.pictures import name_of, uuid_of
+from tests.unit.metrics.pictures import name_of, uuid_of, whole
 
-from .documents import NOW, document, loaded, refusal, rows
+from .documents import NOW, document, loaded, picture, refusal, rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -79,6 +81,80 @@ async def test_a_lost_gpu_and_a_cordoned_one_are_marked_in_words(browser: Browse
         await expect(picture.locator(".wire.bad")).to_have_count(1)
         stage.show(document(at=NOW + 2))
         await expect(page.locator("#aloud")).to_contain_text("GPU1 is back")
+
+
+async def test_gpus_are_called_as_the_driver_counts_them(browser: Browser, stage: Stage) -> None:
+    """Without the GPU at index 3, the one at index 4 is the fourth of the topology."""
+    stage.show(document([("team", f"pod-{n}") for n in range(8)], gone=3))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 8)
+        card = page.locator(f"#gpu-{name_of(4)}")
+        await expect(card.get_by_role("heading")).to_have_text("GPU4")
+        await expect(card).to_contain_text("team/pod-4")
+        await expect(page.locator("#problems li").filter(has_text="stranger").get_by_role("link")).to_have_text("GPU4")
+        await expect(page.locator("#picture .name")).to_have_text(
+            ["GPU0", "GPU1", "GPU2", "GPU4", "GPU5", "GPU6", "GPU7", name_of(3)]
+        )
+        await expect(page.locator("#topology nav a").nth(3)).to_have_text("GPU4: well, 1 sharing")
+        assert "GPU4: 18 NVLinks into the fabric" in await page.locator("#picture .wire title").all_text_contents()
+        assert "NUMA 1: GPU4 GPU5 GPU6 GPU7" in (await page.locator("#picture").get_attribute("aria-label") or "")
+        await page.get_by_label("Filter").fill("gpu 4")
+        await expect(page.locator("#rows tr")).to_have_count(1)
+        await expect(page.locator("#rows tr")).to_contain_text("team/pod-4")
+
+
+async def test_a_gpu_that_was_broken_at_the_start_is_told_once(browser: Browser, stage: Stage) -> None:
+    """The driver lists it and tells no UUID, so that its card is missing."""
+    stage.show(document(gone=5, unreadable={5: "GPU is lost"}))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        broken = page.locator("#problems li.bad")
+        await expect(broken).to_have_count(1)
+        await expect(broken).to_contain_text(f"GPU {name_of(5)} the driver does not show it")
+        await expect(broken).to_contain_text("perhaps what the driver lists and can't read: index 5 (GPU is lost)")
+        await expect(page).to_have_title("(1) node-1 · gpumgr")
+        stage.show(document(unreadable={8: "GPU is lost"}, at=NOW + 1))  # it was never met
+        await expect(broken).to_have_text(re.compile("GPU at index 8 GPU is lost$"))
+        await expect(page).to_have_title("(1) node-1 · gpumgr")
+
+
+async def test_full_gpus_are_in_service(browser: Browser, stage: Stage) -> None:
+    full = tuple(whole(f"{n:016x}", ("team", f"pod-{n}"), n) for n in range(2))
+    found = picture((), count=2)
+    books = replace(found.view, ledger=Ledger(found.view.ledger.cards, {a.id: a for a in full}))
+    stage.show(state_document(replace(found, view=books), []))
+    async with visit(browser, stage.url) as seen:
+        await expect(seen.page.locator("#stats div").first).to_have_text("GPUs2 of 2in service")
+        assert "new containers" not in await seen.page.locator("#stats").inner_text()
+
+
+async def test_a_gpu_that_broke_is_red_among_the_decisions(browser: Browser, stage: Stage) -> None:
+    codes = ["lost", "unhealthy", "not_readable", "back", "cordoned", "uncordoned"]
+    stage.show(
+        document(
+            entries=[Entry(number=n, at=NOW - 60, what="gpu", gpus=(name_of(1),), code=code) for n, code in enumerate(codes)]
+        )
+    )
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await expect(page.locator("#feed li")).to_have_count(len(codes))
+        red = await page.locator("#feed li.broken div span").all_text_contents()
+        assert red == ["GPU1 not_readable", "GPU1 unhealthy", "GPU1 lost"]
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_what_is_broken_stands_first_and_no_refusal_pushes_it_down(browser: Browser, stage: Stage, width: int) -> None:
+    long = [refusal(number=n, why=f"{n}: no GPU has room for it, " + "and none will have it soon, " * 12) for n in range(1, 4)]
+    drained = {uuid_of(2): Cordon(reason="a new riser", since=NOW - 600, draining=True)}
+    stage.show(document(entries=long, failed={1: "XID 79: it has fallen off the bus"}, cordons=drained))
+    async with visit(browser, stage.url, viewport={"width": width, "height": 900}) as seen:
+        page = await loaded(seen)
+        problems = page.locator("#problems li")
+        await expect(problems.locator("b")).to_have_text(["failed (XID)", "draining", "stranger", *["refused"] * 3])
+        lines = await page.locator("#problems li.brief > span").evaluate_all(
+            "(all) => all.map((node) => Math.round(node.clientHeight / parseFloat(getComputedStyle(node).lineHeight)))"
+        )
+        assert lines == [2, 2, 2]
 
 
 async def test_links_that_are_no_fabric_are_drawn_one_by_one(browser: Browser, stage: Stage) -> None:

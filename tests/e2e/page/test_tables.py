@@ -50,6 +50,15 @@ async def test_a_card_leads_to_its_rows_in_the_table(browser: Browser, stage: St
         await expect(page.get_by_label("Filter")).to_have_value("GPU2")
 
 
+async def test_a_card_without_an_index_leads_to_its_rows_too(browser: Browser, stage: Stage) -> None:
+    stage.show(document([("team", f"pod-{n:02}") for n in range(60)], gone=2))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen, 60)
+        await page.locator(f"#gpu-{name_of(2)}").get_by_role("button", name="4 more in the table").click()
+        await expect(page.locator("#rows tr")).to_have_count(8)
+        assert set(await column(page, 2)) == {f"GPU {name_of(2)}"}
+
+
 async def test_every_column_sorts_both_ways_and_says_so(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)

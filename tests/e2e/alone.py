@@ -1,0 +1,21 @@
+"""One builder at a time in a folder of the cache, whoever else runs on this machine: two runs, or one and `python -m tests.e2e.build`."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def lock_of(folder: Path) -> Path:
+    """Beside the folder, since what is in that may be thrown away; the file stays, so that all who wait wait for the same one."""
+    return folder.with_name(f"{folder.name}.lock")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Makes the folder and waits until nobody else is in here with it. The system lets go of it when its holder is killed. Whoever is
+    in must not enter again: he would wait for himself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_of(folder).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

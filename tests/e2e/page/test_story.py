@@ -1,0 +1,173 @@
+"""A pod's story, which its name opens: by mouse or keyboard, for eyes and ears, whatever the pod is called and whether it is known."""
+
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
+from gpumgr.web.story import story
+from tests.e2e.browser import Stage, visit
+from tests.unit.metrics.pictures import name_of
+
+from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, picture, refusal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+LATE: PodKey = ("team", "late")
+
+
+def refused() -> Entry:
+    """With what the GPUs had: one that the driver told no index of, too."""
+    room = tuple(
+        Candidate(gpu=name_of(n), index=n or None, cores_free=10 * n, memory_blocks_free=4, note="cordoned" if n == 2 else None)
+        for n in range(3)
+    )
+    return Entry(
+        number=7,
+        at=NOW - 60,
+        what="refused",
+        id="c",
+        pod=LATE,
+        container="main",
+        kind="core",
+        size=60,
+        why="no GPU has 60 cores free",
+        code="no_fit",
+        candidates=room,
+    )
+
+
+def told(pod: PodKey, *entries: Entry, phase: str = "Running", pods: tuple[PodKey, ...] = PODS, **about: Any) -> dict[str, Any]:
+    view = PodView(
+        namespace=pod[0],
+        name=pod[1],
+        uid="uid-1",
+        phase=phase,
+        containers=(ContainerSpec(name="main", cores=9, memory_blocks=16),),
+        **about,
+    )
+    found = story(picture(pods), view, *pod, list(entries))
+    assert found is not None
+    return found
+
+
+async def test_a_pods_name_opens_its_story(browser: Browser, stage: Stage) -> None:
+    stage.remember(
+        told(
+            ("team", "web"),
+            Entry(
+                number=3,
+                at=NOW - 60,
+                what="granted",
+                id="1",
+                pod=("team", "web"),
+                container="main",
+                gpus=(name_of(1),),
+                kind="core",
+                size=9,
+                why="the least free room that fits",
+            ),
+        )
+    )
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await page.locator("#rows").get_by_role("link", name="team/web").click()
+        dialog = page.get_by_role("dialog", name="team/web")
+        await expect(dialog).to_be_visible()
+        for fact in ("PodRunning", "Asks formain: 9 cores, 16 memory blocks", "UIDuid-1"):
+            await expect(dialog.locator("dl")).to_contain_text(fact)
+        await expect(dialog.locator("ul.feed li")).to_contain_text("5 of 9 cores, 2.0 of 4.0 GiB; kept by mps")
+        await expect(dialog.locator("ul.feed li")).to_contain_text("GPU1")
+        await expect(dialog.locator("ol li")).to_contain_text("9 cores on GPU1")
+        await expect(dialog.get_by_role("link", name="The same as JSON")).to_have_attribute("href", "api/pods/team/web")
+        await expect(dialog).to_contain_text("As it was at ")
+        await dialog.get_by_role("button", name="Close").click()
+        await expect(dialog).to_be_hidden()
+        assert await seen.violations() == []
+        assert seen.said == []
+
+
+async def test_a_refusal_leads_to_what_each_gpu_had(browser: Browser, stage: Stage) -> None:
+    stage.remember(told(LATE, refused(), phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"))
+    stage.show(document(entries=[refused()]))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        dialog = page.get_by_role("dialog", name="team/late")
+        for place in ("#problems", "#feed"):
+            await page.locator(place).get_by_role("link", name="team/late").click()
+            await expect(dialog).to_contain_text("Failed: UnexpectedAdmissionError: Allocate failed")
+            await expect(dialog).to_contain_text("No GPU now.")
+            await expect(dialog.locator("ol > li.refused")).to_contain_text("no GPU has 60 cores free")
+            await dialog.get_by_text("What was free on 3 GPUs").click()
+            gpus = dialog.locator("details li")
+            await expect(gpus).to_have_text(
+                ["GPU0: 0 cores, 4 memory blocks", "GPU1: 10 cores, 4 memory blocks", "GPU2: 20 cores, 4 memory blocks; cordoned"]
+            )
+            await page.keyboard.press("Escape")
+            await expect(dialog).to_be_hidden()
+
+
+async def test_the_keyboard_opens_a_story_and_comes_back_from_it(browser: Browser, stage: Stage) -> None:
+    stage.remember(told(("team", "web")))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        link = page.locator("#rows").get_by_role("link", name="team/web")
+        await expect(link).to_have_attribute("aria-haspopup", "dialog")
+        await link.focus()
+        await page.keyboard.press("Enter")
+        dialog = page.get_by_role("dialog", name="team/web")
+        await expect(dialog.get_by_role("button", name="Close")).to_be_focused()
+        stage.show(document(used_gib=3.0, at=NOW + 1))
+        await expect(page.locator(f"#gpu-{name_of(1)}")).to_contain_text("3.0 of 4.0 GiB")
+        await expect(dialog).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+        await expect(link).to_be_focused()
+
+
+async def test_another_tab_gets_the_json(browser: Browser, stage: Stage) -> None:
+    stage.remember(told(("team", "web")))
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        async with page.context.expect_page() as opened:
+            await page.locator("#rows").get_by_role("link", name="team/web").click(modifiers=["ControlOrMeta"])
+        await expect((await opened.value).locator("body")).to_contain_text('"namespace"')
+        await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def test_a_pod_of_which_nothing_is_known_any_more_says_so(browser: Browser, stage: Stage) -> None:
+    async with visit(browser, stage.url) as seen:
+        page = await loaded(seen)
+        await page.locator("#rows").get_by_role("link", name="team/web").click()
+        await expect(page.get_by_role("dialog", name="team/web")).to_contain_text("nothing is known of the pod team/web.")
+
+
+async def test_hostile_names_are_text_in_their_stories(browser: Browser, stage: Stage) -> None:
+    for pod in HOSTILE[:-2]:  # the last two have no address: braces, and a way out of the folder
+        entries = [refusal(pod=pod, why=pod[1])]
+        stage.remember(told(pod, *entries, pods=HOSTILE, message=pod[1]))
+        stage.show(document(HOSTILE, entries=entries))
+        async with visit(browser, stage.url, viewport={"width": 320, "height": 740}) as seen:
+            page = await loaded(seen, len(HOSTILE))
+            await page.locator("#feed").get_by_role("link").click()
+            dialog = page.get_by_role("dialog")
+            await expect(dialog.locator("ol li p").nth(1)).to_have_text(pod[1], use_inner_text=False)
+            assert await dialog.locator("h2").text_content() == "/".join(pod)
+            assert await page.evaluate("[window.harmed, document.images.length, document.scripts.length]") == [None, 0, 1]
+            assert await page.evaluate("[document.documentElement.scrollWidth, story.scrollWidth - story.clientWidth]") == [
+                320,
+                0,
+            ]
+            assert seen.said == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_all_of_a_story_can_be_read(browser: Browser, stage: Stage, scheme: str) -> None:
+    stage.remember(told(("team", "web"), refused()))
+    async with visit(browser, stage.url, color_scheme=scheme) as seen:
+        page = await loaded(seen)
+        await page.locator("#rows").get_by_role("link", name="team/web").click()
+        await expect(page.get_by_role("dialog", name="team/web")).to_be_visible()
+        assert await page.evaluate(DIM_TEXT) == []
