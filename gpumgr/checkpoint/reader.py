@@ -2,12 +2,13 @@
 
 sqlite's read-only mode alone makes a missing -shm file, and may need the log (-wal) that a killed agent left behind. So:
 no log: the main file is complete, and is read as immutable; log and -shm: read-only mode; a log alone: a private copy is read.
+An agent that starts or stops between these looks makes the files others than they seemed: whoever fails looks once more.
 """
 
+import contextlib
 import shutil
 import sqlite3
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,26 +23,33 @@ def read_checkpoint(folder: Path) -> Loaded:
     Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not ours to read.
     """
     path = folder / files.NAME
-    log, shared = path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+    with contextlib.suppress(OSError, CheckpointError):
+        return _look(path)
     try:
-        path.stat()
-        if not log.exists() or log.stat().st_size == 0:
-            return _read(path, "immutable=1")
-        if shared.exists():
-            return _read(path, "mode=ro")
-        with tempfile.TemporaryDirectory(prefix="gpumgr-checkpoint-") as copy:
-            for file in (path, log):
-                shutil.copyfile(file, Path(copy) / file.name)
-            return _read(Path(copy) / path.name, "mode=rw")
+        return _look(path)
     except FileNotFoundError:
         return Loaded(lost=True, why=f"there is no checkpoint at {path}")
     except OSError as error:
         raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror or error}") from error
 
 
+def _look(path: Path) -> Loaded:
+    """Raises FileNotFoundError or another OSError, or CheckpointError."""
+    log, shared = path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+    path.stat()
+    if not log.exists() or log.stat().st_size == 0:
+        return _read(path, "immutable=1")
+    if shared.exists():
+        return _read(path, "mode=ro")
+    with tempfile.TemporaryDirectory(prefix="gpumgr-checkpoint-") as copy:
+        for file in (path, log):
+            shutil.copyfile(file, Path(copy) / file.name)
+        return _read(Path(copy) / path.name, "mode=rw")
+
+
 def _read(path: Path, mode: str) -> Loaded:
     try:
-        with closing(
+        with contextlib.closing(
             sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, isolation_level=None, timeout=2.0)
         ) as connection:
             if tables.is_empty(connection):

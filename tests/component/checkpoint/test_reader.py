@@ -1,6 +1,8 @@
 """`gpumgr checkpoint show` beside a running agent, after a killed one, and with none."""
 
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -52,6 +54,26 @@ async def test_shows_what_a_killed_agent_left(companions: tuple[str, ...], tmp_p
     before = files(left)
     assert read_checkpoint(left).ledger == LEDGER
     assert files(left) == before
+
+
+async def test_an_agent_that_starts_and_stops_meanwhile_hides_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
+    checkpoint = open_checkpoint()
+    await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.close()
+    over = threading.Event()
+
+    def lives() -> None:
+        while not over.is_set():
+            with closing(sqlite3.connect(tmp_path / NAME)) as agent:
+                agent.execute("PRAGMA user_version = " + str(*agent.execute("PRAGMA user_version").fetchone()))
+
+    with ThreadPoolExecutor(1) as pool:
+        living = pool.submit(lives)
+        try:
+            assert {read_checkpoint(tmp_path).ledger == LEDGER for _ in range(300)} == {True}
+        finally:
+            over.set()
+            living.result()
 
 
 async def test_nothing_there_is_lost_not_an_error(tmp_path: Path) -> None:

@@ -78,9 +78,10 @@ async def test_a_stream_that_breaks_is_told_and_comes_back(browser: Browser) -> 
             await expect(page.locator("#live")).to_contain_text("stale since")
             await expect(page.locator("#stale")).to_contain_text("the agent can't be reached")
             await expect(page.locator("#aloud")).to_contain_text("The connection to the agent is lost")
-            stage.show(document(PODS[:3], at=NOW + 9))
+            stage.show(document(PODS[:3], entries=[refusal()], at=NOW + 9))
             await stage.open()
             await loaded(seen, 3)
+            await expect(page.locator("#aloud")).to_contain_text("Refused: team/late")
             await expect(page.locator("#live")).to_have_text("live")
             await expect(page.locator("#stale")).to_be_hidden()
     finally:
