@@ -47,8 +47,9 @@ class Admission:
         #: May be changed at any time.
         self.pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> the look that showed it first (without a gap since: names recur).
+        #: Listed pod -> the look that showed this life of its name first, as far as gaps in the list and UIDs tell lives apart.
         self._seen: dict[PodKey, int] = {}
+        self._uids: dict[PodKey, str] = {}
         self._looks = 0
         self._unavailable: str | None = None
         self._incomplete_until = float("-inf")
@@ -70,9 +71,17 @@ class Admission:
             return None
         self._unavailable = None
         self._looks += 1
-        kept = self._seen if self._clock() < self._incomplete_until else {}
-        self._seen = {**kept, **{pod: self._seen.get(pod, self._looks) for pod in listing.pods}}
+        self._number(listing)
         return listing
+
+    def _number(self, listing: Listing) -> None:
+        """A refused pod's name may come again before any look misses it: then its UID tells that it has just joined."""
+        uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None}
+        newborn = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
+        kept = self._seen if self._clock() < self._incomplete_until else {}
+        numbers = {pod: self._looks if pod in newborn else self._seen.get(pod, self._looks) for pod in listing.pods}
+        self._seen = {**kept, **numbers}
+        self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
         """For so long a pod that `List` lacks is no pod that ended."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import aiohttp
 import click
+import msgspec
 
 from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
@@ -32,7 +33,8 @@ from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.objects import Object, checked, full_name, of_kind, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of
 from gpumgr.migrate.settings_file import write_settings
-from gpumgr.settings import Settings, load_settings
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import NodeName
 from gpumgr.units import KIND_OF, RESOURCE_OF
 
 _Decorated = Callable[..., Any]
@@ -89,8 +91,13 @@ def _options(function: _Decorated) -> _Decorated:
 
 
 def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> str:
-    """It comes to stand in commands. Raises SettingsError for what is no node's name."""
-    return load_settings(None, environ={}, overrides={"node.name": text}).node.name
+    """It comes to stand in commands. Raises BadParameter for what is no node's name."""
+    try:
+        return msgspec.convert(text, NodeName)
+    except msgspec.ValidationError as error:
+        raise click.BadParameter(
+            f"{printable(text)!r} is no node's name: lower-case letters, digits, '-' and '.', 253 at most"
+        ) from error
 
 
 # -- gpu-manager -------------------------------------------------------------------------------------------------------------

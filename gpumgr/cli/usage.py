@@ -101,7 +101,7 @@ def command(
 
 async def _once(where: Where, wanted: Filter, *, as_json: bool) -> None:
     async with memory_of(where) as memory:
-        _print(wanted.apply(memory.state), as_json=as_json)
+        _print(wanted.apply(memory.state), as_json=as_json, live=memory.live)
 
 
 async def _again_and_again(socket: Path, wanted: Filter, *, as_json: bool) -> None:
@@ -123,8 +123,9 @@ async def _live(socket: Path, wanted: Filter) -> None:
             await until_pressed("q", draw(), hear=screen.pressed)
 
 
-def _print(document: dict[str, Any], *, as_json: bool) -> None:
+def _print(document: dict[str, Any], *, as_json: bool, live: bool = True) -> None:
     if as_json:
-        click.echo(json_line({key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}))
+        told = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
+        click.echo(json_line({"live": live, **told}))
     else:
         print_usage(read_state(document))

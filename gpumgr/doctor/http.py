@@ -17,7 +17,7 @@ NAME: Final = "http"
 IF_HUNG: Final = (
     "look whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
 )
-_AS_ROOT: Final = "run this as root, as the agent runs: another user can't tell what root may read"
+_AS_ROOT: Final = "run this as root, as the agent runs: another user can't tell what root may do"
 
 
 async def look_at_http(http: HttpSettings) -> Finding:
@@ -37,8 +37,11 @@ async def look_at_http(http: HttpSettings) -> Finding:
     try:
         listeners = await listen_tcp(http.address, http.port)
     except ListenError as exception:
-        if getattr(exception.__cause__, "errno", None) == errno.EADDRINUSE and await aside(lambda: _answered(http.socket)):
+        number = getattr(exception.__cause__, "errno", None)
+        if number == errno.EADDRINUSE and await aside(lambda: _answered(http.socket)):
             return ok(NAME, f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
+        if number == errno.EACCES and os.geteuid() != 0:
+            return Finding(check=NAME, state="error", message=error_of(NAME, exception, _AS_ROOT).message, remedy=_AS_ROOT)
         return error_of(NAME, exception, "set http.address and http.port")
     for listener in listeners:
         listener.close()

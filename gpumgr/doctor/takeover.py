@@ -30,6 +30,7 @@ _REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
     "components: [config/kustomize/take-over] of kustomize), or end these pods"
 )
+_IF_ALIVE: Final = f"see what is said of cri, then look again; nothing is offered beside those that run: {_REMEDY}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +56,19 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Fi
 
 
 def judge_take_over(told: Told, containers: Sequence[Container] | None) -> Finding:
-    """`containers`: all of this node's; None if that is not known, so that everybody may still run."""
+    """`containers`: all of this node's; None if that is not known, which the check of the runtime says."""
     if not told.left and told.unread is not None:
         return error_of(NAME, told.unread, "nothing, if no pod of gpu-manager's runs", "warning")
     if not told.left:
         known = f"{told.holders} containers have GPUs from gpu-manager, and it is known which" if told.holders else None
         return ok(NAME, known or "the kubelet knows nobody who has GPUs from gpu-manager")
-    running = {each.pod_uid for each in containers or () if each.running}
-    alive = [holder for holder in sorted(told.left) if containers is None or holder[0] in running]
-    listed = _listed(alive or sorted(told.left), {each.pod_uid: "/".join(each.pod) for each in containers or ()})
     why = str(told.unread).partition("; ")[0] if told.unread is not None else f"{told.path} is missing or does not tell which"
+    if containers is None:
+        listed = _listed(sorted(told.left), {})
+        return warning(NAME, f"{listed} had GPUs from gpu-manager, and {why}; whether they run still can't be known", _IF_ALIVE)
+    running = {each.pod_uid for each in containers if each.running}
+    alive = [holder for holder in sorted(told.left) if holder[0] in running]
+    listed = _listed(alive or sorted(told.left), {each.pod_uid: "/".join(each.pod) for each in containers})
     if alive:
         return error(NAME, f"nothing would be offered: {listed} hold GPUs from gpu-manager, and {why}", _REMEDY)
     return warning(

@@ -37,6 +37,6 @@ def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
 
 def _twice(key: str, items: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Of a list of name=value, in which the later one would count without a word."""
-    names = [item.partition("=")[0] for item in items]
+    names = [item.partition("=")[0] for item in dict.fromkeys(items)]
     for name in dict.fromkeys(each for each in names if names.count(each) > 1):
-        yield key, f"{name!r} stands there {names.count(name)} times; allowed: once"
+        yield key, f"{name!r} stands there with {names.count(name)} values; allowed: one"

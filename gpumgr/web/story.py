@@ -20,10 +20,11 @@ Holder = tuple[PodKey | None, str | None]
 
 
 def known_pods(ledger: Ledger, views: Iterable[PodView], history: Sequence[Entry]) -> list[PodKey]:
-    """The names of which there is a story, in order. `views` are the pods that the API server has."""
+    """The names of which there is a story, in order. `views` are the pods that the API server has; those that ask for no
+    GPU have none."""
     holders = _holders(ledger, history)
     told = [holder for _, holder in _told(holders, history)]
-    return sorted({view.key for view in views} | {key for key, _ in (*holders.values(), *told) if key})
+    return sorted({view.key for view in views if view.containers} | {key for key, _ in (*holders.values(), *told) if key})
 
 
 def story(picture: Picture, view: PodView | None, namespace: str, pod: str, history: Sequence[Entry]) -> dict[str, Any] | None:

@@ -84,6 +84,39 @@ SETS: Final[Mapping[str, Values]] = {
         "extraVolumes": [{"name": "ours", "secret": {"secretName": "ours"}}],
         "extraVolumeMounts": [{"name": "ours", "mountPath": "/ours"}],
     },
+    "with files of the Secrets'": {
+        "http": {"tokenSecret": "web-token", "tlsSecret": "web-tls"},
+        "settings": {
+            "http": {
+                "token_file": "/etc/gpumgr-token/token",
+                "tls_cert_file": "/etc/gpumgr-tls/tls.crt",
+                "tls_key_file": "/etc/gpumgr-tls/tls.key",
+                "client_ca_file": "/etc/gpumgr-tls/ca.crt",
+            }
+        },
+    },
+    "with files of the operator's image": {
+        "http": {"tlsSecret": "web-tls"},
+        "settings": {
+            "http": {"token_file": "/opt/ours/token", "client_ca_file": "/etc/ssl/certs/ours.pem"},
+            "kubernetes": {"kubeconfig": "/opt/ours/kubeconfig"},
+            "vcuda": {"client_path": "/opt/ours/gpu-client", "volume_conf": "/opt/ours/volume.conf"},
+        },
+    },
+    "with all that Kubernetes takes": {
+        "tolerations": [
+            {"operator": "Exists", "effect": ""},
+            {"key": "a", "operator": "", "value": "b", "effect": "NoExecute", "tolerationSeconds": None},
+            {"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
+        ],
+        "extraEnv": [{"name": "GPUMGR_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+    },
+    "with gpu-manager's flags": {
+        "extraArgs": [
+            *("-v", "4", "-v4", "--share_mode", "--share-mode=true", "--sample-period", "5"),
+            *("--logtostderr", "--alsologtostderr=false", "--log-dir=/a", "--output=json"),
+        ]
+    },
     "with folders of the operator's": {
         "settings": {"container": {"device_root": "/driver/dev"}, "display": {"socket": "/shared/display.sock"}},
         "extraVolumes": [{"name": "nodes", "emptyDir": {}}, {"name": "shared", "emptyDir": {}}],
@@ -235,24 +268,41 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     "a token that is not there": (
         {"settings": {"http": {"token_file": "/etc/gpumgr/token"}}},
         "settings.http.token_file: nothing is mounted where /etc/gpumgr/token is; bring the file by extraVolumes and "
-        "extraVolumeMounts, or leave the key out and name a Secret by http.tokenSecret",
+        "extraVolumeMounts, or below /opt or /etc/ssl in an image of your own, or leave the key out and name a Secret by http.tokenSecret",
     ),
     "a certificate that is not there": (
-        {"settings": {"http": {"tls_cert_file": "/etc/ssl/tls.crt", "tls_key_file": "/var/lib/gpumgr/tls.key"}}},
-        "settings.http.tls_cert_file: nothing is mounted where /etc/ssl/tls.crt is; bring the file by extraVolumes and "
-        "extraVolumeMounts, or leave the key out and name a Secret by http.tlsSecret",
+        {"settings": {"http": {"tls_cert_file": "/etc/tls/tls.crt", "tls_key_file": "/var/lib/gpumgr/tls.key"}}},
+        "settings.http.tls_cert_file: nothing is mounted where /etc/tls/tls.crt is; bring the file by extraVolumes and "
+        "extraVolumeMounts, or below /opt or /etc/ssl in an image of your own, or leave the key out and name a Secret by http.tlsSecret",
     ),
     "a key that is not there": (
-        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt", "tls_key_file": "/etc/ssl/tls.key"}}},
-        "settings.http.tls_key_file: nothing is mounted where /etc/ssl/tls.key is",
+        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt", "tls_key_file": "/etc/gpumgr-tls/tls.key"}}},
+        "settings.http.tls_key_file: nothing is mounted where /etc/gpumgr-tls/tls.key is",
     ),
     "an authority that is not there": (
-        {"settings": {"http": {"client_ca_file": "/etc/ssl/ca.pem"}}},
-        "settings.http.client_ca_file: nothing is mounted where /etc/ssl/ca.pem is",
+        {"settings": {"http": {"client_ca_file": "/opt/../etc/ca.pem"}}},
+        "settings.http.client_ca_file: nothing is mounted where /opt/../etc/ca.pem is",
+    ),
+    "an authority in the other Secret": (
+        {"settings": {"http": {"client_ca_file": "/etc/gpumgr-tls/ca.crt"}}, "http": {"tokenSecret": "web-token"}},
+        "settings.http.client_ca_file: nothing is mounted where /etc/gpumgr-tls/ca.crt is",
+    ),
+    "an authority in the empty folder": (
+        {"settings": {"http": {"client_ca_file": "/tmp/ca.pem"}}},
+        "settings.http.client_ca_file: nothing is mounted where /tmp/ca.pem is",
+    ),
+    "an authority without a certificate": (
+        {"settings": {"http": {"client_ca_file": "/var/lib/gpumgr/ca.pem"}}},
+        "settings.http.client_ca_file needs settings.http.tls_cert_file too; name that file, or a Secret of type kubernetes.io/tls by "
+        "http.tlsSecret",
+    ),
+    "a certificate without its key": (
+        {"settings": {"http": {"tls_cert_file": "/var/lib/gpumgr/tls.crt"}}},
+        "settings.http.tls_cert_file needs settings.http.tls_key_file too",
     ),
     "a client that is not there": (
-        {"settings": {"vcuda": {"client_path": "/opt/gpumgr/bin/gpu-client"}}},
-        "settings.vcuda.client_path: nothing is mounted where /opt/gpumgr/bin/gpu-client is",
+        {"settings": {"vcuda": {"client_path": "/usr/bin/gpu-client"}}},
+        "settings.vcuda.client_path: nothing is mounted where /usr/bin/gpu-client is",
     ),
     "a list of files that is not there": (
         {"settings": {"vcuda": {"volume_conf": "/etc/gpu-manager/volume.conf"}}},
@@ -272,6 +322,10 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     ),
     "a name for all nodes": (
         {"extraEnv": [{"name": "GPUMGR_NODE_NAME", "value": "node"}]},
+        "extraEnv: GPUMGR_NODE_NAME would name all nodes alike",
+    ),
+    "another's name for all nodes": (
+        {"extraEnv": [{"name": "GPUMGR_NODE_NAME", "valueFrom": {"configMapKeyRef": {"name": "ours", "key": "node"}}}]},
         "extraEnv: GPUMGR_NODE_NAME would name all nodes alike",
     ),
     "a flag that names all nodes": (
@@ -301,9 +355,23 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     ),
     "a flag with a blank": ({"extraArgs": ["--set= http.port=9"]}, 'extraArgs: --set " http.port=9": expected section.key=value'),
     "a flag without its value": ({"extraArgs": ["--output=json", "--set"]}, "extraArgs: --set needs a value"),
+    "a flag where a value should be": (
+        {"extraArgs": ["--log-dir", "--set=http.port=9", "--vmodule=a=1"]},
+        "extraArgs: --log-dir needs a value",
+    ),
+    "a flag with one dash": ({"extraArgs": ["-share-mode"]}, "extraArgs: -share-mode is none of --set"),
+    "a flag of ours as gpu-manager may spell its own": (
+        {"extraArgs": ["--sim_dir=/a"]},
+        "extraArgs: --sim_dir=/a is none of --set",
+    ),
+    "a flag that the preflight does not know": (
+        {"preflight": {"extraArgs": ["-v4"]}},
+        "preflight.extraArgs: -v4 is none of --set, --output, --sim, --json; give settings.log.level",
+    ),
     "a flag of the chart's own": (
         {"extraArgs": ["--config", "/etc/other.yaml"]},
-        "extraArgs: --config is none of --set, --output, --sim, --sim-dir; give what the agent is to know below settings",
+        "extraArgs: --config is none of --set, --output, --sim, --sim-dir and no flag of gpu-manager's that is taken here; give what "
+        "the agent is to know below settings",
     ),
     "a word that is no flag": ({"extraArgs": ["http.port=9"]}, "extraArgs: http.port=9 is none of --set"),
     "no API server by a flag": ({"extraArgs": ["--standalone"]}, "give settings.kubernetes.enabled"),

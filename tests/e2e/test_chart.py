@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +15,11 @@ import yaml
 
 import gpumgr
 import gpumgr.enforcement.vcuda.client
+from gpumgr import tls_files
 from gpumgr.doctor.rights import for_drains, for_people, needed
 from gpumgr.settings import Settings, load_settings
+from gpumgr.settings.gpu_manager_flags import _BOOLEAN as BOOLEAN
+from gpumgr.settings.gpu_manager_flags import _RULES as RULES
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.settings.live import LIVE, flat
 from gpumgr.settings.schema import plain
@@ -45,6 +48,9 @@ _VOLUME: Final = re.compile(r"((?:^ *# [a-z_]+\.[a-z_]+: .+\.\n)+) *- name: (\S+
 _REASON: Final = re.compile(r"# ([a-z_]+)\.([a-z_]+): \S.*\S\.$", re.MULTILINE)
 #: Where a template looks at a setting.
 _LOOK: Final = re.compile(r'(?:list [.$]\w* |dig )"([a-z_]+)" "([a-z_]+)"')
+
+#: Who may show a certificate; of the agent's own it says nothing.
+AUTHORITY: Final[Values] = {"settings": {"http": {"client_ca_file": "/var/lib/gpumgr/ca.pem"}}}
 
 sets = pytest.mark.parametrize("values", SETS.values(), ids=SETS.keys())
 
@@ -310,20 +316,54 @@ def test_no_setting_that_the_templates_look_at_can_be_given_behind_their_back() 
             render({"extraEnv": [{"name": f"GPUMGR_{section}_{key}".upper(), "value": "x"}]})
 
 
-def test_a_flag_of_gpu_managers_is_told_the_setting_that_it_is(tmp_path: Path) -> None:
+def looks_at(setting: str) -> bool:
+    """Whether the chart refuses a variable for this setting, since its own objects are made from it."""
+    try:
+        render({"extraEnv": [{"name": f"GPUMGR_{setting.replace('.', '_')}".upper(), "value": "x"}]})
+    except HelmError:
+        return True
+    return False
+
+
+def test_a_flag_of_gpu_managers_is_taken_or_told_the_setting_that_it_is(tmp_path: Path) -> None:
+    """Taken if the agent takes it, nothing that the chart looks at comes of it, and no file must be in the pod for it."""
     volumes, devices = tmp_path / "volume.conf", tmp_path / "extra.json"
     volumes.write_text('{"volume": [{"name": "nvidia", "base": "/a"}, {"name": "origin", "base": "/a"}]}')
     devices.write_text('{"default": {"devices": ["/dev/a"]}}')
-    flags = [
-        *("--addr=/run/a.sock", "--checkpoint-path=/a", "--container-runtime-endpoint=/a.sock", "--device-plugin-path=/a"),
-        *("--kubeconfig=/a", "--node-labels=a=b", "--query-addr=::", "--query-port=9000", "--query_port=9000", "--share-mode"),
-        *("--sample-period=2", "-v=4", "--v=4", "--virtual-manager-path=/a"),
-        *(f"--extra-config={devices}", f"--volume-config={volumes}"),
-    ]
-    for flag in flags:
-        settings = " and ".join(f"settings.{key}" for key in parse_gpu_manager_flags([flag]).overrides)
-        with pytest.raises(HelmError, match=re.escape(f"{flag} is none of --set, --output, --sim, --sim-dir; give {settings}\n")):
-            render({"extraArgs": [flag]})
+    texts = {"extra-config": devices, "volume-config": volumes, "query-port": 9000, "query-addr": "::", "share-mode": "true"}
+    texts |= {
+        "v": 4,
+        "sample-period": 2,
+        "node-labels": "a=b",
+        "hostname-override": "node",
+        "driver": "nvidia",
+        "version": "false",
+    }
+    for name in RULES:
+        flag = f"--{name}={texts.get(name, '/a')}"
+        words = [flag, flag.replace("=", " ")] if name not in BOOLEAN else [flag, f"--{name}"]
+        settings = parse_gpu_manager_flags([flag]).overrides
+        if name not in ("extra-config", "version") and not any(map(looks_at, settings)):
+            for word in words:
+                assert agent_container(render({"extraArgs": word.split()}))["args"][-1] == word.split()[-1]
+            continue
+        what = " and ".join(f"settings.{key}" for key in settings if key != "node.name") or "nothing, since"
+        for word in words:
+            with pytest.raises(HelmError, match=f"extraArgs: {re.escape(word.split()[0])} is none of --set, .*; give {what}"):
+                render({"extraArgs": word.split()})
+
+
+def test_the_chart_wants_the_files_together_that_the_agent_wants_together() -> None:
+    keys = ("tls_cert_file", "tls_key_file", "client_ca_file")
+    for paths in product((None, "/var/lib/gpumgr/file.pem"), repeat=len(keys)):
+        values = {"settings": {"http": {key: path for key, path in zip(keys, paths, strict=True) if path}}}
+        found = tls_files.misfit(*paths)
+        if found is None:
+            assert settings_file(render(values)).count("file.pem") == sum(map(bool, paths))
+            continue
+        with pytest.raises(HelmError, match=rf"settings\.{found[0]} needs settings\.http\.tls_(cert|key)_file too; "):
+            render(values)
+    assert "/ca.pem" in settings_file(render({**AUTHORITY, "http": {"tlsSecret": "web-tls"}}))
 
 
 def test_the_images_own_client_may_be_named() -> None:
@@ -375,7 +415,7 @@ def test_the_metrics_service_is_headless_and_says_how_to_scrape() -> None:
 @pytest.mark.parametrize("values", [
     {"http": {"tokenSecret": "web-token"}},
     {"settings": {"http": {"token_file": "/var/lib/gpumgr/token"}}},
-    {"settings": {"http": {"client_ca_file": "/var/lib/gpumgr/ca.pem"}}},
+    {**AUTHORITY, "http": {"tlsSecret": "web-tls"}},
 ])  # fmt: skip
 def test_nobody_is_told_to_scrape_who_would_be_refused(values: Values) -> None:
     """Metrics ask for the token then (gpumgr/web/door/access.py), and a Prometheus that goes by annotations has none."""

@@ -65,7 +65,10 @@ class Live:
         return await newest_entries(self._agent, newest)
 
     async def pods(self) -> frozenset[PodKey]:
-        return read_pods(await self._agent.get(PODS))
+        try:
+            return read_pods(await self._agent.get(PODS))
+        except InputError as error:
+            raise GpumgrError("the agent is older than this command and can't tell which pods there are: restart it") from error
 
     async def story(self, namespace: str, pod: str) -> Document | None:
         try:
@@ -115,6 +118,8 @@ async def memory_of(where: Where) -> AsyncIterator[Memory]:
         try:
             live = Live(agent, await agent.get(STATE))
         except GpumgrError as error:
+            if where.checkpoint is None:
+                raise
             away = str(error)
         else:
             yield live

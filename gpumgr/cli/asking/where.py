@@ -14,10 +14,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """`checkpoint` is a folder."""
+    """`checkpoint` is a folder; None: whoever named a socket means that agent, and no other's books."""
 
     socket: Path
-    checkpoint: Path
+    checkpoint: Path | None
 
 
 def where_options(command: F) -> F:
@@ -34,4 +34,5 @@ def where_options(command: F) -> F:
 def find_agent(file: Path | None, socket: Path | None) -> Where:
     """By the settings in force. Raises InputError that names every mistake in them."""
     settings = settings_in_force(file, standalone=False, assignments=())
-    return Where(socket=socket or settings.http.socket, checkpoint=settings.checkpoint.dir)
+    of_another = socket is not None and file is None
+    return Where(socket=socket or settings.http.socket, checkpoint=None if of_another else settings.checkpoint.dir)

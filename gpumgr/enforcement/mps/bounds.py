@@ -68,8 +68,9 @@ async def _read(talk: Talk, bound: Bound, servers: Collection[int]) -> Mapping[i
 
 async def _answered(talk: Talk, bound: Bound, asked: Sequence[int | None]) -> Mapping[int | None, str]:
     """Nothing if one of the questions was refused. Raises Unanswered."""
+    memory = bound.memory_bytes is not None
     try:
-        return commands.parse_bounds(asked, await talk.ask(commands.bounds_of(asked, memory=bound.memory_bytes is not None)))
+        return commands.parse_bounds(asked, await talk.ask(commands.bounds_of(asked, memory=memory)), memory=memory)
     except Unanswered:
         raise
     except MpsError:

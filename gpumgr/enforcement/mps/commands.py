@@ -138,11 +138,13 @@ def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
     return Command(text="".join(lines))
 
 
-def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
-    """Each server's lines, in the order in which they were asked for; nothing if they are not as many of each."""
-    lines = answer.splitlines()
-    number, left = divmod(len(lines), len(servers))
-    return {} if left else {server: "\n".join(lines[n * number :][:number]) for n, server in enumerate(servers)}
+def parse_bounds(servers: Sequence[int | None], answer: str, *, memory: bool) -> Mapping[int | None, str]:
+    """Each server's lines, in the order in which they were asked for; nothing if they are not as many as the questions: whose each is
+    could not be told."""
+    lines, number = answer.splitlines(), 1 + memory
+    if len(lines) != number * len(servers):
+        return {}
+    return {server: "\n".join(lines[n * number :][:number]) for n, server in enumerate(servers)}
 
 
 def _typed(*lines: str) -> tuple[Command, ...]:

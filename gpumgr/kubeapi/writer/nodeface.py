@@ -64,11 +64,11 @@ class NodeFace:
         """NO_CONDITION takes it away."""
         now, before = self._clock(), self._condition
         self._condition = condition
-        if before is None or _differ(before, condition):
-            self._outbox.done("condition")  # it may wait for a better time than now
-            self._outbox.put("condition", now)
-        elif before != condition:
-            self._outbox.put("condition", max(now, self._told_at + self._pace.reword_seconds))
+        if before is None or before != condition:
+            pause_seconds = self._pause_seconds(before, condition)
+            if pause_seconds < self._pace.reword_seconds:
+                self._outbox.done("condition")  # it may wait for a later time
+            self._outbox.put("condition", max(now, self._told_at + pause_seconds))
         elif now - self._told_at >= self._pace.heartbeat_seconds:
             self._outbox.put("condition", now)
 
@@ -137,7 +137,14 @@ class NodeFace:
         if latest == wish:
             self._outbox.done("condition")
         else:
-            self._outbox.again("condition", self._told_at + (0 if _differ(latest, wish) else self._pace.reword_seconds))
+            self._outbox.again("condition", self._told_at + self._pause_seconds(wish, latest))
+
+    def _pause_seconds(self, before: Condition | None, condition: Condition) -> float:
+        """How long after the last write the next may come."""
+        if before is None or before.trouble != condition.trouble:
+            return 0.0
+        same_gist = (before.reason, before.gist) == (condition.reason, condition.gist)
+        return self._pace.reword_seconds if same_gist else self._pace.news_seconds
 
     async def _tell_condition(self, wish: Condition) -> None:
         """The node is read once: an earlier life of the agent may have told the same, and since when."""
@@ -154,8 +161,3 @@ class NodeFace:
             await self._writes.patch_node_status(removal_patch())
             log.info("node_description_removed", what="condition")
         self._told = None
-
-
-def _differ(one: Condition, other: Condition) -> bool:
-    """In more than numbers that may be others with each look."""
-    return (one.trouble, one.reason, one.gist) != (other.trouble, other.reason, other.gist)

@@ -10,8 +10,9 @@ class Pace:
     which is the only time when it comes to that; and where it does not, it says so (429) and is obeyed.
 
     `window_seconds`: equal events are one within this time. `recount_seconds`: how often the count of one is written at most.
-    `heartbeat_seconds`: what the node shows is looked at again, and its condition's heartbeat written, so often; `reword_seconds`: a
-    condition that has the gist of before is written so often at most.
+    `heartbeat_seconds`: what the node shows is looked at again, and its condition's heartbeat written, so often. Trouble and its end are
+    written at once; `news_seconds`: a condition that tells of other trouble is written so often at most (a GPU may flutter);
+    `reword_seconds`: one that has the gist of before.
 
     Pauses grow from the first to the longest: `pause_seconds` after any failure, `job_seconds` for the one thing that failed;
     `conflicts`: after so many conflicts in a row a pod's annotations are given up.
@@ -23,6 +24,7 @@ class Pace:
     window_seconds: float = 600.0
     recount_seconds: float = 60.0
     heartbeat_seconds: float = 600.0
+    news_seconds: float = 10.0
     reword_seconds: float = 60.0
     pause_seconds: tuple[float, float] = (0.5, 30.0)
     job_seconds: tuple[float, float] = (2.0, 60.0)

@@ -48,11 +48,12 @@ async def agent(socket: Path) -> AsyncIterator[FakeAgent]:
 
 
 @pytest.fixture
-def _no_settings_of_this_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_of_this_host(folder: Path, socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("GPUMGR_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("gpumgr.cli.in_force.DEFAULT_CONFIG", folder / "gpumgr.yaml")
     monkeypatch.setenv("GPUMGR_CHECKPOINT_DIR", str(folder))
+    monkeypatch.setenv("GPUMGR_HTTP_SOCKET", str(socket))
 
 
 @pytest.fixture

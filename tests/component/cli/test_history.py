@@ -101,25 +101,25 @@ async def test_wrong_options_are_exit_code_2(options: tuple[str, ...], agent: Fa
 
 
 async def test_without_the_agent_the_checkpoint_tells_and_hostile_names_are_spelled_out(
-    folder: Path, socket: Path, gpumgr_command: Gpumgr
+    folder: Path, gpumgr_command: Gpumgr
 ) -> None:
     await remember(folder)
-    ended = await gpumgr_command("history", "--socket", socket)
+    ended = await gpumgr_command("history")
     assert ended.code == 0
     assert "the agent does not run on this node" in ended.err
     assert ended.out == (
         "2023-11-14 22:13:20Z  granted  team/resnet-0 (main)              30 cores    GPU0    share: the least free room\n"
         "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores asked\n"
     )
-    as_json = await gpumgr_command("history", "--socket", socket, "--gpu", "GPU-1111", "--output", "json")
+    as_json = await gpumgr_command("history", "--gpu", "GPU-1111", "--output", "json")
     assert numbers(as_json.out) == [1]
-    of_pod = await gpumgr_command("history", "--socket", socket, "--pod", "resnet-0", "--output", "json")
+    of_pod = await gpumgr_command("history", "--pod", "resnet-0", "--output", "json")
     assert numbers(of_pod.out) == [1]
 
 
-async def test_following_needs_the_agent(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_following_needs_the_agent(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    ended = await gpumgr_command("history", "--socket", socket, "--follow")
+    ended = await gpumgr_command("history", "--follow")
     assert (ended.code, ended.out) == (1, "")
     assert "systemctl start gpumgr" in ended.err
 

@@ -29,7 +29,10 @@ async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agen
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--output", "json")
     (line,) = ended.out.splitlines()
     assert "\x1b" not in line
-    assert json.loads(line) == {key: agent.state[key] for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
+    assert json.loads(line) == {
+        "live": True,
+        **{key: agent.state[key] for key in ("node", "at", "not_ready", "failures", "gpus", "containers")},
+    }
 
 
 async def test_filters_by_gpu_and_namespace(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -54,11 +57,19 @@ async def test_without_an_agent_it_says_how_to_start_one(options: tuple[str, ...
     assert "systemctl start gpumgr" in ended.err
 
 
-async def test_without_the_agent_the_checkpoint_tells_who_was_granted_what(
+async def test_whoever_names_a_socket_means_that_agent_and_not_anothers_books(
     folder: Path, socket: Path, gpumgr_command: Gpumgr
 ) -> None:
+    await remember(folder)
+    for command in (["usage"], ["why", "team/resnet-0"], ["history"]):
+        ended = await gpumgr_command(*command, "--socket", socket)
+        assert (ended.code, ended.out) == (1, "")
+        assert "the agent does not run on this node" in ended.err
+
+
+async def test_without_the_agent_the_checkpoint_tells_who_was_granted_what(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-22222222-bbbb": Cordon(since=AT)})
-    ended = await gpumgr_command("usage", "--socket", socket)
+    ended = await gpumgr_command("usage")
     assert ended.code == 0
     assert "the agent does not run on this node" in ended.err
     (written,) = re.findall(
@@ -77,7 +88,7 @@ async def test_without_the_agent_the_checkpoint_tells_who_was_granted_what(
         "POD            CONTAINER  GPU  CORES  BUSY  MEMORY  USED  PROCS  KEPT BY  LIMITS\n"
         "team/resnet-0  main         0     30     -    0.5G     -      -  mps      within\n"
     )
-    document = json.loads((await gpumgr_command("usage", "--socket", socket, "--gpu", "1", "--output", "json")).out)
+    document = json.loads((await gpumgr_command("usage", "--gpu", "1", "--output", "json")).out)
     assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("22222222", None)]
     assert document["containers"] == []
 

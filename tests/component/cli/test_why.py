@@ -29,6 +29,13 @@ async def test_json_is_the_agents_document(pod: str, agent: FakeAgent, gpumgr_co
     assert json.loads(ended.out) == {**story(), "live": True}
 
 
+async def test_an_agent_of_before_tells_no_names_and_the_command_says_so(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+    agent.tells_names = False
+    ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
+    assert (ended.code, ended.out) == (1, "")
+    assert "the agent is older than this command" in ended.err
+
+
 @pytest.mark.parametrize("namespace", ["default", "demo"])
 async def test_a_name_alone_finds_a_pod_to_which_nothing_happened(
     namespace: str, agent: FakeAgent, gpumgr_command: Gpumgr
@@ -88,9 +95,9 @@ async def test_hostile_names_are_asked_for_as_they_are_and_shown_spelled_out(age
     assert "\x1b" not in ended.out + other.err
 
 
-async def test_without_the_agent_the_checkpoint_tells(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_without_the_agent_the_checkpoint_tells(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    ended = await gpumgr_command("why", "resnet-0")
     assert ended.code == 0
     assert "the agent does not run on this node" in ended.err
     assert ended.out == (
@@ -114,55 +121,51 @@ async def test_without_the_agent_the_checkpoint_tells(folder: Path, socket: Path
     )
 
 
-async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    document = json.loads((await gpumgr_command("why", "team/resnet-0", "--socket", socket, "--output", "json")).out)
+    document = json.loads((await gpumgr_command("why", "team/resnet-0", "--output", "json")).out)
     assert document["live"] is False
     assert document["allocations"][0]["memory_used_bytes"] is None
     assert [told["number"] for told in document["history"]] == [ENTRIES[0].number]
 
 
-async def test_a_cordon_is_told_out_of_the_checkpoint_and_of_health_nothing(
-    folder: Path, socket: Path, gpumgr_command: Gpumgr
-) -> None:
+async def test_a_cordon_is_told_out_of_the_checkpoint_and_of_health_nothing(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-11111111-aaaa": Cordon(reason="broken fan", since=AT)})
-    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    ended = await gpumgr_command("why", "resnet-0")
     assert (
         "    kept within its share by mps\n    GPU0 is cordoned since 2023-11-14 22:13:20Z: broken fan\nWhat it uses" in ended.out
     )
-    document = json.loads((await gpumgr_command("why", "resnet-0", "--socket", socket, "--output", "json")).out)
+    document = json.loads((await gpumgr_command("why", "resnet-0", "--output", "json")).out)
     assert [(row["name"], row["healthy"], row["message"]) for row in document["gpus"]] == [(GPU, None, None)]
 
 
-async def test_near_names_come_out_of_the_checkpoint_too(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_near_names_come_out_of_the_checkpoint_too(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    ended = await gpumgr_command("why", "resnet-9", "--socket", socket)
+    ended = await gpumgr_command("why", "resnet-9")
     assert ended.code == 1
     assert "did you mean team/resnet-0?" in ended.err
 
 
-async def test_with_neither_agent_nor_checkpoint_both_reasons_are_told(
-    folder: Path, socket: Path, gpumgr_command: Gpumgr
-) -> None:
-    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+async def test_with_neither_agent_nor_checkpoint_both_reasons_are_told(folder: Path, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", "resnet-0")
     assert (ended.code, ended.out) == (1, "")
     assert "the agent does not run on this node" in ended.err
     assert f"there is no checkpoint at {folder}" in ended.err
 
 
-async def test_a_checkpoint_that_can_not_be_read_is_told(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_a_checkpoint_that_can_not_be_read_is_told(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     (folder / NAME).write_bytes(b"no checkpoint" * 100)
-    ended = await gpumgr_command("why", "resnet-0", "--socket", socket)
+    ended = await gpumgr_command("why", "resnet-0")
     assert (ended.code, ended.out) == (1, "")
     assert "and without it:" in ended.err
 
 
-async def test_hostile_names_in_the_checkpoint_are_spelled_out(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_hostile_names_in_the_checkpoint_are_spelled_out(folder: Path, gpumgr_command: Gpumgr) -> None:
     checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
     await checkpoint.save(Change(entries=(ENTRIES[1],)))
     assert await checkpoint.close()
-    ended = await gpumgr_command("why", f"team/{ENTRIES[1].pod[1]}" if ENTRIES[1].pod else "", "--socket", socket)
+    ended = await gpumgr_command("why", f"team/{ENTRIES[1].pod[1]}" if ENTRIES[1].pod else "")
     assert ended.code == 0
     assert "Pod team/\\x1b[2Jevil\\n.\n" in ended.out
     assert "\x1b" not in ended.out

@@ -128,7 +128,7 @@ def locked(folder: Path) -> Iterator[str]:
 async def test_who_may_not_read_them_is_sent_to_root(folder: Path, locked: str) -> None:
     found = await look(folder, {"token_file": locked})
     assert (found.state, found.message) == ("error", f"http.token_file {folder}/token can't be read: Permission denied")
-    assert found.remedy == "run this as root, as the agent runs: another user can't tell what root may read"
+    assert found.remedy == "run this as root, as the agent runs: another user can't tell what root may do"
 
 
 def test_the_command_tells_it_before_the_agent_starts(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Page, expect
 
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
@@ -125,6 +125,33 @@ async def test_the_keyboard_opens_a_story_and_comes_back_from_it(browser: Browse
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
         await expect(link).to_be_focused()
+
+
+async def test_an_answer_that_comes_late_takes_no_later_storys_place(browser: Browser, stage: Stage) -> None:
+    stage.remember(told(("team", "web")), told(("team", "train")))
+    late = """const ask = window.fetch;
+        window.fetch = (address, ...how) => String(address).endsWith("team/train")
+            ? new Promise((go) => { window.answer = () => go(ask(address, ...how)); })
+            : ask(address, ...how);"""
+    async with visit(browser, stage.url, before=late) as seen:
+        page = await loaded(seen)
+        rows = page.locator("#rows")
+        await rows.get_by_role("link", name="team/train").first.click()
+        await rows.get_by_role("link", name="team/web").click()
+        await expect(page.get_by_role("dialog", name="team/web")).to_be_visible()
+        await answer_at_last(page)
+        await expect(page.get_by_role("dialog", name="team/web")).to_be_visible()
+        await page.evaluate("document.querySelector('#rows a[href$=train]').click()")  # the next one, as the dialog is closed
+        await page.keyboard.press("Escape")
+        await answer_at_last(page)
+        await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def answer_at_last(page: Page) -> None:
+    async with page.expect_response("**/api/pods/team/train") as answered:
+        await page.evaluate("window.answer()")
+    await (await answered.value).finished()
+    await page.evaluate("new Promise((go) => setTimeout(go, 200))")
 
 
 async def test_another_tab_gets_the_json(browser: Browser, stage: Stage) -> None:

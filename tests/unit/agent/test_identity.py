@@ -127,6 +127,26 @@ async def test_a_look_just_before_the_call_gives_it_to_nobody_else(order: str, k
     assert [(a.core_count, a.block_count) for a in world.ledger.of(("team", "before"), "uid-1")] == [(100, 0)]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_refused_name_that_comes_again_has_joined_last(order: str) -> None:
+    """No look misses it between its lives, and a pod that the cache does not know has joined before this one."""
+    world = await World.made(resource_order=order)
+    with pytest.raises(Refused):
+        await world.admit(world.pod("web-0", app(150, 4)))
+    unknown = world.pod("static", app(0))
+    world.active[unknown.uid] = unknown
+    for _ in range(2):
+        world.clock.now += 30
+        assert await world.housekeeping.sweep()
+        with pytest.raises(Refused):
+            await world.admit(world.pod("web-0", app(150, 4)))
+        assert [entry.pod for entry in world.books.history.entries() if entry.what == "refused"][-1] == ("team", "web-0")
+    await world.admit(world.pod("web-0", app(30, 4)))
+    assert [(a.pod, a.container, a.core_count, a.block_count) for a in world.ledger.allocations.values()] == [
+        (("team", "web-0"), "main", 30, 4)
+    ]
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_init_containers_without_an_api_server(seed: int) -> None:
     """They are not listed and have no spec: what the kubelet passes on was theirs, and is held as long as the pod runs."""

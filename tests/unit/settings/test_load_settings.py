@@ -172,10 +172,9 @@ MISTAKES = {
     "http: {client_ca_file: /a, tls_cert_file: /c}": [
         "FILE:1: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
     ],
-    "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' stands there 2 times; allowed: once"],
+    "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' stands there with 2 values; allowed: one"],
     "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}": [
-        "FILE:1: enforcement.overrides: 'x' stands there 3 times; allowed: once",
-        "FILE:1: enforcement.overrides: 'x/y' stands there 2 times; allowed: once",
+        "FILE:1: enforcement.overrides: 'x' stands there with 2 values; allowed: one",
     ],
 }
 

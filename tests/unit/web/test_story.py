@@ -128,7 +128,11 @@ def test_a_gpu_that_fails_under_a_pod_is_shown_with_its_fault_and_cordon() -> No
 
 def test_pods_are_known_by_the_books_the_api_server_and_the_history() -> None:
     ledger = view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})).ledger
-    views = [PodView(namespace="demo", name="big3", uid="u", phase="Failed")]
+    wish = ContainerSpec(name="main", cores=100)
+    views = [
+        PodView(namespace="demo", name=name, uid="u", phase="Failed", containers=has)
+        for name, has in (("big3", (wish,)), ("web", ()))
+    ]
     history = [
         entry(1, "uid-x", id="x"),
         entry(2, "uid-x", id="x", pod=("team", "right"), what="freed"),

@@ -27,38 +27,48 @@ vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if has "GPUMGR_NODE_NAME" $given -}}
+{{- range .Values.extraEnv -}}
+{{- if and (eq .name "GPUMGR_NODE_NAME") (not (dig "fieldRef" "" (default dict .valueFrom))) -}}
 {{- fail "extraEnv: GPUMGR_NODE_NAME would name all nodes alike; each agent has its node's name from the chart" -}}
+{{- end -}}
 {{- end -}}
 {{- range include "gpumgr.env" . | fromYamlArray -}}
 {{- if has .name $given -}}{{- fail (printf "extraEnv: %s is given by the chart; leave it out" .name) -}}{{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Flags beside the chart's own: those that change nothing which the chart looks at. */}}
+{{/* Flags beside the chart's own: those that change nothing which the chart looks at. `gpumgr doctor` has none of gpu-manager's. */}}
 {{- define "gpumgr.checkArguments" -}}
-{{- include "gpumgr.checkFlags" (list "extraArgs" .Values.extraArgs (list "--set" "--output" "--sim" "--sim-dir")) -}}
-{{- include "gpumgr.checkFlags" (list "preflight.extraArgs" .Values.preflight.extraArgs (list "--set" "--output" "--sim" "--json")) -}}
+{{- $flags := include "gpumgr.flags" . | fromYaml -}}
+{{- include "gpumgr.checkFlags" (list "extraArgs" .Values.extraArgs (list "--set" "--output" "--sim" "--sim-dir") $flags) -}}
+{{- include "gpumgr.checkFlags" (list "preflight.extraArgs" .Values.preflight.extraArgs (list "--set" "--output" "--sim" "--json") dict) -}}
 {{- end -}}
 
-{{/* (list name words allowed): words as the command reads them, a flag's value after "=" or as the next word. */}}
+{{/* (list name words own foreign): words as the command reads them, a flag's value after "=" or as the next word. */}}
 {{- define "gpumgr.checkFlags" -}}
 {{- $name := index . 0 -}}
-{{- $allowed := index . 2 -}}
+{{- $own := index . 2 -}}
+{{- $foreign := index . 3 -}}
 {{- $waits := "" -}}
 {{- range $word := index . 1 -}}
-{{- $flag := default (splitList "=" $word | first) $waits -}}
-{{- $value := $waits | empty | ternary (trimPrefix $flag $word | trimPrefix "=") $word -}}
-{{- if not (has $flag $allowed) -}}
-{{- $known := include "gpumgr.flags" . | fromYaml -}}
-{{- $setting := get $known (regexReplaceAll "^-+" $flag "" | replace "_" "-") | default "what the agent is to know below settings" -}}
-{{- fail (printf "%s: %s is none of %s; give %s" $name $word (join ", " $allowed) $setting) -}}
-{{- end -}}
-{{- if or $waits (contains "=" $word) (eq $flag "--json") -}}
+{{- if $waits -}}
+{{- if regexMatch "^(-|$)" $word -}}{{- fail (printf "%s: %s needs a value" $name $waits) -}}{{- end -}}
+{{- if eq $waits "--set" -}}{{- include "gpumgr.checkAssignment" (list $name $word) -}}{{- end -}}
 {{- $waits = "" -}}
-{{- if eq $flag "--set" -}}{{- include "gpumgr.checkAssignment" (list $name $value) -}}{{- end -}}
 {{- else -}}
+{{- $flag := splitList "=" $word | first -}}
+{{- $spelt := regexReplaceAll "^-v[0-9]*$" $flag "--v" | replace "_" "-" -}}
+{{- $rule := get $foreign $spelt | default dict -}}
+{{- if not (or $rule.taken (has $flag $own)) -}}
+{{- $others := $foreign | empty | ternary "" " and no flag of gpu-manager's that is taken here" -}}
+{{- $remedy := dig $spelt "give" "what the agent is to know below settings" (include "gpumgr.flags" . | fromYaml) -}}
+{{- fail (printf "%s: %s is none of %s%s; give %s" $name $word (join ", " $own) $others $remedy) -}}
+{{- end -}}
+{{- if contains "=" $word -}}
+{{- if eq $flag "--set" -}}{{- include "gpumgr.checkAssignment" (list $name (trimPrefix "--set=" $word)) -}}{{- end -}}
+{{- else if not (or $rule.alone (eq $flag "--json") (regexMatch "^-v[0-9]" $flag)) -}}
 {{- $waits = $flag -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if $waits -}}{{- fail (printf "%s: %s needs a value" $name $waits) -}}{{- end -}}
@@ -81,22 +91,37 @@ vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 {{- end -}}
 
-{{/* Other flags of `gpumgr run`, gpu-manager's among them, with the settings that they are. */}}
+{{/*
+Other flags of `gpumgr run`, gpu-manager's among them: those that are taken beside the chart (alone: without a value), for they change
+nothing which it looks at; of the others, what to give instead.
+*/}}
 {{- define "gpumgr.flags" -}}
-addr: settings.display.socket
-checkpoint-path: settings.checkpoint.gpu_manager_checkpoint
-container-runtime-endpoint: settings.cri.socket
-device-plugin-path: settings.kubelet.device_plugin_dir
-extra-config: settings.container.extra_devices
-hostname-override: nothing, since each agent has its node's name from the chart
-kubeconfig: settings.kubernetes.kubeconfig
-node-labels: settings.kubernetes.node_labels
-query-addr: settings.http.address
-query-port: settings.http.port
-sample-period: settings.nvml.sample_period_seconds
-share-mode: settings.placement.share_mode
-standalone: settings.kubernetes.enabled
-v: settings.log.level
-virtual-manager-path: settings.container.allocation_dir
-volume-config: settings.container.driver_share_dir and settings.container.driver_whole_dir
+--addr: {give: settings.display.socket}
+--allocation-check-period: {taken: true}
+--alsologtostderr: {taken: true, alone: true}
+--cgroup-driver: {taken: true}
+--checkpoint-path: {give: settings.checkpoint.gpu_manager_checkpoint}
+--container-runtime-endpoint: {give: settings.cri.socket}
+--device-plugin-path: {give: settings.kubelet.device_plugin_dir}
+--driver: {taken: true}
+--extra-config: {give: settings.container.extra_devices}
+--hostname-override: {give: "nothing, since each agent has its node's name from the chart"}
+--kubeconfig: {give: settings.kubernetes.kubeconfig}
+--log-backtrace-at: {taken: true}
+--log-dir: {taken: true}
+--logtostderr: {taken: true, alone: true}
+--node-labels: {give: settings.kubernetes.node_labels}
+--query-addr: {give: settings.http.address}
+--query-port: {give: settings.http.port}
+--runtime-request-timeout: {taken: true}
+--sample-period: {taken: true, give: settings.nvml.sample_period_seconds}
+--share-mode: {taken: true, alone: true, give: settings.placement.share_mode}
+--standalone: {give: settings.kubernetes.enabled}
+--stderrthreshold: {taken: true}
+--v: {taken: true, give: settings.log.level}
+--version: {give: "nothing, since the agent would end with it"}
+--virtual-manager-path: {give: settings.container.allocation_dir}
+--vmodule: {taken: true}
+--volume-config: {give: settings.container.driver_share_dir and settings.container.driver_whole_dir}
+--wait-timeout: {taken: true}
 {{- end -}}

@@ -4,6 +4,7 @@
 {{- include "gpumgr.checkLibraries" . -}}
 {{- include "gpumgr.checkWeb" . -}}
 {{- include "gpumgr.checkFiles" . -}}
+{{- include "gpumgr.checkCertificates" . -}}
 {{- include "gpumgr.checkMetrics" . -}}
 {{- include "gpumgr.checkSockets" . -}}
 {{- include "gpumgr.checkFolders" . -}}
@@ -66,10 +67,15 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Files that the agent reads in its pod: something must bring them there. Of these the image has the client of vcuda alone. */}}
+{{/*
+Files that the agent reads in its pod: something must bring them there, and that is neither the ConfigMap nor the empty /tmp. What an
+image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl can't be seen from here.
+*/}}
 {{- define "gpumgr.checkFiles" -}}
-{{- $mounts := concat (include "gpumgr.hostMounts" . | fromYamlArray) (default list .Values.extraVolumeMounts) -}}
-{{- $mounts = append $mounts (dict "mountPath" "/opt/gpumgr/lib/python3.11/site-packages/gpumgr/enforcement/vcuda/gpu-client") -}}
+{{- $mounts := concat (list (dict "mountPath" "/opt") (dict "mountPath" "/etc/ssl")) (default list .Values.extraVolumeMounts) -}}
+{{- range include "gpumgr.mounts" . | fromYamlArray -}}
+{{- if not (has .name (list "config" "tmp")) -}}{{- $mounts = append $mounts . -}}{{- end -}}
+{{- end -}}
 {{- $files := list (list . "http" "token_file") (list . "http" "tls_cert_file") (list . "http" "tls_key_file") -}}
 {{- $files = concat $files (list (list . "http" "client_ca_file") (list . "vcuda" "client_path") (list . "vcuda" "volume_conf")) -}}
 {{- if dig "kubernetes" "enabled" true .Values.settings -}}
@@ -80,9 +86,21 @@
 {{- $path := include "gpumgr.setting" $file -}}
 {{- if and $path (not (include "gpumgr.broughtBy" (list $mounts $path))) -}}
 {{- $name := printf "%s.%s" (index $file 1) (index $file 2) -}}
-{{- $remedy := "bring the file by extraVolumes and extraVolumeMounts" -}}
+{{- $remedy := "bring the file by extraVolumes and extraVolumeMounts, or below /opt or /etc/ssl in an image of your own" -}}
 {{- with get $secrets (index $file 2) -}}{{- $remedy = printf "%s, or leave the key out and name a Secret by %s" $remedy . -}}{{- end -}}
 {{- fail (printf "settings.%s: nothing is mounted where %s is; %s" $name $path $remedy) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* TLS takes a certificate and its key, and a client's authority both: without them the agent does not start (gpumgr/tls_files.py). */}}
+{{- define "gpumgr.checkCertificates" -}}
+{{- $http := get (include "gpumgr.file" . | fromYaml) "http" | default dict -}}
+{{- range $named := list "tls_cert_file" "tls_key_file" "client_ca_file" -}}
+{{- range $needed := list "tls_cert_file" "tls_key_file" -}}
+{{- if and (get $http $named) (not (get $http $needed)) -}}
+{{- fail (printf "settings.http.%s needs settings.http.%s too; name that file, or a Secret of type kubernetes.io/tls by http.tlsSecret" $named $needed) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

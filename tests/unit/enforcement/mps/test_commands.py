@@ -70,9 +70,10 @@ def test_the_outer_bound_can_be_asked_for() -> None:
 
 def test_each_servers_bounds_are_told_apart_by_their_number() -> None:
     asked = [None, 77]
-    assert commands.parse_bounds(asked, "30.0\n3G\n40.0\n4G\n") == {None: "30.0\n3G", 77: "40.0\n4G"}
-    assert commands.parse_bounds(asked, "30.0\n40.0\n") == {None: "30.0", 77: "40.0"}
-    assert commands.parse_bounds(asked, "30.0\n3G\nserver 77 is gone\n") == {}
+    assert commands.parse_bounds(asked, "30.0\n3G\n40.0\n4G\n", memory=True) == {None: "30.0\n3G", 77: "40.0\n4G"}
+    assert commands.parse_bounds(asked, "30.0\n40.0\n", memory=False) == {None: "30.0", 77: "40.0"}
+    for answer in ("30.0\n3G\nserver 77 is gone\n", "30.0\n3G\n"):  # the latter: it says nothing of one that is gone
+        assert commands.parse_bounds(asked, answer, memory=True) == {}
 
 
 def test_a_namespace_has_both_limits_or_only_the_cores() -> None:
