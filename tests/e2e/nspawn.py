@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from .alone import alone_in
 from .places import CGROUPS, PROJECT, cache
 from .processes import Processes, end_recorded, start_time, wait_until
 
@@ -36,11 +37,12 @@ def root() -> Path:
     stamp = hashlib.sha256("\0".join(inputs).encode()).hexdigest()
     made = cache() / "nspawn"
     mark = made.with_suffix(".stamp")
-    if not (mark.exists() and mark.read_text() == stamp):
-        mark.unlink(missing_ok=True)
-        shutil.rmtree(made, ignore_errors=True)
-        _make(made)
-        mark.write_text(stamp)
+    with alone_in(made):
+        if not (mark.exists() and mark.read_text() == stamp):
+            mark.unlink(missing_ok=True)
+            shutil.rmtree(made, ignore_errors=True)
+            _make(made)
+            mark.write_text(stamp)
     return made
 
 

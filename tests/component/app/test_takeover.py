@@ -285,13 +285,18 @@ async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: Scene) 
     assert str(await again.held_back_by()).startswith("team/b (main) hold GPUs")
 
 
-async def test_whose_gpu_comes_late_has_it_before_it_is_offered(scene: Scene) -> None:
-    scene.records("u1", minors=(3,), cores=100)
+async def with_gpu_3_late(scene: Scene, *minors: int) -> None:
+    """A container runs that has the GPUs of these minors, and the driver shows three GPUs as yet."""
+    scene.records("u1", minors=minors, cores=100 * len(minors))
     scene.kubelets_file("u1")
     scene.runs("a", "u1")
     take_over = scene.take_over()
     await scene.show_gpus(3)
     assert await take_over.held_back_by() is None
+
+
+async def test_whose_gpu_comes_late_has_it_before_it_is_offered(scene: Scene) -> None:
+    await with_gpu_3_late(scene, 3)
     assert (scene.taken(), scene.remembered) == ([], 0)
     scene.offers.start()
     (scene.folder / "gpu-manager.json").write_text("{")  # what was read once is known
@@ -303,12 +308,7 @@ async def test_whose_gpu_comes_late_has_it_before_it_is_offered(scene: Scene) ->
 
 
 async def test_each_gpu_of_a_record_is_waited_for(scene: Scene) -> None:
-    scene.records("u1", minors=(1, 3), cores=200)
-    scene.kubelets_file("u1")
-    scene.runs("a", "u1")
-    take_over = scene.take_over()
-    await scene.show_gpus(3)
-    assert await take_over.held_back_by() is None
+    await with_gpu_3_late(scene, 1, 3)
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000001",))], 0)
     await scene.show_gpus(4)
     (a,) = scene.books.ledger.check().allocations.values()
@@ -317,12 +317,7 @@ async def test_each_gpu_of_a_record_is_waited_for(scene: Scene) -> None:
 
 
 async def test_a_late_gpu_that_could_not_be_remembered_at_once_has_its_holder_when_it_is(scene: Scene) -> None:
-    scene.records("u1", minors=(3,), cores=100)
-    scene.kubelets_file("u1")
-    scene.runs("a", "u1")
-    take_over = scene.take_over()
-    await scene.show_gpus(3)
-    assert await take_over.held_back_by() is None
+    await with_gpu_3_late(scene, 3)
     scene.checkpoint.full = True
     await scene.show_gpus(4)
     assert len(scene.books.ledger.cards.cards) == 3

@@ -100,20 +100,10 @@ def document(
     pods: Iterable[PodKey] = PODS,
     *,
     entries: Iterable[Entry] = (),
-    count: int = 8,
-    used_gib: float = 2.0,
-    gone: int | None = None,
-    unreadable: Mapping[int, str] | None = None,
-    failed: Mapping[int, str] | None = None,
-    at: float = NOW,
     **about: Any,
 ) -> Document:
-    """What `picture` becomes for the page."""
-    return state_document(
-        picture(pods, count=count, used_gib=used_gib, gone=gone, unreadable=unreadable, failed=failed, at=at, **about),
-        list(entries),
-        clock=lambda: 0.4,
-    )
+    """What `picture(pods, **about)` becomes for the page."""
+    return state_document(picture(pods, **about), list(entries), clock=lambda: 0.4)
 
 
 def picture(
