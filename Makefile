@@ -1,13 +1,15 @@
 # Two commands are enough on a new machine with Python 3.11 or newer, make and a C compiler: `make demo`, `make test`.
-# Whatever needs tools makes .venv first, from requirements.lock alone; while that is up to date nothing touches the network.
+# A target that needs tools creates .venv first, from requirements.lock alone; while that is up to date nothing touches the network.
 
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+# The interpreter of a new environment, if not the first suitable one in PATH: make test VENV=.venv-3.13 INTERPRETER=python3.13
+INTERPRETER ?=
 # Further arguments for demo, test, e2e and bench: make test ARGS='-k ledger'
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-readme check lint format types imports proto proto-check docs sbom audit chart lock wheel image clean
+.PHONY: help venv demo test e2e bench bench-pods bench-docs check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -17,13 +19,13 @@ help: ## list the targets
 demo: venv ## the agent on a simulated node, before your eyes (ARGS=--once: end by itself)
 	@$(VENV)/bin/gpumgr demo $(ARGS)
 
-test: venv ## unit, property, component and agent tests: no root, no network, no GPU
-	@$(PYTHON) -m pytest $(ARGS)
+test: venv ## unit, property, component and agent tests on all cores: no root, no network, no GPU
+	@$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
-e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds the Kubernetes commands with Go
+e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds Kubernetes and containerd with Go
 	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
 	@$(PYTHON) -m tests.e2e.build
-	@$(PYTHON) -m pytest tests/e2e $(ARGS)
+	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 $(ARGS)
 
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
@@ -31,8 +33,8 @@ bench: venv ## measure; writes build/bench.json and prints its table (about 6 mi
 bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besides (root, as for e2e; about 10 minutes more)
 	@$(PYTHON) -m tests.bench --pods $(ARGS)
 
-bench-readme: venv ## put the table of build/bench.json into the README
-	@$(PYTHON) -m tests.bench --readme README.md
+bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
+	@$(PYTHON) -m tests.bench --document docs/benchmarks.md
 
 # -- keep it right ---------------------------------------------------------------------------------------------------------
 
@@ -53,15 +55,16 @@ imports: venv ## the arrows between the modules
 	@$(VENV)/bin/lint-imports
 
 # Generated protobuf code: committed, never edited by hand.
-PROTO_APIS := deviceplugin/v1beta1
+# Folder below proto/ = folder below gpumgr/_pb; the rest of the path is the package's name.
+PROTO_APIS := deviceplugin/v1beta1=deviceplugin/ runtime/v1= display=
 PROTO_OUT ?= gpumgr/_pb
 
 proto: venv ## regenerate gpumgr/_pb from proto/
 	@rm -rf $(PROTO_OUT) && mkdir -p $(PROTO_OUT)
 	@for api in $(PROTO_APIS); do \
-	  out=$(PROTO_OUT)/$${api%%/*}; mkdir -p $$out; \
-	  said=$$(PATH="$(abspath $(VENV)/bin):$$PATH" $(PYTHON) -m grpc_tools.protoc --proto_path=proto \
-	    --python_betterproto_out=$$out proto/$$api/api.proto 2>&1) || { echo "$$said" >&2; exit 1; }; \
+	  out=$(PROTO_OUT)/$${api#*=}; mkdir -p $$out; \
+	  output=$$(PATH="$(abspath $(VENV)/bin):$$PATH" $(PYTHON) -m grpc_tools.protoc --proto_path=proto \
+	    --python_betterproto_out=$$out proto/$${api%%=*}/api.proto 2>&1) || { echo "$$output" >&2; exit 1; }; \
 	done
 	@echo '"""Generated from proto/ by `make proto`; never edited by hand."""' > $(PROTO_OUT)/__init__.py
 
@@ -70,14 +73,20 @@ proto-check: venv ## prove that gpumgr/_pb is what proto/ says
 	$(MAKE) --no-print-directory proto PROTO_OUT=$$fresh/_pb && \
 	diff -r -x __pycache__ $$fresh/_pb gpumgr/_pb && echo "proto-check: gpumgr/_pb matches proto/"
 
-docs: venv ## the tables of config/README.md, from the code (a test fails while they are stale)
-	@$(PYTHON) -m tests.docs
+docs: venv ## the tables of docs/*.md, from the code (a test fails while they are stale)
+	@$(PYTHON) -m tools.docs
 
 chart: venv ## config/kustomize/base and the values' schema, from the chart and the code (a test fails while they are stale)
-	@$(PYTHON) -m tests.e2e.chart
+	@$(PYTHON) -m tools.chart
+
+prose: venv ## list every word in comments, docstrings and Markdown that the style bans (a test fails for them)
+	@$(PYTHON) -m tools.prose
 
 sbom: venv ## what runs on nodes besides us: build/sbom.cdx.json (CycloneDX) and build/licenses.txt
-	@$(PYTHON) -m tests.supply
+	@$(PYTHON) -m tools.sbom
+
+supply-check: venv ## prove that the installed packages are the locked ones, unaltered and under accepted licences
+	@$(PYTHON) -m tools.supply
 
 audit: venv ## known vulnerabilities of what runs on nodes (network; pip-audit is fetched, and is not part of check)
 	@$(VENV)/bin/uv tool run pip-audit@2.10.1 --strict --disable-pip --require-hashes --requirement config/image/requirements.lock || \
@@ -97,7 +106,7 @@ image: wheel ## build the image with Docker
 	@version=$$($(VENV)/bin/hatchling version) && docker build -f config/image/Dockerfile --build-arg VERSION=$$version -t gpumgr:$$version .
 
 clean: ## remove what was made here: the environment, caches, builds
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- the environment -------------------------------------------------------------------------------------------------------
@@ -106,7 +115,7 @@ venv: $(VENV)/.installed
 
 # What the lock says, nothing else: a changed lock makes a new environment.
 $(VENV)/.locked: requirements.lock
-	@for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	@for python in $(INTERPRETER) python3 python3.11 python3.12 python3.13 python3.14; do \
 	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
 	  python=; \
 	done; \

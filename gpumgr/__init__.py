@@ -1,3 +1,3 @@
-"""gpumgr: shares NVIDIA GPUs between Kubernetes pods. See README.md, "How it is built", for the map of this package."""
+"""gpumgr: shares NVIDIA GPUs between Kubernetes pods. The map of this package is in docs/design.md."""
 
 __version__ = "0.1.0"

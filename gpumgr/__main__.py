@@ -1,4 +1,4 @@
-"""The `gpumgr` command: `python -m gpumgr`, and the script of that name. Nothing but the standard library is imported beforehand."""
+"""The `gpumgr` command: `python -m gpumgr`, and the script of that name. At the top it imports the standard library only."""
 
 import signal
 import sys
@@ -6,10 +6,10 @@ import sys
 
 def main() -> None:
     if sys.argv[1:2] == ["run"]:
-        # SIGHUP asks for settings to be read again, and ends a process that has not said otherwise. These are not read yet, so there is
-        # nothing to remember; from their first reading to where the agent listens, a changed file is noticed by itself (app.reload).
+        # SIGHUP means that the settings are to be read again; by default it ends the process. They are not read yet, so the signal can be
+        # ignored here; a file that changes during the start is noticed without a signal (app.settings_reload).
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from gpumgr.cli import main as command  # only here: this and what follows take a tenth of a second and more
+    from gpumgr.cli import main as command  # here, since the import takes more than a tenth of a second
 
     command()
 

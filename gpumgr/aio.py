@@ -1,10 +1,10 @@
-"""Concurrency in the few shapes that gpumgr uses: a conflating broadcast, work that no caller can cut in half, named daemons, calls that
-may hang.
+"""Concurrency helpers: a value with many readers, work that survives the cancellation of its caller, daemons, calls that may hang.
 
-Rule 1. A reader of `Latest` sees the newest value, perhaps not every value, and never delays the writer.
-Rule 2. A state change under way is finished even if nobody waits for its answer any more (`run_shielded`).
-Rule 3. A daemon never ends in silence: one that returns has a bug and says so (`forever`).
-Rule 4. What only tells people something must not end the agent: its bugs are logged, and it goes on (`persistently`, `Bugs`).
+Invariants:
+* A reader of `LatestValue` gets the newest value, perhaps not every value, and never delays the writer.
+* A state change that has begun is finished even if its caller is cancelled (`run_shielded`).
+* A daemon that returns is a bug, and raises (`forever`).
+* A daemon that only reports something does not end the agent: its bugs are logged, and it is restarted (`persistently`, `BugLog`).
 """
 
 import asyncio
@@ -20,15 +20,15 @@ import structlog
 
 T = TypeVar("T")
 
-#: How often a bug is told that comes again and again.
-BUG_AGAIN_SECONDS: Final = 60.0
+#: A repeated bug is logged at most this often.
+BUG_LOG_SECONDS: Final = 60.0
 
 _log = structlog.get_logger(__name__)
 #: Strong references: the event loop itself keeps only weak ones to its tasks.
 _shielded: set[asyncio.Task[Any]] = set()
 
 
-class Latest(Generic[T]):
+class LatestValue(Generic[T]):
     """The newest value of something, for any number of readers. `set` never blocks; equal values are no change."""
 
     def __init__(self, value: T) -> None:
@@ -58,7 +58,7 @@ class Latest(Generic[T]):
 class Subscription(Generic[T]):
     """Yields the current value, then the newest after each change, until `close` is called (from any other task)."""
 
-    def __init__(self, source: Latest[T]) -> None:
+    def __init__(self, source: LatestValue[T]) -> None:
         self._source = source
         self._wake = asyncio.Event()
         self._wake.set()
@@ -86,20 +86,20 @@ class Subscription(Generic[T]):
         return self._source.value
 
 
-async def sleep_as_told(seconds: Latest[float]) -> None:
-    """Sleeps for so long, counted from now. A value that comes meanwhile counts at once, from the same beginning."""
+async def sleep_for_latest(seconds: LatestValue[float]) -> None:
+    """Sleeps for `seconds.value`, counted from now; a new value applies at once, counted from the same start."""
     loop = asyncio.get_running_loop()
-    begun = loop.time()
+    start = loop.time()
     with seconds.subscribe() as values, suppress(TimeoutError):
         while True:
-            async with asyncio.timeout_at(begun + seconds.value):
+            async with asyncio.timeout_at(start + seconds.value):
                 await anext(values)
 
 
 class DaemonCalls:
-    """Blocking calls that may never return, as those of a network file system: one at a time, each on a daemon thread of its own.
+    """Blocking calls that may never return, such as those of a network file system: one at a time, each on its own daemon thread.
 
-    Unlike with `asyncio.to_thread`, the end of the process does not wait for one that hangs, nor do others' calls.
+    Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -107,7 +107,7 @@ class DaemonCalls:
         self._busy = False
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """What `work` returns or raises. Raises TimeoutError if that takes longer, or at once while an earlier call hangs still."""
+        """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -115,17 +115,17 @@ class DaemonCalls:
 
         def end(settle: Callable[[], None]) -> None:
             self._busy = False
-            if not answer.done():  # somebody waits still
+            if not answer.done():  # the caller still waits
                 settle()
 
         def run() -> None:
             try:
                 result = work()
-            except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
+            except BaseException as error:  # every error is the caller's
                 settle = partial(answer.set_exception, error)
             else:
                 settle = partial(answer.set_result, result)
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+            with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(end, settle)
 
         threading.Thread(target=run, name=self._name, daemon=True).start()
@@ -135,9 +135,9 @@ class DaemonCalls:
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
-    """Runs `work` in a task of its own and waits for it. If the caller is cancelled, the work still goes on to its end.
+    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work goes on to its end.
 
-    A failure that nobody waits for any more is logged. `finish_shielded` waits for what is left at shutdown.
+    Its failure is then logged. `finish_shielded` waits at shutdown for the work that still runs.
     """
     task = asyncio.create_task(work, name=name)
     _shielded.add(task)
@@ -145,11 +145,11 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        task.add_done_callback(_report_unheard)
+        task.add_done_callback(_log_failure)
         raise
 
 
-def _report_unheard(task: asyncio.Task[Any]) -> None:
+def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.warning("unheard_failure", task=task.get_name(), error=str(error), kind=type(error).__name__)
 
@@ -165,7 +165,7 @@ async def finish_shielded(timeout_seconds: float) -> bool:
 
 
 class DaemonExitedError(RuntimeError):
-    """A daemon returned although it should run until it is cancelled: a bug."""
+    """A daemon returned although it should run until it is cancelled, which is a bug."""
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
@@ -177,20 +177,19 @@ async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 
 
-class Bugs:
-    """Bugs that something survives, for the log: with their traceback, one in a minute however many there are. `clock` is monotonic,
-    in seconds."""
+class BugLog:
+    """Logs bugs that do not end their daemon, with their traceback, at most one a minute. `clock` is monotonic, in seconds."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
         self._number = 0
 
-    def tell(self, error: Exception) -> None:
+    def record(self, error: Exception) -> None:
         self._number += 1
         now = self._clock()
-        if now - self._told_at >= BUG_AGAIN_SECONDS:
-            self._told_at = now
+        if now - self._logged_at >= BUG_LOG_SECONDS:
+            self._logged_at = now
             _log.error("daemon_failed", daemon=self._name, error=repr(error), number=self._number, exc_info=error)
 
 
@@ -201,16 +200,16 @@ async def persistently(
     pause_seconds: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Runs a daemon that the agent can do without for a while: after an error, or a return, it begins anew in `pause_seconds`.
+    """Runs a daemon that the agent can miss for a while: after an error or a return it is restarted in `pause_seconds`.
 
-    `work` must leave things so that it can begin anew. Errors are bugs, and told as `Bugs` tells them.
+    `work` must be able to start again. Errors are bugs, which are logged (see `BugLog`).
     """
-    bugs = Bugs(name, clock=clock)
+    bugs = BugLog(name, clock=clock)
     while True:
         try:
             await forever(name, work)
         except Exception as error:
-            bugs.tell(error)
+            bugs.record(error)
         await asyncio.sleep(pause_seconds)
 
 
@@ -219,19 +218,19 @@ async def every(
     work: Callable[[], Awaitable[object]],
     *,
     name: str,
-    weather: tuple[type[Exception], ...] = (),
+    transient: tuple[type[Exception], ...] = (),
 ) -> NoReturn:
-    """Runs `work`, waits `period_seconds`, and again. Errors of the kinds in `weather` are logged once per text and retried.
+    """Runs `work`, waits `period_seconds`, and again. `transient` errors are logged once per text and retried.
 
-    Every other error passes through: it is a bug, and the task group above ends the process with it.
+    Every other error is a bug and passes through; the task group of the caller then ends the process.
     """
-    said: str | None = None
+    logged: str | None = None
     while True:
         try:
             await work()
-            said = None
-        except weather as error:
-            if str(error) != said:
-                said = str(error)
-                _log.warning("daemon_retries", daemon=name, error=said)
+            logged = None
+        except transient as error:
+            if str(error) != logged:
+                logged = str(error)
+                _log.warning("daemon_retries", daemon=name, error=logged)
         await asyncio.sleep(period_seconds)

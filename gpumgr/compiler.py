@@ -1,4 +1,4 @@
-"""Programs and libraries of ours that are written in C: made by the machine's own compiler once, and kept."""
+"""Compiles our C programs and libraries with the machine's compiler, once, and keeps the results."""
 
 import hashlib
 import os
@@ -17,11 +17,11 @@ _TIMEOUT_SECONDS: Final = 120
 def compiled(
     source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
 ) -> Path:
-    """What `cc` (or $CC) makes of `source` with `flags`, for everyone to read and run: in `folder` (made if missing), under a name with
-    the hash of all that went into it.
+    """The result of `cc` (or $CC) for `source` and `flags`, readable and executable by all users: in `folder` (made if missing), under
+    a name with the hash of its inputs.
 
-    Blocks for a second or so the first time. Raises InputError, in which it is called `what`, without a compiler, if that refuses, or if
-    the folder can't be written; `needs` is what it takes, `remedy` what else helps.
+    Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
+    written. The message names the result `what`, the prerequisite `needs` and the alternative `remedy`.
     """
     compiler = os.environ.get("CC", "cc").split()
     key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]

@@ -8,9 +8,13 @@ GpumgrError
 │   └── StateError
 ├── NvmlError         the driver's library can't answer
 │   └── NvmlAbsent    there is no driver (yet)
+├── MpsError          NVIDIA's MPS control program, or something that it needs, failed
+│   └── MpsTransientError  it hung or could not be run; the next attempt may succeed
+├── DriverFilesError  the mirror of the driver's files can't be made or kept
 ├── CheckpointError   the checkpoint can't be read or written
-├── KubeletError      the kubelet can't be reached or said no
-├── CriError          the container runtime or the kernel's cgroups can't tell about containers
+│   └── LedgerError   a change is not written because the ledger would contradict itself
+├── KubeletError      the kubelet can't be reached, or refused
+├── CriError          the container runtime or the kernel's cgroups can't describe containers
 └── AlreadyRunning    another agent holds this node's lock
 """
 
@@ -55,8 +59,24 @@ class NvmlAbsent(NvmlError):
     """The driver or its library is not there (it may be installed later)."""
 
 
+class MpsError(GpumgrError):
+    """NVIDIA's MPS control program, or something that it needs, failed. The text says what, where and what to do."""
+
+
+class MpsTransientError(MpsError):
+    """The control program hung, or the system could not run it. The next attempt may succeed."""
+
+
+class DriverFilesError(GpumgrError):
+    """The mirror of the driver's files can't be made or kept. The text says where and what to do."""
+
+
 class CheckpointError(GpumgrError):
     """The checkpoint can't be read or written."""
+
+
+class LedgerError(CheckpointError):
+    """A change would break an invariant of the ledger (a bug). It is neither written nor applied."""
 
 
 class KubeletError(GpumgrError):

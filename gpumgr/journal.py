@@ -1,7 +1,8 @@
-"""systemd's journal, spoken to in its own protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds what the log tells of a pod.
+"""Writes to systemd's journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the log of a pod.
 
-Source: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with newlines goes as
-FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. What a datagram can't hold goes as a sealed memory file.
+Source: systemd's "Native Journal Protocol". One datagram is one entry, a line FIELD=value for each field. A value with newlines is sent
+as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline. An entry that is too long for a datagram is sent as a
+sealed memory file.
 """
 
 import errno
@@ -26,9 +27,9 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | f
 Field = tuple[str, str]
 
 
-def is_behind(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Whether the journal reads what is written to `descriptor`. Source: systemd.exec(5), $JOURNAL_STREAM; the variable alone does not
-    say so: it is inherited by processes whose output goes elsewhere."""
+def is_journal_stream(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Whether the journal reads what is written to `descriptor`. Source: systemd.exec(5), $JOURNAL_STREAM; the variable alone is
+    not enough, since processes with another output inherit it."""
     try:
         there = os.fstat(descriptor)
     except OSError:
@@ -37,8 +38,8 @@ def is_behind(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def entry_of(message: str, event: Mapping[str, Any]) -> list[Field]:
-    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, and every key GPUMGR_<KEY>. A list is one
-    field for each item, as the journal has it; what is None is left out."""
+    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, and every key GPUMGR_<KEY>. A list becomes one
+    field for each item; None is left out."""
     priority = _PRIORITIES.get(str(event.get("level")), _PRIORITIES["info"])
     fields = [("MESSAGE", message), ("PRIORITY", priority), ("SYSLOG_IDENTIFIER", "gpumgr")]
     for key, value in event.items():
@@ -77,14 +78,14 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 class Journal:
-    """Sends entries. It never waits: a journal that is behind with its work says no."""
+    """Sends entries. It never waits: an overloaded journal refuses them."""
 
     def __init__(self, path: Path = SOCKET) -> None:
         self._path = str(path)
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """False: the journal did not take it. Raises nothing."""
+        """Returns whether the journal took the entry. Raises nothing."""
         entry = encode(fields)
         try:
             try:
@@ -98,14 +99,14 @@ class Journal:
         return True
 
     def _send_file(self, entry: bytes) -> None:
-        """An empty datagram with the file's descriptor. The journal reads it in place only if nobody can change it any more."""
+        """An empty datagram with the file's descriptor. The journal reads it in place only if it is sealed against changes."""
         descriptor = os.memfd_create("gpumgr-journal-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with os.fdopen(descriptor, "wb") as file:
             file.write(entry)
             file.flush()
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))]
-            self._sender.sendmsg([b""], rights, 0, self._path)  # not send_fds: it forgets the address
+            self._sender.sendmsg([b""], rights, 0, self._path)  # socket.send_fds ignores the address
 
     def close(self) -> None:
         self._sender.close()

@@ -1,6 +1,6 @@
-"""The log: structlog to stderr, console on a terminal and one JSON object a line otherwise. Libraries are heard from WARNING on.
+"""The log: structlog to stderr, console on a terminal and one JSON object a line otherwise. Libraries log from WARNING on.
 
-Where the journal reads our stderr, each line goes there as an entry with fields and a priority instead; its message is the same JSON.
+If the journal reads our stderr, each line is sent to it as an entry with fields and a priority; its message is the same JSON.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from gpumgr.journal import Field, Journal, entry_of, is_behind
+from gpumgr.journal import Field, Journal, entry_of, is_journal_stream
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "console", "json"]
@@ -28,7 +28,7 @@ _LEVELS: dict[str, int] = {
 
 
 class _Threshold:
-    """The first processor: drops what is below the level. Loggers keep their class from their first use on, but not this."""
+    """The first processor: drops what is below the level. Loggers cache their class at their first use, but not the level."""
 
     def __init__(self) -> None:
         self.lowest = logging.INFO
@@ -43,13 +43,13 @@ _threshold = _Threshold()
 
 
 def set_level(level: Level) -> None:
-    """From the next line on, also for loggers that are in use."""
+    """Applies from the next line on, also to loggers that are in use."""
     _threshold.lowest = _LEVELS[level]
 
 
-def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, for_good: bool = True) -> None:
-    """Called before the first line. Default stream: stderr. `for_good`: loggers keep what they find at their first use, which is
-    cheaper; for processes that live long."""
+def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, cache_loggers: bool = True) -> None:
+    """Configures logging; call it before the first line. Default stream: stderr. `cache_loggers`: loggers cache their configuration at
+    their first use, which is faster in a long-running process."""
     set_level(level)
     out = stream or sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())
@@ -65,19 +65,19 @@ def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, f
         processors=[_threshold, *shared, *(rendering if journal is None else _entry())],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=lambda *_: lines,
-        cache_logger_on_first_use=for_good,
+        cache_logger_on_first_use=cache_loggers,
     )
     _route_libraries(logging.StreamHandler(out) if journal is None else _JournalHandler(out, journal), shared, rendering)
 
 
 def _read_by_journal(out: TextIO) -> bool:
-    with contextlib.suppress(OSError):  # of texts in memory: they have no descriptor
-        return is_behind(out.fileno(), os.environ)
+    with contextlib.suppress(OSError):  # a text in memory has no descriptor
+        return is_journal_stream(out.fileno(), os.environ)
     return False
 
 
 class _Lines:
-    """Writes lines. A full disk or a closed pipe behind stderr costs the line, never the work that it tells of."""
+    """Writes lines. If stderr is a full disk or a closed pipe, the line is lost and no error is raised."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -91,7 +91,7 @@ class _Lines:
 
 
 class _Entries:
-    """Sends entries to the journal; what it does not take is a line, which reaches it by way of stderr when it is back."""
+    """Sends entries to the journal; an entry that it refuses is written to stderr."""
 
     def __init__(self, out: TextIO, journal: Journal) -> None:
         self._lines = _Lines(out)
@@ -105,7 +105,7 @@ class _Entries:
 
 
 class _JournalHandler(logging.StreamHandler[TextIO]):
-    """What libraries log, with the names of their loggers."""
+    """Sends the log of libraries, with the names of their loggers."""
 
     def __init__(self, out: TextIO, journal: Journal) -> None:
         super().__init__(out)
@@ -130,7 +130,7 @@ def _entry() -> list[Processor]:
 
 
 def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
-    """A line is never lost to a value that JSON doesn't know."""
+    """Values that JSON can't represent are written as their repr."""
     ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
     try:
         return msgspec.json.encode(ordered, enc_hook=repr).decode()

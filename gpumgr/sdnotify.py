@@ -1,6 +1,6 @@
 """systemd's notification protocol (sd_notify(3)): datagrams of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names.
 
-Without that variable, or if systemd does not listen, nothing happens: the agent's work never depends on being heard.
+Without that variable, or if systemd does not listen, nothing is sent.
 """
 
 import os
@@ -12,17 +12,17 @@ _MICROSECONDS: Final = 1_000_000
 
 
 class Notifier:
-    """Tells the service manager how the agent is. None of its calls blocks or raises."""
+    """Sends the agent's state to the service manager. No call blocks or raises."""
 
     def __init__(self, environ: Mapping[str, str], *, pid: int | None = None) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
-        # A leading "@" stands for the NUL byte of Linux's abstract socket names.
+        # A leading "@" means the NUL byte of Linux's abstract socket names.
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._watchdog_seconds = _watchdog_seconds(environ, os.getpid() if pid is None else pid)
 
     @property
     def watchdog_period_seconds(self) -> float | None:
-        """How often `watchdog` must be called: half of what systemd allows. None: systemd doesn't watch."""
+        """How often `watchdog` must be called: half of what systemd allows. None: there is no watchdog."""
         return None if self._watchdog_seconds is None else self._watchdog_seconds / 2
 
     def ready(self, status: str) -> None:
@@ -34,11 +34,11 @@ class Notifier:
         self._send(_status(text))
 
     def watchdog(self) -> None:
-        """The agent is alive."""
+        """The agent runs."""
         self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "stopping") -> None:
-        """The agent goes down on purpose."""
+        """The agent stops on purpose."""
         self._send("STOPPING=1", _status(status))
 
     def _send(self, *lines: str) -> None:

@@ -1,8 +1,8 @@
-"""Which files TLS needs, by the settings that name them. Pure, and down here because two ask: the settings, and the web server."""
+"""Which settings of TLS files need each other. Pure; used by the settings and by the web server."""
 
 
-def misfit(cert_file: object, key_file: object, client_ca_file: object) -> tuple[str, str] | None:
-    """The setting that stands there without another that it needs, and words for that; None if all fit. None for a file: not named."""
+def missing_file(cert_file: object, key_file: object, client_ca_file: object) -> tuple[str, str] | None:
+    """The setting that lacks another one, and a sentence about it; None if the settings are complete. A file that is None is not set."""
     if cert_file is None and key_file is None and client_ca_file is None:
         return None
     if cert_file is None:

@@ -3,23 +3,48 @@
 Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GPU, one memory block = 256 MiB).
 """
 
+from dataclasses import dataclass
 from typing import Final, Literal
 
 CORES_PER_GPU: Final = 100
-BLOCK_BYTES: Final = 256 * 1024 * 1024
+BLOCK_MEBIBYTES: Final = 256
+BLOCK_BYTES: Final = BLOCK_MEBIBYTES << 20
 
 CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 
 #: Which of the two resources a device id, a request or a server is about.
-Kind = Literal["core", "memory"]
-KINDS: Final[tuple[Kind, Kind]] = ("core", "memory")
-RESOURCE_OF: Final[dict[Kind, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
-KIND_OF: Final[dict[str, Kind]] = {CORE_RESOURCE: "core", MEMORY_RESOURCE: "memory"}
+Resource = Literal["core", "memory"]
+RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
+RESOURCE_NAMES: Final[dict[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
+RESOURCE_BY_NAME: Final[dict[str, Resource]] = {CORE_RESOURCE: "core", MEMORY_RESOURCE: "memory"}
 
 #: Beginning of a GPU's UUID (8 hex digits or more); what a device id calls its GPU.
 GpuName = str
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Amounts on one GPU: `cores` in percent of it, and memory."""
+
+    cores: int = 0
+    memory_mebibytes: int = 0
+
+    def __add__(self, other: "Amounts") -> "Amounts":
+        return Amounts(self.cores + other.cores, self.memory_mebibytes + other.memory_mebibytes)
+
+    def __str__(self) -> str:
+        return f"{self.cores} cores and {self.memory_mebibytes} MiB"
+
+    @property
+    def whole(self) -> bool:
+        """The whole GPU."""
+        return self.cores >= CORES_PER_GPU
+
+
+def other_resource(resource: Resource) -> Resource:
+    return "memory" if resource == "core" else "core"
 
 
 def blocks_of(memory_bytes: int) -> int:

@@ -1,9 +1,13 @@
-"""For all tests: on CI, Hypothesis draws the same examples in each run, so that a change is judged by itself; elsewhere new ones. How
-long that takes tells of the machine alone, and fails nothing. A command that a test runs in its own process leaves no log settings
-behind."""
+"""For all tests: Hypothesis' profile, the number of workers of `-n auto`, log settings that end with their test, short folders.
+
+With CI set, Hypothesis draws the same examples in each run, so that a result depends on the change alone; else it draws new ones.
+The time that an example takes fails no test, since it depends on the machine.
+"""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -14,7 +18,21 @@ settings.register_profile("ci", settings.get_profile("anywhere"), derandomize=Tr
 settings.load_profile("ci" if os.environ.get("CI") else "anywhere")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for another process most of the time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.fixture(autouse=True)
-def _log_as_ever() -> Iterator[None]:
+def _default_log() -> Iterator[None]:
+    """Resets structlog after each test."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a path short enough for unix sockets, which allow 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as name:
+        yield Path(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from gpumgr.agent.asking import Asking
+from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.allocator.callers import NOBODY, Caller, find_caller, handed_on, next_container, oldest_waiting, reuser, waits_for
 from gpumgr.allocator.choose import Ask, Choice
@@ -19,7 +19,7 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ContainerSpec, PodKey
 from gpumgr.allocator.sweep import freed_by_offer, named_by, unlisted
 from gpumgr.errors import KubeletError
-from gpumgr.units import Kind
+from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ FOLLOWS_SECONDS = 1.0
 class Pending:
     """A preference that was answered and whose Allocate must come next."""
 
-    asking: Asking
+    asking: CallRecord
     choice: Choice
 
 
@@ -44,8 +44,7 @@ class Admission:
     def __init__(self, pods: Pods, pod_resources: PodResources, *, pod_wait_seconds: float, clock: Callable[[], float]) -> None:
         self._pods = pods
         self._pod_resources = pod_resources
-        #: May be changed at any time.
-        self.pod_wait_seconds = pod_wait_seconds
+        self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
         #: Listed pod -> the look that showed this life of its name first, as far as gaps in the list and UIDs tell lives apart.
         self._seen: dict[PodKey, int] = {}
@@ -60,7 +59,11 @@ class Admission:
         self._granted_at = float("-inf")
         self.pending: Pending | None = None
 
-    async def look(self) -> Listing | None:
+    def apply(self, *, pod_wait_seconds: float) -> None:
+        """Counts from the next call of the kubelet on."""
+        self._pod_wait_seconds = pod_wait_seconds
+
+    async def list_pods(self) -> Listing | None:
         """PodResources now; None if the kubelet does not answer (with a log line, one for each reason)."""
         try:
             listing = await self._pod_resources.list()
@@ -76,10 +79,12 @@ class Admission:
 
     def _number(self, listing: Listing) -> None:
         """A refused pod's name may come again before any look misses it: then its UID tells that it has just joined."""
-        uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None}
+        uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         newborn = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
-        kept = self._seen if self._clock() < self._incomplete_until else {}
         numbers = {pod: self._looks if pod in newborn else self._seen.get(pod, self._looks) for pod in listing.pods}
+        # A restarted kubelet adds its pods in the order of their creation: older ones than the newest that it lists have ended.
+        newest, incomplete = max(numbers.values(), default=0), self._clock() < self._incomplete_until
+        kept = {pod: number for pod, number in self._seen.items() if incomplete and number > newest}
         self._seen = {**kept, **numbers}
         self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
@@ -94,16 +99,16 @@ class Admission:
         contested = bool(common(ledger.held(kind), offered))
         if follows is not None and not contested and not self._spare_look():
             return ledger, follows
-        listing = await self.look()
+        listing = await self.list_pods()
         if listing is None:
             return ledger, follows or self._by_order(ledger, kind, size)
-        ledger = self._corrected(ledger, listing, kind, offered)
+        ledger = self._corrected(self._without_guess(ledger, listing), listing, kind, offered)
         caller = await self._find(ledger, listing, kind, size)
         if caller.spec is not None:
             caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, kind))
         return handed_on(ledger, kind, ask.must, caller.pod), caller
 
-    async def unasked(self, ledger: Ledger, kind: Kind, masks: Masks) -> tuple[Ledger, Caller]:
+    async def unasked(self, ledger: Ledger, kind: Resource, masks: Masks) -> tuple[Ledger, Caller]:
         """The same for an Allocate that came without a preference: a container that takes over ids of its pod's init containers, or
         one for which the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
@@ -115,11 +120,12 @@ class Admission:
             and (heir := self._heir(ledger, left_by, kind, size))
         ):
             return handed_on(ledger, kind, masks, left_by.pod), heir
-        if ledger.holders(kind, masks) and (listing := await self.look()) is not None:
+        if ledger.holders(kind, masks) and (listing := await self.list_pods()) is not None:
             # The holder may have ended just now. `List` does harm inside an Allocate, but the alternative is a sure refusal.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), kind, masks, pod)
-                if (left_by := reuser(ledger, kind, masks)) is not None and last.same_pod(left_by):
+                left_by = reuser(ledger, kind, masks)
+                if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
             ledger = self._corrected(ledger, listing, kind, masks)
         return ledger, self._follower(ledger, kind, size) or self._by_order(ledger, kind, size, masks)
@@ -130,16 +136,35 @@ class Admission:
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
-    def _corrected(self, ledger: Ledger, listing: Listing, kind: Kind, offered: Masks) -> Ledger:
+    def _corrected(self, ledger: Ledger, listing: Listing, kind: Resource, offered: Masks) -> Ledger:
         """Without what ended pods held of these ids, and with the names that `List` tells."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         freed = freed_by_offer(ledger, listing, self._pods.get, kind, offered, over)
         for gone in ledger.allocations.keys() - freed.allocations.keys():
             pod = ledger.allocations[gone].pod
-            if pod in self._seen:
-                self._seen[pod] = self._looks  # a new pod under an old name
+            if pod in self._seen and not freed.of(pod):
+                self._seen[pod] = self._looks  # a new pod under an old name, of which the cache may have no UID yet
+                self._uids.pop(pod, None)
         return freed
+
+    def _without_guess(self, ledger: Ledger, listing: Listing) -> Ledger:
+        """With the right pod for what was just granted to a guessed one. The kubelet lists a pod before its first call: the guess was
+        wrong if that pod is not listed, and the caller is the newest pod with these containers."""
+        last = self._last(ledger)
+        guess = self._pods.by_uid(last.uid) if last is not None and last.uid is not None and self.current.guessed else None
+        if guess is None or guess.ended or guess.key in listing:
+            return ledger
+        views = [
+            view for pod in listing.pods if (view := self._pods.get(pod)) and not view.ended and not ledger.of(pod, view.uid)
+        ]
+        fits = [view for view in views if view.containers == guess.containers]
+        if not fits:
+            return ledger
+        caller = max(fits, key=lambda view: (self._seen[view.key], view.created_at, view.key))
+        for a in ledger.of(guess.key, guess.uid):
+            ledger = ledger.occupy(replace(a, pod=caller.key, uid=caller.uid))
+        return ledger
 
     def _is_over(self, a: Allocation, listing: Listing) -> bool:
         """Its pod is gone in `List` and by another witness: the API server, or for want of a UID the name, which was gone before."""
@@ -150,7 +175,7 @@ class Admission:
         view = self._pods.by_uid(a.uid)
         return view is None or view.ended
 
-    async def _find(self, ledger: Ledger, listing: Listing, kind: Kind, size: int) -> Caller:
+    async def _find(self, ledger: Ledger, listing: Listing, kind: Resource, size: int) -> Caller:
         """The pod under admission is the newest one that waits for this. No pod joins the list while another is admitted, so where
         the cache can't tell (it is late, or knows an earlier life of the name) it is one of those that joined last."""
         found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
@@ -161,11 +186,11 @@ class Admission:
         pod = self._likely(ledger, listing)
         if pod is None:
             return NOBODY
-        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self.pod_wait_seconds):
+        if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
             found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
             if found is not None:
                 return found
-        return Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
+        return Caller(pod=pod, continues=self._open(ledger, pod, kind, size) or _half(ledger, listing, pod, kind))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
         """Of the listed pods that may lack something, the one that joined last. Whichever look showed it first, its own call's or
@@ -188,15 +213,15 @@ class Admission:
 
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
-    def _follower(self, ledger: Ledger, kind: Kind, size: int) -> Caller | None:
+    def _follower(self, ledger: Ledger, kind: Resource, size: int) -> Caller | None:
         """The pod of the last call, if one of its containers waits for just this."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
         spec = waits_for(ledger, view, kind, size)
-        return Caller(pod=view.key, view=view, spec=spec) if spec else None
+        return Caller(pod=view.key, view=view, spec=spec, guessed=self.current.guessed) if spec else None
 
-    def _by_order(self, ledger: Ledger, kind: Kind, size: int, masks: Masks | None = None) -> Caller:
+    def _by_order(self, ledger: Ledger, kind: Resource, size: int, masks: Masks | None = None) -> Caller:
         """Without `List`: the container of the last Allocate if it lacks this, or the pod that waits for it the longest.
 
         A share lacks its other half for sure. Whole GPUs may do without memory; ids on others (`masks`, if known) are not theirs.
@@ -205,33 +230,39 @@ class Admission:
         if (
             last is not None
             and self._open(ledger, last.pod, kind, size)
-            and (masks is None or not last.whole or {*masks} & {*last.cores})
+            and (masks is None or not last.whole or {*masks} & {*last.held("core")})
         ):
             return Caller(pod=last.pod, continues=last.id)
         return oldest_waiting(ledger, self._pods.all(), kind, size) or NOBODY
 
-    def _heir(self, ledger: Ledger, left_by: Allocation, kind: Kind, size: int) -> Caller | None:
+    def _heir(self, ledger: Ledger, left_by: Allocation, kind: Resource, size: int) -> Caller | None:
         """The container of this pod that waits for so much; None if none does."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, kind, size))
         spec = waits_for(ledger, view, kind, size)
-        return Caller(pod=view.key, view=view, spec=spec) if spec else None
+        guessed = self.current.guessed and self.current.pod == view.key
+        return Caller(pod=view.key, view=view, spec=spec, guessed=guessed) if spec else None
+
+    def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
+        """Every container of its pod has what it requests, so the kubelet passes none of its ids on any more."""
+        view = self._pods.by_uid(a.uid) if a.uid is not None else None
+        return view is not None and next_container(ledger, view) is None
 
     def _last(self, ledger: Ledger) -> Allocation | None:
         """The last Allocate's allocation, as long as another call of its pod may follow."""
         fresh = self._clock() - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
-    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, kind: Kind) -> AllocationId | None:
+    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, kind: Resource) -> AllocationId | None:
         """The last Allocate's allocation if nobody's name is on it and it is what this container wants of its other resource."""
         last = self._last(ledger)
-        other: Kind = "core" if kind == "memory" else "memory"
+        other = other_resource(kind)
         if last is None or last.pod is not None or last.held(kind) or count(last.held(other)) != spec.wants(other):
             return None
         return last.id
 
-    def _open(self, ledger: Ledger, pod: PodKey | None, kind: Kind, size: int) -> AllocationId | None:
+    def _open(self, ledger: Ledger, pod: PodKey | None, kind: Resource, size: int) -> AllocationId | None:
         """The last Allocate's allocation if this pod's call for `kind` may complete it."""
         last = self._last(ledger)
         if last is None or last.held(kind) or last.pod != pod:
@@ -247,3 +278,20 @@ class Admission:
             return False
         self._spare_looks -= 1
         return True
+
+
+def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:
+    """The share of this pod that lacks this resource: `List` shows its container with the other one only. None unless it is exactly
+    one. This needs no spec and does not depend on the time between the container's two calls."""
+    other = other_resource(resource)
+    found = []
+    for container, held in listing.containers(pod).items():
+        if held.get(RESOURCE_NAMES[resource]) or not held.get(RESOURCE_NAMES[other]):
+            continue
+        listed = ledger.gpu_registry.known(other, held[RESOURCE_NAMES[other]])
+        found += [
+            a.id
+            for a in ledger.holders(other, listed)
+            if a.pod == pod and a.container in (None, container) and not (a.held(resource) or a.whole or a.init)
+        ]
+    return found[0] if len(found) == 1 else None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.allocator.ids import Card, Cards
+from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
 from gpumgr.errors import InputError
 from gpumgr.topology.devices import GpuFailure
 from gpumgr.units import GpuName
@@ -54,10 +54,12 @@ def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]
     raise InputError(f"{what} {text!r}; there are: {_listed(known)}")
 
 
-def find_card(text: str, cards: Cards, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]) -> Card:
+def find_card(
+    text: str, gpu_registry: GpuRegistry, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]
+) -> RegisteredGpu:
     """The card that is called so. `indices` are NVML's, `failures` what the driver lists and can't describe. Raises as `find_gpu`."""
-    known = [KnownGpu(name=card.name, uuid=card.uuid, index=indices.get(card.name)) for card in cards.cards]
-    return cards.by_name[find_gpu(text, known, {failure.index: failure.reason for failure in failures})]
+    known = [KnownGpu(name=card.name, uuid=card.uuid, index=indices.get(card.name)) for card in gpu_registry.gpus]
+    return gpu_registry.by_name[find_gpu(text, known, {failure.index: failure.reason for failure in failures})]
 
 
 def _digits(uuid: str) -> str:

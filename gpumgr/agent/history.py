@@ -15,9 +15,9 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.agent.ports import Checkpoint
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
-from gpumgr.allocator.ledger import AllocationId, Change
+from gpumgr.allocator.ledger import Allocation, AllocationId, Change
 from gpumgr.errors import CheckpointError
 
 log = structlog.get_logger(__name__)
@@ -32,8 +32,33 @@ SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 #: What makes two entries say the same, all but when and what the GPUs had left. One call each: the kubelet waits.
 _decisive: Final = attrgetter(
-    "what", "code", "id", "pod", "pod_uid", "container", "call", "kind", "size", "gpus", "evaluator", "why", "mechanisms"
+    "what",
+    "code",
+    "id",
+    "pod",
+    "pod_uid",
+    "container",
+    "call",
+    "kind",
+    "size",
+    "gpus",
+    "amounts",
+    "evaluator",
+    "why",
+    "mechanisms",
 )
+
+
+def about(holder: Allocation, entry: Entry) -> Entry:
+    """The entry with the id and the container of `holder`, and with its pod and its GPUs where the entry has none."""
+    return replace(
+        entry,
+        id=holder.id,
+        pod=entry.pod or holder.pod,
+        pod_uid=entry.pod_uid or holder.uid,
+        container=holder.container,
+        gpus=entry.gpus or tuple(holder.gpus),
+    )
 
 
 class History:
@@ -49,7 +74,7 @@ class History:
         self._news = asyncio.Event()
         self._listeners: list[Callable[[Entry], None]] = []
         self._number = 0
-        self.latest = Latest(0)
+        self.latest = LatestValue(0)
 
     def restore(self, entries: Iterable[Entry], *, living: Iterable[AllocationId]) -> None:
         """After a restart: what the checkpoint kept, oldest first, and the allocations that live."""
@@ -74,12 +99,12 @@ class History:
         return self._wall_clock()
 
     def numbered(self, entry: Entry) -> Entry:
-        """The entry under a number of its own; `add` it once it is true."""
+        """The entry with a number of its own, and with the present time if it has none; `add` it once it is true."""
         self._number += 1
-        return replace(entry, number=self._number)
+        return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
     def add(self, entry: Entry, *, saved: bool = False) -> None:
-        """`saved`: it is on disk already. An entry without a number gets one."""
+        """`saved`: it is on disk already. An entry without a number gets one, and the present time if it has none."""
         if not entry.number:
             entry = self.numbered(entry)
         if entry.id is not None:
@@ -95,7 +120,7 @@ class History:
             self._unsaved.append(entry)
             self._news.set()
 
-    def add_news(self, entry: Entry) -> None:
+    def add_unless_repeated(self, entry: Entry) -> None:
         """Adds it unless the like was told a moment ago: the kubelet repeats a start that was refused again and again."""
         said = _decisive(entry)
         recent = islice(reversed(self._newest), REPEATS_WITHIN)

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
+from gpumgr.allocator.gpu_share import GpuShare, Terms
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant, Terms
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
 
 class Checkpoint(Protocol):
@@ -54,12 +54,14 @@ class Enforcement(Protocol):
         """For a container of this pod (None = which pod it is is not sure)."""
         ...
 
-    def answer(self, base: ContainerResponse, kind: Kind, allocation: Allocation, tenant: Tenant | None) -> ContainerResponse:
+    def answer(
+        self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None
+    ) -> ContainerResponse:
         """The answer to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
         Raises Refusal."""
         ...
 
-    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: Tenant | None) -> None:
+    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
         """The container is about to start (again). `base`: what both its calls were answered beside the limits. Raises Refusal."""
         ...
 
@@ -75,6 +77,6 @@ class Meter(Protocol):
 
 
 #: Receives each new offer for the kubelet, already debounced.
-Publish = Callable[[Offer], None]
+Publish = Callable[[NodeDevices], None]
 #: True while this very process runs on the host.
 Runs = Callable[[Process], bool]

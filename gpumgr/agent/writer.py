@@ -13,23 +13,22 @@ import structlog
 
 from gpumgr.agent.admission import Admission, Pending
 from gpumgr.agent.answers import Answers
-from gpumgr.agent.asking import Asking
-from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, Pods
-from gpumgr.agent.starts import Starts
+from gpumgr.agent.pre_start import PreStart
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.candidates import candidates
-from gpumgr.allocator.choose import Ask, Choice, choose, open_allocation
+from gpumgr.allocator.choose import Ask, Choice, candidates, choose, open_allocation
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.errors import CheckpointError, Refusal
-from gpumgr.units import CORES_PER_GPU, Kind
+from gpumgr.errors import CheckpointError, LedgerError, Refusal
+from gpumgr.units import CORES_PER_GPU, Resource, other_resource
 
 log = structlog.get_logger(__name__)
 
@@ -49,9 +48,9 @@ class Agent:
     def __init__(
         self,
         *,
-        books: Books,
+        agent_state: AgentState,
         admission: Admission,
-        housekeeping: Housekeeping,
+        reconciler: Reconciler,
         pods: Pods,
         enforcement: Enforcement,
         host: HostPaths,
@@ -60,43 +59,46 @@ class Agent:
         share_mode: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.books, self.admission, self.housekeeping = books, admission, housekeeping
+        self.agent_state, self.admission, self.reconciler = agent_state, admission, reconciler
         self._enforcement, self._new_id, self._wall_clock = enforcement, new_id, wall_clock
-        self._answers = Answers(books=books, pods=pods, enforcement=enforcement, host=host)
-        self._starts = Starts(
-            books=books,
-            housekeeping=housekeeping,
+        self._answers = Answers(agent_state=agent_state, pods=pods, enforcement=enforcement, host=host)
+        self._starts = PreStart(
+            agent_state=agent_state,
+            reconciler=reconciler,
             pods=pods,
             enforcement=enforcement,
             answers=self._answers,
             allocation_dir=host.allocation_dir,
             make_dir=make_dir,
         )
-        #: May be switched at any time; from the next call on.
-        self.share_mode = share_mode
+        self._share_mode = share_mode
+
+    def apply(self, *, share_mode: bool) -> None:
+        """Counts from the next call of the kubelet on."""
+        self._share_mode = share_mode
 
     def view(self) -> AgentView:
-        return AgentView(ledger=self.books.ledger, inventory=self.books.inventory, node=self.books.node())
+        return AgentView(ledger=self.agent_state.ledger, inventory=self.agent_state.inventory, node=self.agent_state.node())
 
-    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
         with self._telling("prefer", kind, size) as asking:
             return await self._prefer(asking, available, must_include)
 
-    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
         """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
         with self._telling("allocate", kind, len(device_ids)) as asking:
             return await self._allocate(asking, device_ids)
 
-    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
         with self._telling("pre_start", kind, len(device_ids)) as asking:
             await self._starts.start(asking, device_ids)
 
     @contextmanager
-    def _telling(self, call: Call, kind: Kind, size: int) -> Iterator[Asking]:
+    def _telling(self, call: Call, kind: Resource, size: int) -> Iterator[CallRecord]:
         """A refusal is a decision: it gets its line in the log and its place in the history."""
-        asking = Asking(call=call, kind=kind, size=size, id=self._new_id())
+        asking = CallRecord(call=call, kind=kind, size=size, id=self._new_id())
         try:
             yield asking
         except Refusal as refusal:
@@ -111,93 +113,100 @@ class Agent:
                 code=refusal.code,
                 reason=str(refusal),
             )
-            self.books.history.add_news(asking.refused(refusal, self._wall_clock()))
+            self.agent_state.history.add_unless_repeated(asking.refused(refusal))
             raise
 
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 
-    async def _prefer(self, asking: Asking, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
-        books, kind, size = self.books, asking.kind, asking.size
-        async with books.lock:
+    async def _prefer(self, asking: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
+        agent_state, kind, size = self.agent_state, asking.kind, asking.size
+        async with agent_state.lock:
             self.admission.pending = None
-            cards = books.ledger.cards
-            ask = Ask(kind=kind, available=cards.known(kind, available), must=cards.parse(kind, must_include), size=size)
-            ledger, caller = await self.admission.identify(books.ledger, ask)
-            if ledger is not books.ledger:
-                books.put(ledger)
+            gpu_registry = agent_state.ledger.gpu_registry
+            ask = Ask(
+                kind=kind, available=gpu_registry.known(kind, available), must=gpu_registry.parse(kind, must_include), size=size
+            )
+            ledger, caller = await self.admission.identify(agent_state.ledger, ask)
+            self._put(ledger)
             self._know(asking, caller)
             self._refuse_share(kind, size)
             choice = await self._choose(caller, ask)
             self.admission.pending = Pending(asking=asking, choice=choice)
-            self.housekeeping.preferred()
-            return cards.format(kind, choice.masks)
+            self.reconciler.preferred()
+            return gpu_registry.format(kind, choice.masks)
 
-    def _know(self, asking: Asking, caller: Caller) -> None:
+    def _put(self, ledger: Ledger) -> None:
+        if ledger is not self.agent_state.ledger:
+            try:
+                self.agent_state.put(ledger)
+            except LedgerError as error:
+                raise Refusal("internal", f"the pod was not placed: {error}") from error
+
+    def _know(self, asking: CallRecord, caller: Caller) -> None:
         """Who asks is known; what is decided now is decided on what the GPUs have left now."""
-        books = self.books
-        asking.caller, asking.candidates = caller, candidates(books.node(), books.ledger)
-        other: Kind = "memory" if asking.kind == "core" else "core"
-        own = open_allocation(books.ledger, caller, other)
+        agent_state = self.agent_state
+        asking.caller, asking.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
+        other = other_resource(asking.kind)
+        own = open_allocation(agent_state.ledger, caller, other)
         asking.id = own.id if own else asking.id
 
     async def _choose(self, caller: Caller, ask: Ask) -> Choice:
         """What fits now; else what fits with blocks that came free this moment."""
-        books = self.books
+        agent_state = self.agent_state
         try:
-            return choose(books.node(), books.ledger, caller, ask)
+            return choose(agent_state.node(), agent_state.ledger, caller, ask)
         except Refusal as refusal:
-            if refusal.code != "no_fit" or (node := await books.node_in_haste()) is None:
+            if refusal.code != "no_fit" or (node := await agent_state.node_in_haste()) is None:
                 raise
-        return choose(node, books.ledger, caller, ask)
+        return choose(node, agent_state.ledger, caller, ask)
 
-    def _refuse_share(self, kind: Kind, size: int) -> None:
-        if kind == "core" and size < CORES_PER_GPU and not self.share_mode:
+    def _refuse_share(self, kind: Resource, size: int) -> None:
+        if kind == "core" and size < CORES_PER_GPU and not self._share_mode:
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )
 
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
-    async def _allocate(self, asking: Asking, device_ids: Sequence[str]) -> ContainerResponse:
-        books, kind = self.books, asking.kind
-        async with books.lock:
+    async def _allocate(self, asking: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
+        agent_state, kind = self.agent_state, asking.kind
+        async with agent_state.lock:
             if not device_ids:
                 raise Refusal("invalid_request", f"the kubelet asked to allocate no {kind} ids at all")
-            masks = books.ledger.cards.parse(kind, device_ids)
+            masks = agent_state.ledger.gpu_registry.parse(kind, device_ids)
             pending, self.admission.pending = self.admission.pending, None
             if pending is not None and (pending.asking.kind, pending.asking.size) == (kind, len(device_ids)):
                 before, why, evaluator = pending.asking, pending.choice.why, pending.choice.evaluator
                 asking.caller, asking.candidates, asking.id = before.caller, before.candidates, before.id
             else:
-                ledger, caller = await self.admission.unasked(books.ledger, kind, masks)
-                if ledger is not books.ledger:
-                    books.put(ledger)
+                ledger, caller = await self.admission.unasked(agent_state.ledger, kind, masks)
+                self._put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
                 self._know(asking, caller)
             caller = asking.caller
             self._refuse_share(kind, len(device_ids))
-            allocation = grant(books.node(), books.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why)
+            allocation = grant(
+                agent_state.node(), agent_state.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why
+            )
             allocation = self._with_terms(allocation, caller)
             answer = self._answers.whole(allocation, kind)
             try:
-                await books.commit(
-                    books.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator, self._wall_clock())
-                )
+                await agent_state.commit(agent_state.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator))
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
             self._mind_memory(kind, allocation, caller)
-            books.tell()
-            self.housekeeping.answered()
+            agent_state.publish()
+            self.reconciler.answered()
         self._log_grant(kind, allocation, len(device_ids), evaluator)
         return answer
 
-    def _mind_memory(self, kind: Kind, allocation: Allocation, caller: Caller) -> None:
+    def _mind_memory(self, kind: Resource, allocation: Allocation, caller: Caller) -> None:
         """Free blocks of GPUs taken whole turn Unhealthy only when the container's own memory call can't come any more."""
-        self.books.close_open()
+        self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
-        if kind == "core" and allocation.whole and not allocation.blocks and wants_memory:
-            self.books.leave_open(allocation.id)
+        if kind == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
+            self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
         """Decided at the first of the two calls. What the operator excepts is excepted for a pod that is sure to be the caller."""
@@ -209,7 +218,7 @@ class Agent:
         terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
 
-    def _log_grant(self, kind: Kind, allocation: Allocation, size: int, evaluator: str | None) -> None:
+    def _log_grant(self, kind: Resource, allocation: Allocation, size: int, evaluator: str | None) -> None:
         pod = "/".join(allocation.pod) if allocation.pod else None
         log.info(
             "allocation_granted",
@@ -219,7 +228,7 @@ class Agent:
             container=allocation.container,
             resource=kind,
             size=size,
-            gpus=allocation.gpus,
+            gpus=tuple(allocation.gpus),
             evaluator=evaluator,
             why=allocation.why,
         )

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.allocator.pods import PodView
 from gpumgr.topology.devices import Gpu
-from gpumgr.units import BLOCK_BYTES, GpuName
+from gpumgr.units import GpuName
 
 ALLOCATIONS: Final = "gpumgr.io/allocations"
 ASSIGNED: Final = "tencent.com/gpu-assigned"
@@ -24,7 +24,6 @@ PREDICATE_TIME: Final = "tencent.com/predicate-time"
 
 #: Kubernetes takes 256 KiB for all annotations of an object together; others write there, too.
 MAX_ALLOCATIONS_BYTES: Final = 64 << 10
-_BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
 
 
 def is_ours(key: str) -> bool:
@@ -35,7 +34,7 @@ def is_ours(key: str) -> bool:
 def pod_annotations(
     view: PodView,
     allocations: Iterable[Allocation],
-    cards: Cards,
+    gpu_registry: GpuRegistry,
     gpus: Mapping[GpuName, Gpu],
     *,
     node: str,
@@ -50,18 +49,12 @@ def pod_annotations(
     if not mine:
         return {}
     return {
-        ALLOCATIONS: _bounded([_object(a, cards, gpus, evaluators.get(a.id)) for a in mine]),
+        ALLOCATIONS: _bounded([_object(a, gpu_registry, gpus, evaluators.get(a.id)) for a in mine]),
         ASSIGNED: "true",
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
         **dict(_indices(view, mine, gpus)),
     }
-
-
-def memory_mebibytes(allocation: Allocation, cards: Cards) -> int:
-    """What a container may use: its blocks, or all blocks of the GPUs that it has whole."""
-    whole = sum(cards.by_name[gpu].memory_blocks for gpu in allocation.gpus)
-    return (whole if allocation.whole else allocation.block_count) * _BLOCK_MEBIBYTES
 
 
 def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
@@ -74,14 +67,14 @@ def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[Gpu
             yield f"{PREDICATE_INDEX}{place}", ",".join(map(str, minors))
 
 
-def _object(a: Allocation, cards: Cards, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
+def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], evaluator: str | None) -> dict[str, Any]:
     made: dict[str, Any] = {
         "container": a.container,
         "allocation": a.id,
-        "gpus": [cards.by_name[gpu].uuid for gpu in a.gpus],
+        "gpus": [gpu_registry.by_name[gpu].uuid for gpu in a.gpus],
         "indices": [gpus[gpu].index if gpu in gpus else None for gpu in a.gpus],
-        "cores": a.core_count,
-        "memory_mebibytes": memory_mebibytes(a, cards),
+        "cores": a.cores,
+        "memory_mebibytes": a.memory_mebibytes,
         "mechanisms": list(a.mechanisms),
     }
     if evaluator is not None:

@@ -7,6 +7,7 @@ call answers everything but the annotation `tencent.com/vcuda-memory`, which the
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
@@ -64,7 +65,7 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
             if host.exists(path)
         ),
         annotations={
-            CORE_RESOURCE: str(allocation.core_count),
+            CORE_RESOURCE: str(count(allocation.held("core"))),
             DEVICE_ANNOTATION: ",".join(f"/dev/{name}" for name in nodes),
         },
     )
@@ -73,7 +74,7 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 def memory_answer(allocation: Allocation) -> ContainerResponse:
     """Answer to the memory call: bytes, as gpu-manager writes them."""
     return ContainerResponse(
-        envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(allocation.block_count * BLOCK_BYTES)}
+        envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)}
     )
 
 

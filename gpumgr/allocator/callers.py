@@ -11,7 +11,7 @@ from gpumgr.allocator.ids import Masks, common
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.units import RESOURCE_OF, Kind
+from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
 
 FindPod = Callable[[PodKey], PodView | None]
 
@@ -71,12 +71,12 @@ def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
     reached = max((n for n, spec in enumerate(view.containers) if spec.name in holders), default=0)
     for spec in view.containers[reached:]:
         own = [a for a in mine if a.container == spec.name]
-        if any(spec.wants(kind) and not any(a.held(kind) for a in own) for kind in RESOURCE_OF):
+        if any(spec.wants(kind) and not any(a.held(kind) for a in own) for kind in RESOURCE_NAMES):
             return spec
     return None
 
 
-def waits_for(ledger: Ledger, view: PodView, kind: Kind, size: int) -> ContainerSpec | None:
+def waits_for(ledger: Ledger, view: PodView, kind: Resource, size: int) -> ContainerSpec | None:
     """The container of this pod that would call now for `size` ids of `kind`, if any would."""
     if view.phase != "Pending":
         return None
@@ -88,25 +88,28 @@ def waits_for(ledger: Ledger, view: PodView, kind: Kind, size: int) -> Container
 
 
 def find_caller(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Kind, size: int, seen: Mapping[PodKey, int]
+    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed one that waits for this; the newest if several. None if no listed pod fits.
+    """The pod under admission: a listed one that waits for this. If several do, it is the one of which the container is listed with its
+    other resource, or else the newest. None if no listed pod fits.
 
     `seen` numbers the pods in the order in which earlier looks first showed them.
     """
-    candidates: list[tuple[int, float, PodKey, Caller]] = []
+    candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
         view = find_pod(pod)
         spec = waits_for(ledger, view, kind, size) if view else None
         if view is None or spec is None:
             continue
-        if spec.kind != "init" and listing.containers(pod).get(spec.name, {}).get(RESOURCE_OF[kind]):
+        held = listing.containers(pod).get(spec.name, {}) if spec.kind != "init" else {}
+        if held.get(RESOURCE_NAMES[kind]):
             continue
-        candidates.append((seen.get(pod, len(seen)), view.created_at, pod, Caller(pod=pod, view=view, spec=spec)))
-    return max(candidates, key=lambda c: c[:3])[3] if candidates else None
+        half = bool(held.get(RESOURCE_NAMES[other_resource(kind)]))  # between the container's two calls
+        candidates.append((half, seen.get(pod, len(seen)), view.created_at, pod, Caller(pod=pod, view=view, spec=spec)))
+    return max(candidates, key=lambda c: c[:4])[4] if candidates else None
 
 
-def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Kind, size: int) -> Caller | None:
+def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Resource, size: int) -> Caller | None:
     """Without `List`: of the pods that wait for this, the one created first (the kubelet admits a batch in that order)."""
     waiting = [(view.created_at, view.key, view, spec) for view in views if (spec := waits_for(ledger, view, kind, size))]
     if not waiting:
@@ -115,7 +118,7 @@ def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Kind, size: i
     return Caller(pod=pod, view=view, spec=spec, guessed=True)
 
 
-def reuser(ledger: Ledger, kind: Kind, masks: Masks) -> Allocation | None:
+def reuser(ledger: Ledger, kind: Resource, masks: Masks) -> Allocation | None:
     """An init container's allocation of the pod whose ids are taken over here; None when the ids are new ones."""
     holders = [a for a in ledger.holders(kind, masks) if a.init]
     for holder in holders:
@@ -124,7 +127,7 @@ def reuser(ledger: Ledger, kind: Kind, masks: Masks) -> Allocation | None:
     return None
 
 
-def handed_on(ledger: Ledger, kind: Kind, masks: Masks, pod: PodKey | None) -> Ledger:
+def handed_on(ledger: Ledger, kind: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
     """Ledger in which nameless allocations of this pod, or of none, are init containers' of it if any of these ids are theirs.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.history import Candidate
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.node import NodeView
@@ -15,14 +16,14 @@ from gpumgr.allocator.pods import chain_needs
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.select import check_request, place
-from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """One GetPreferredAllocation call: `size` ids of `kind` out of `available`, among them all of `must`."""
 
-    kind: Kind
+    kind: Resource
     available: Masks
     must: Masks
     size: int
@@ -42,7 +43,7 @@ class Choice:
 class _Room:
     """Free ids by kind in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
 
-    free: Mapping[Kind, Masks]
+    free: Mapping[Resource, Masks]
     blocked: Masks
     pinned: frozenset[GpuName]
 
@@ -58,7 +59,7 @@ class _Needs:
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask) -> Choice:
     """Best ids for this call. Raises Refusal if the container's request is wrong or fits nowhere."""
-    other: Kind = "memory" if ask.kind == "core" else "core"
+    other = other_resource(ask.kind)
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     own = open_allocation(ledger, caller, other)
@@ -76,21 +77,21 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask) -> Choice:
     return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
 
 
-def open_allocation(ledger: Ledger, caller: Caller, other: Kind) -> Allocation | None:
+def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
     """What the caller's container was granted of its other resource and nothing else yet.
 
     Without a spec the caller knows no more than the one that it `continues`.
     """
-    kind: Kind = "core" if other == "memory" else "memory"
+    kind = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(kind)), None)
 
 
 def _room(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask, own: Allocation | None) -> _Room:
-    other: Kind = "memory" if ask.kind == "core" else "core"
+    other = other_resource(ask.kind)
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
-    sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.cards.cards}
+    sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
     strangers = minus(ledger.held(ask.kind), ask.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
@@ -103,7 +104,7 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask, own: Allocat
     )
 
 
-def _heirs_place(caller: Caller, other: Kind, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
+def _heirs_place(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
     """GPUs where the container's other resource will be, because it takes over ids of an init container."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
@@ -115,7 +116,7 @@ def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
     if caller.spec is None:
         if ask.kind == "core":
             return _Needs(cores=ask.size, memory_blocks=0 if own or ask.size >= CORES_PER_GPU else 1)
-        return _Needs(cores=own.core_count if own else 0, memory_blocks=ask.size)
+        return _Needs(cores=own.cores if own else 0, memory_blocks=ask.size)
     needs = chain_needs(caller.chain)
     if needs.most_cores >= CORES_PER_GPU:
         return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
@@ -134,16 +135,17 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     result = []
     for row in sorted(names):
         gpu = names[row]
-        core_mask = room.free["core"].get(gpu, 0)
+        core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.without_ids.get(gpu, Amounts())
+        blocks = room.free["memory"].get(gpu, 0).bit_count() - -(-elsewhere.memory_mebibytes // BLOCK_MEBIBYTES)
         result.append(
             GpuCapacity(
                 index=row,
-                cores_free=core_mask.bit_count(),
-                memory_blocks_free=0 if gpu in taken_whole else room.free["memory"].get(gpu, 0).bit_count(),
-                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES,
-                healthy=gpu not in node.unfit and gpu in ledger.cards.by_name,
+                cores_free=max(0, core_mask.bit_count() - elsewhere.cores),
+                memory_blocks_free=0 if gpu in taken_whole else max(0, blocks),
+                entirely_free=gpu not in room.blocked and core_mask == ALL_CORES and gpu not in ledger.without_ids,
+                healthy=gpu not in node.unschedulable and gpu in ledger.gpu_registry.by_name,
                 label=node.label(gpu),
-                note=node.unfit.get(gpu),
+                note=node.unschedulable.get(gpu),
             )
         )
     return result
@@ -238,3 +240,17 @@ def _require_full(node: NodeView, picked: Masks, ask: Ask) -> None:
     )
     unit = "cores" if ask.kind == "core" else "memory blocks"
     raise Refusal("no_fit", f"{ask.size} {unit} are not free together on the GPUs that fit this container (free there: {where})")
+
+
+def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
+    """What each registered GPU has left, in their order. A GPU that one container has whole has no blocks left for others."""
+    return tuple(
+        Candidate(
+            gpu=gpu.name,
+            index=node.indices.get(gpu.name),
+            cores_free=ledger.available(gpu.name).cores,
+            memory_mebibytes_free=ledger.available(gpu.name).memory_mebibytes,
+            note=node.unschedulable.get(gpu.name),
+        )
+        for gpu in ledger.gpu_registry.gpus
+    )

@@ -10,20 +10,21 @@ What may be granted:
   UpdateAllocatedDevices while an Allocate is in flight).
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import open_allocation
-from gpumgr.allocator.ids import ALL_CORES, Masks, common, count, minus, union
+from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, minus, union
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.select import check_request
-from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+from gpumgr.units import CORES_PER_GPU, GpuName, Resource, other_resource
 
 
 def grant(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Kind, masks: Masks, *, new_id: AllocationId, now: float, why: str
+    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, *, new_id: AllocationId, now: float, why: str
 ) -> Allocation:
     """The caller's allocation with these ids in it; `ledger.occupy` it to commit. Raises Refusal, and then nothing has changed."""
     size = count(masks)
@@ -33,7 +34,7 @@ def grant(
         )
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
-    other: Kind = "memory" if kind == "core" else "core"
+    other = other_resource(kind)
     own = open_allocation(ledger, caller, other)
     uid = caller.uid or (own.uid if own else None)
     reused = common(masks, ledger.reusable(kind, caller.pod, uid)) if caller.pod or uid else {}
@@ -42,20 +43,24 @@ def grant(
     _refuse_unfit(node, fresh)
     _refuse_shape(node, ledger, caller, kind, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
+    device_ids = {**base.device_ids, kind: masks}
     allocation = replace(
-        base.with_held(kind, masks),
+        base,
         pod=caller.pod or base.pod,
         uid=caller.uid or base.uid,
         container=caller.container or base.container,
         init=caller.init,
         why=base.why or why,
     )
-    return replace(allocation, gpus=_granted_gpus(ledger, allocation))
+    gpus = _granted_gpus(ledger, allocation, device_ids)
+    allocation = allocation.with_ids(ledger.gpu_registry, device_ids, gpus)
+    _refuse_excess(node, ledger.occupy(allocation), gpus)
+    return allocation
 
 
-def _refuse_held(ledger: Ledger, kind: Kind, fresh: Masks) -> None:
+def _refuse_held(ledger: Ledger, kind: Resource, fresh: Masks) -> None:
     for holder in ledger.holders(kind, fresh):
-        ids = ledger.cards.format(kind, common(fresh, holder.held(kind)))
+        ids = ledger.gpu_registry.format(kind, common(fresh, holder.held(kind)))
         raise Refusal(
             "conflict",
             f"the kubelet handed out {len(ids)} {kind} ids ({ids[0]} ...) that {holder.describe()} still holds; "
@@ -63,16 +68,25 @@ def _refuse_held(ledger: Ledger, kind: Kind, fresh: Masks) -> None:
         )
 
 
+def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> None:
+    """The kubelet does not know the amounts of allocations without ids."""
+    for gpu in gpus:
+        if gpu in after.without_ids and after.exceeded(gpu):
+            raise Refusal(
+                "conflict", f"{node.label(gpu)} does not have so much left: {after.without_ids[gpu]} are granted by claims"
+            )
+
+
 def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
     for gpu in fresh:
-        if gpu in node.unfit:
-            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unfit[gpu]}")
+        if gpu in node.unschedulable:
+            raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")
         if gpu not in node.rows:
             raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
 
 
 def _refuse_shape(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Kind, masks: Masks, fresh: Masks, own: Allocation | None
+    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
     """Fresh ids must be a feasible placement; ids taken over from the pod's init containers are free of form."""
     if not fresh:
@@ -107,13 +121,13 @@ def _refuse_broken_gpus(
         strangers = [a for a in ledger.on(gpu) if a is not own and not _of_caller(a, caller)]
         if strangers:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {strangers[0].describe()} has a part of it")
-    outside = set(own.blocks) - set(masks) if own else set()
+    outside = set(own.held("memory")) - set(masks) if own else set()
     if outside:
         raise Refusal("conflict", f"the container's memory lies on {node.label(min(outside))}, its cores elsewhere")
 
 
 def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None) -> None:
-    outside = set(masks) - set(own.gpus) if own and own.cores else set()
+    outside = set(masks) - set(own.gpus) if own and own.held("core") else set()
     if outside:
         raise Refusal(
             "conflict",
@@ -130,16 +144,14 @@ def _of_caller(allocation: Allocation, caller: Caller) -> bool:
     return allocation.same_pod(Allocation(id="", pod=caller.pod, uid=caller.uid))
 
 
-def _granted_gpus(ledger: Ledger, allocation: Allocation) -> tuple[GpuName, ...]:
+def _granted_gpus(ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks]) -> Sequence[GpuName]:
     """GPUs that the container gets, in the order of the cards: all that its ids lie on, or of taken-over ids as many as it asked for."""
-    order = [card.name for card in ledger.cards.cards]
-    cores = allocation.cores or allocation.blocks
-    if not allocation.cores:
-        return tuple(sorted(cores, key=order.index))
-    wanted = max(1, allocation.core_count // CORES_PER_GPU)
-    if len(cores) <= wanted:
-        return tuple(sorted(cores, key=order.index))
+    order = [gpu.name for gpu in ledger.gpu_registry.gpus]
+    cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
+    wanted = max(1, count(cores) // CORES_PER_GPU)
+    if not cores or len(cores) <= wanted:
+        return sorted(cores or blocks, key=order.index)
     running = [a for a in ledger.of(allocation.pod, allocation.uid) if not a.init and a.id != allocation.id]
     taken = {gpu for a in running for gpu in a.gpus}
-    best = sorted(cores, key=lambda gpu: (gpu not in allocation.blocks, gpu in taken, -cores[gpu].bit_count(), order.index(gpu)))
-    return tuple(sorted(best[:wanted], key=order.index))
+    best = sorted(cores, key=lambda gpu: (gpu not in blocks, gpu in taken, -cores[gpu].bit_count(), order.index(gpu)))
+    return sorted(best[:wanted], key=order.index)

@@ -1,10 +1,11 @@
 """What happened on the node that people ask about later: values, as the checkpoint keeps them and every front end shows them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.units import GpuName, Kind
+from gpumgr.units import Amounts, GpuName, Resource
 
 #: How many entries are kept, in memory and on disk, beside the grants of allocations that live.
 HISTORY_ENTRIES: Final = 1000
@@ -26,30 +27,33 @@ class Candidate:
     gpu: GpuName
     index: int | None = None
     cores_free: int = 0
-    memory_blocks_free: int = 0
+    memory_mebibytes_free: int = 0
     note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One thing that happened, at `at` (unix seconds). `number` grows from entry to entry, over restarts too, with gaps.
+    The history sets both; until then they are 0.
 
-    `id` is one name for all that concerns one allocation, in the log, the pod's events and annotations and here: the allocation's id,
-    or for a refusal the one that it would have had. `size` counts cores or memory blocks, as `kind` says. `why` is the evaluator's
-    reason, the refusal's sentence or the event's message; `code` the refusal's code, the event's reason, or what became of the GPU.
+    `id` names all that concerns one allocation, in the log, the pod's events and annotations and here: the allocation's id, or for a
+    refusal the one that it would have had. `size` counts the ids of the kubelet's call: cores or memory blocks, as `kind` says.
+    `amounts` are what the container has after a grant. `why` is the evaluator's reason, the refusal's sentence or the event's message;
+    `code` is the refusal's code, the event's reason, or the new state of the GPU.
     """
 
     number: int = 0
-    at: float
+    at: float = 0.0
     what: What
     id: str | None = None
     pod: PodKey | None = None
     pod_uid: str | None = None
     container: str | None = None
     call: Call | None = None
-    kind: Kind | None = None
+    kind: Resource | None = None
     size: int = 0
     gpus: tuple[GpuName, ...] = ()
+    amounts: Mapping[GpuName, Amounts] = field(default_factory=dict)
     evaluator: str | None = None
     why: str = ""
     code: str | None = None

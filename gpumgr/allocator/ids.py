@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpumgr.errors import Refusal
-from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
 
 Masks = Mapping[GpuName, int]
 
@@ -71,19 +71,23 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
     return next(name for n in range(len(names) + 1) if (name := f"{digits}x{n}") not in names)
 
 
-def format_id(gpu: GpuName, kind: Kind, number: int) -> str:
+def format_id(gpu: GpuName, kind: Resource, number: int) -> str:
     return f"{gpu}-c{number:02d}" if kind == "core" else f"{gpu}-m{number}"
 
 
 @dataclass(frozen=True)
-class Card:
+class RegisteredGpu:
     """A GPU that was offered once: its name, UUID and capacity in blocks never shrink (ids may turn Unhealthy, never vanish)."""
 
     name: GpuName
     uuid: str
     memory_blocks: int
 
-    def all_ids(self, kind: Kind) -> int:
+    @property
+    def memory_mebibytes(self) -> int:
+        return self.memory_blocks * BLOCK_MEBIBYTES
+
+    def all_ids(self, kind: Resource) -> int:
         return ALL_CORES if kind == "core" else (1 << self.memory_blocks) - 1
 
 
@@ -117,32 +121,32 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class Cards:
+class GpuRegistry:
     """All GPUs that this node ever offered, in a fixed order, with the two directions of the id code."""
 
-    cards: tuple[Card, ...] = ()
+    gpus: tuple[RegisteredGpu, ...] = ()
 
     @cached_property
-    def by_name(self) -> Mapping[GpuName, Card]:
-        return {card.name: card for card in self.cards}
+    def by_name(self) -> Mapping[GpuName, RegisteredGpu]:
+        return {gpu.name: gpu for gpu in self.gpus}
 
     @cached_property
-    def by_uuid(self) -> Mapping[str, Card]:
-        return {card.uuid: card for card in self.cards}
+    def by_uuid(self) -> Mapping[str, RegisteredGpu]:
+        return {gpu.uuid: gpu for gpu in self.gpus}
 
     @cached_property
-    def ids(self) -> Mapping[Kind, Mapping[GpuName, tuple[str, ...]]]:
+    def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
         """kind -> GPU -> all its ids, position = core or block number."""
         return {
-            "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.cards},
-            "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.cards},
+            "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
+            "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
         }
 
     @cached_property
-    def _tables(self) -> Mapping[Kind, "_Table"]:
+    def _tables(self) -> Mapping[Resource, "_Table"]:
         return {kind: _Table.of(by_gpu) for kind, by_gpu in self.ids.items()}
 
-    def parse(self, kind: Kind, device_ids: Collection[str]) -> Masks:
+    def parse(self, kind: Resource, device_ids: Collection[str]) -> Masks:
         """Ids -> masks. Raises Refusal("unknown_device") for an id that this node never offered or that stands twice."""
         table = self._tables[kind]
         try:
@@ -154,22 +158,22 @@ class Cards:
             raise Refusal("invalid_request", f"device id {twice!r} stands twice in one request")
         return table.masks(found)
 
-    def known(self, kind: Kind, device_ids: Iterable[str]) -> Masks:
+    def known(self, kind: Resource, device_ids: Iterable[str]) -> Masks:
         """As `parse`, but leaves out what it does not know (other people's lists: PodResources, checkpoints)."""
         table = self._tables[kind]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
-    def format(self, kind: Kind, masks: Masks) -> list[str]:
+    def format(self, kind: Resource, masks: Masks) -> list[str]:
         """Masks -> ids, in the order of the cards, lowest numbers first."""
         texts = self.ids[kind]
-        return [texts[card.name][n] for card in self.cards if card.name in masks for n in bits(masks[card.name])]
+        return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in bits(masks[gpu.name])]
 
-    def meet(self, uuid: str, memory_blocks: int) -> "Cards":
-        """Cards with this GPU: a newcomer gets a name and stands last, a known one keeps name and place and never shrinks."""
+    def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":
+        """The registry with this GPU: a newcomer gets a name and stands last, a known one keeps name and place and never shrinks."""
         known = self.by_uuid.get(uuid)
         if known is None:
-            return Cards((*self.cards, Card(gpu_name(uuid, self.by_name), uuid, memory_blocks)))
+            return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_blocks)))
         if memory_blocks <= known.memory_blocks:
             return self
-        grown = Card(known.name, uuid, memory_blocks)
-        return Cards(tuple(grown if card is known else card for card in self.cards))
+        grown = RegisteredGpu(known.name, uuid, memory_blocks)
+        return GpuRegistry(tuple(grown if gpu is known else gpu for gpu in self.gpus))

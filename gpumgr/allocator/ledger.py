@@ -1,23 +1,27 @@
-"""Who holds what: an immutable value. Every change makes a new ledger; the agent persists it before anybody sees it.
+"""The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
 
-Laws (checked by `Ledger.check`, and by a Hypothesis state machine in the tests):
+The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out;
+an allocation without ids (a claim) is booked by its amounts alone.
+
+Invariants (checked by `Ledger.broken_laws`):
 
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
-2. A GPU whose 100 cores belong to a whole-GPU allocation has no holder of another pod, neither of cores nor of memory blocks.
-3. Ids lie on known cards, within their capacity.
-4. An allocation was granted at least one GPU, and only GPUs where its pod holds something.
+2. A GPU that is granted whole has no holder of another pod.
+3. Ids belong to registered GPUs and lie within their capacity.
+4. An allocation was granted at least one GPU.
+5. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Cards, Masks, common, count, minus, union
+from gpumgr.allocator.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, common, count, minus, union
 from gpumgr.allocator.pods import PodKey
-from gpumgr.units import CORES_PER_GPU, GpuName, Kind
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCES, Amounts, GpuName, Resource
 
-#: Random name of an allocation; host folders carry it, so it never repeats and tells nothing about the pod.
+#: Random name of an allocation. Host folders carry it, so it never repeats and does not reveal the pod.
 AllocationId = str
 
 
@@ -25,12 +29,14 @@ AllocationId = str
 class Allocation:
     """What one container holds.
 
-    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was given, which may be fewer than
-    those its ids lie on (a container that takes over an init container's ids gets one, or as many as it asked for).
-    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU. `mechanisms` are
-    the names of what keeps a share within its limits, as they were when it was granted: what its container was answered never changes.
-    `exemption` is the namespace or namespace/serviceaccount for whose sake they are others than the node's; `cdi`: its container was
-    answered with the name of a CDI device.
+    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; on
+    a GPU that is granted whole that is all of it. `device_ids` is the kubelet's record: the ids that it handed out, empty for an
+    allocation that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is
+    granted one GPU, or as many as it requested.
+    `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and `device_ids`
+    are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
+    `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
+    container names a CDI device.
     """
 
     id: AllocationId
@@ -38,9 +44,8 @@ class Allocation:
     uid: str | None = None
     container: str | None = None
     init: bool = False
-    cores: Masks = field(default_factory=dict)
-    blocks: Masks = field(default_factory=dict)
-    gpus: tuple[GpuName, ...] = ()
+    gpus: Mapping[GpuName, Amounts] = field(default_factory=dict)
+    device_ids: Mapping[Resource, Masks] = field(default_factory=dict)
     granted_at: float = 0.0
     why: str = ""
     anonymous: bool = False
@@ -48,23 +53,48 @@ class Allocation:
     exemption: str | None = None
     cdi: bool = False
 
-    def held(self, kind: Kind) -> Masks:
-        return self.cores if kind == "core" else self.blocks
-
-    def with_held(self, kind: Kind, masks: Masks) -> "Allocation":
-        return replace(self, cores=masks) if kind == "core" else replace(self, blocks=masks)
+    @property
+    def cores(self) -> int:
+        """Cores on all of its GPUs together, in percent of one GPU."""
+        return sum(amounts.cores for amounts in self.gpus.values())
 
     @property
-    def core_count(self) -> int:
-        return count(self.cores)
-
-    @property
-    def block_count(self) -> int:
-        return count(self.blocks)
+    def memory_mebibytes(self) -> int:
+        """Memory on all of its GPUs together."""
+        return sum(amounts.memory_mebibytes for amounts in self.gpus.values())
 
     @property
     def whole(self) -> bool:
-        return self.core_count >= CORES_PER_GPU
+        """It has all of its GPUs whole."""
+        return bool(self.gpus) and all(amounts.whole for amounts in self.gpus.values())
+
+    @property
+    def places(self) -> Sequence[GpuName]:
+        """The GPUs that it was granted, then others on which it holds ids."""
+        return tuple(dict.fromkeys((*self.gpus, *self.held("core"), *self.held("memory"))))
+
+    def amounts_on(self, gpu: GpuName) -> Amounts:
+        """What is booked for it on this GPU: the ids that it holds there, or the amounts that it was granted without ids."""
+        granted = self.gpus.get(gpu, Amounts())
+        if granted.whole or not self.device_ids:
+            return granted
+        return Amounts(self.held("core").get(gpu, 0).bit_count(), self.held("memory").get(gpu, 0).bit_count() * BLOCK_MEBIBYTES)
+
+    def held(self, resource: Resource) -> Masks:
+        return self.device_ids.get(resource, NO_IDS)
+
+    def with_ids(self, gpu_registry: GpuRegistry, device_ids: Mapping[Resource, Masks], gpus: Iterable[GpuName]) -> "Allocation":
+        """With these ids, and these GPUs granted for them."""
+        cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
+        names, granted = tuple(gpus), dict[GpuName, Amounts]()
+        for name in names:
+            if count(cores) >= CORES_PER_GPU * len(names):
+                granted[name] = Amounts(CORES_PER_GPU, gpu_registry.by_name[name].memory_mebibytes)
+            elif len(names) == 1:
+                granted[name] = Amounts(count(cores), count(blocks) * BLOCK_MEBIBYTES)
+            else:
+                granted[name] = Amounts(cores.get(name, 0).bit_count(), blocks.get(name, 0).bit_count() * BLOCK_MEBIBYTES)
+        return replace(self, gpus=granted, device_ids={kind: masks for kind, masks in device_ids.items() if masks})
 
     def same_pod(self, other: "Allocation") -> bool:
         if self.uid and other.uid:
@@ -72,9 +102,14 @@ class Allocation:
         return self.pod is not None and self.pod == other.pod
 
     def describe(self) -> str:
-        """How a refusal calls the holder."""
-        name = "/".join(self.pod) if self.pod else (f"pod uid {self.uid}" if self.uid else f"allocation {self.id}")
-        return f"{name} ({self.container})" if self.container else name
+        """The holder as messages name it."""
+        return describe_container(self.pod, self.uid, self.container, self.id)
+
+
+def describe_container(pod: PodKey | None, uid: str | None, container: str | None, allocation: AllocationId) -> str:
+    """`namespace/name (container)`, or what is known instead."""
+    name = "/".join(pod) if pod else (f"pod uid {uid}" if uid else f"allocation {allocation}")
+    return f"{name} ({container})" if container else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,95 +118,132 @@ class Change:
 
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
-    cards: Cards | None = None
+    gpu_registry: GpuRegistry | None = None
     entries: tuple[Entry, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.drop or self.cards is not None or self.entries)
+        return bool(self.put or self.drop or self.gpu_registry is not None or self.entries)
 
 
 @dataclass(frozen=True)
 class Ledger:
     """All allocations of the node, by id, and the cards that their ids lie on."""
 
-    cards: Cards = field(default_factory=Cards)
+    gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
     allocations: Mapping[AllocationId, Allocation] = field(default_factory=dict)
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _held(self) -> Mapping[Kind, Masks]:
-        every = self.allocations.values()
-        return {"core": union(*(a.cores for a in every)), "memory": union(*(a.blocks for a in every))}
+    def _held(self) -> Mapping[Resource, Masks]:
+        return {resource: union(*(a.held(resource) for a in self.allocations.values())) for resource in RESOURCES}
 
-    def held(self, kind: Kind) -> Masks:
-        """Ids of one kind that anybody holds."""
-        return self._held[kind]
+    def held(self, resource: Resource) -> Masks:
+        """Ids of one resource that are held."""
+        return self._held[resource]
 
-    def held_by(self, kind: Kind, wanted: Callable[[Allocation], bool]) -> Masks:
-        return union(*(a.held(kind) for a in self.allocations.values() if wanted(a)))
+    @cached_property
+    def without_ids(self) -> Mapping[GpuName, Amounts]:
+        """GPU -> amounts of the allocations that hold no ids."""
+        sums: dict[GpuName, Amounts] = {}
+        for a in self.allocations.values():
+            for gpu, amounts in a.gpus.items() if not a.device_ids else ():
+                sums[gpu] = sums.get(gpu, Amounts()) + amounts
+        return sums
+
+    def used(self, gpu: GpuName) -> Amounts:
+        """What is in use on this GPU: the ids that are held, and the amounts of allocations without ids."""
+        blocks = self.held("memory").get(gpu, 0).bit_count()
+        held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
+        return held + self.without_ids.get(gpu, Amounts())
+
+    def exceeded(self, gpu: GpuName) -> bool:
+        """More is in use than the GPU has."""
+        used, registered = self.used(gpu), self.gpu_registry.by_name.get(gpu)
+        return used.cores > CORES_PER_GPU or used.memory_mebibytes > (registered.memory_mebibytes if registered else 0)
+
+    def available(self, gpu: GpuName) -> Amounts:
+        """What is left on this GPU for other pods: nothing of a GPU that is granted whole."""
+        if gpu in self.exclusive:
+            return Amounts()
+        used = self.used(gpu)
+        return Amounts(CORES_PER_GPU - used.cores, self.gpu_registry.by_name[gpu].memory_mebibytes - used.memory_mebibytes)
 
     def on(self, gpu: GpuName) -> list[Allocation]:
-        """Allocations with ids on this GPU, oldest first."""
-        found = [a for a in self.allocations.values() if gpu in a.cores or gpu in a.blocks]
+        """Allocations on this GPU, oldest first."""
+        found = [a for a in self.allocations.values() if gpu in a.places]
         return sorted(found, key=lambda a: (a.granted_at, a.id))
+
+    @cached_property
+    def occupied(self) -> frozenset[GpuName]:
+        """GPUs with an allocation."""
+        return frozenset(gpu for a in self.allocations.values() for gpu in a.places)
 
     def of(self, pod: PodKey | None, uid: str | None = None) -> list[Allocation]:
         """Allocations of one pod; with both UIDs known, the UID decides (names recur)."""
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
-    def holders(self, kind: Kind, masks: Masks) -> list[Allocation]:
+    def holders(self, kind: Resource, masks: Masks) -> list[Allocation]:
         """Allocations that hold any of these ids."""
         return [a for a in self.allocations.values() if common(a.held(kind), masks)]
 
-    def reusable(self, kind: Kind, pod: PodKey | None, uid: str | None = None) -> Masks:
+    def reusable(self, kind: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
         """Ids of the pod's init containers that no sidecar or app container has taken over (kubelet: devicesToReuse)."""
         mine = self.of(pod, uid)
         return minus(union(*(a.held(kind) for a in mine if a.init)), union(*(a.held(kind) for a in mine if not a.init)))
 
     @cached_property
     def exclusive(self) -> Mapping[GpuName, Allocation]:
-        """GPU -> the whole-GPU allocation that owns it."""
-        return {gpu: a for a in self.allocations.values() if a.whole for gpu, mask in a.cores.items() if mask == ALL_CORES}
+        """GPU -> the allocation that has it whole."""
+        granted = {gpu: a for a in self.allocations.values() for gpu, amounts in a.gpus.items() if amounts.whole}
+        by_ids = {gpu: a for a in self.allocations.values() if a.whole for gpu, m in a.held("core").items() if m == ALL_CORES}
+        return granted | by_ids
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def occupy(self, allocation: Allocation) -> "Ledger":
         """With this allocation added, or put in the place of the one with its id."""
-        return Ledger(self.cards, {**self.allocations, allocation.id: allocation})
+        return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
 
     def free(self, ids: Iterable[AllocationId]) -> "Ledger":
         gone = set(ids)
-        return Ledger(self.cards, {k: a for k, a in self.allocations.items() if k not in gone}) if gone else self
+        return Ledger(self.gpu_registry, {k: a for k, a in self.allocations.items() if k not in gone}) if gone else self
 
-    def with_cards(self, cards: Cards) -> "Ledger":
-        return self if cards == self.cards else Ledger(cards, self.allocations)
+    def with_cards(self, gpu_registry: GpuRegistry) -> "Ledger":
+        return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
         """What must be written so that a store that holds `before` holds this ledger."""
         return Change(
-            put=tuple(a for k, a in self.allocations.items() if before.allocations.get(k) != a),
+            put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
             drop=tuple(k for k in before.allocations if k not in self.allocations),
-            cards=None if self.cards == before.cards else self.cards,
+            gpu_registry=None if self.gpu_registry == before.gpu_registry else self.gpu_registry,
         )
 
     # -- laws --------------------------------------------------------------------------------------------------------------
 
-    def broken_laws(self) -> list[str]:
-        """Sentences, one for each broken law; empty for a sound ledger."""
+    def broken_laws(self, changed: Iterable[Allocation] | None = None) -> list[str]:
+        """Sentences, one for each broken law; empty for a sound ledger. `changed`: only these allocations are checked (None: all)."""
         every = list(self.allocations.values())
+        suspects = every if changed is None else list(changed)
         broken: list[str] = []
-        for kind in ("core", "memory"):
-            broken += _outside(every, self.cards, kind) + _shared_ids(every, kind)
-        for gpu, owner in self.exclusive.items():
-            broken += [
-                f"{a.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
-                for a in self.on(gpu)
-                if a is not owner and not a.same_pod(owner)
-            ]
-        broken += [f"{a.describe()} was granted no GPU" for a in every if not a.gpus]
-        return broken
+        for kind in RESOURCES:
+            broken += _outside(suspects, self.gpu_registry, kind) + _shared_ids(suspects, every, kind)
+        broken += [
+            f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
+        ]
+        for a in suspects:
+            owners = [(gpu, owner) for gpu in a.places if (owner := self.exclusive.get(gpu)) is not None]
+            for gpu, owner in owners:
+                others = self.on(gpu) if owner is a else [a]
+                broken += [
+                    f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
+                    for other in others
+                    if other is not owner and not other.same_pod(owner)
+                ]
+        broken += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
+        return list(dict.fromkeys(broken))
 
     def check(self) -> "Ledger":
         """Itself, if sound. Raises ValueError that names the broken laws: a bug, never a user's mistake."""
@@ -180,9 +252,9 @@ class Ledger:
         return self
 
 
-def _outside(allocations: Iterable[Allocation], cards: Cards, kind: Kind) -> list[str]:
+def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, kind: Resource) -> list[str]:
     def room(gpu: GpuName) -> int:
-        card = cards.by_name.get(gpu)
+        card = gpu_registry.by_name.get(gpu)
         return card.all_ids(kind) if card else 0
 
     return [
@@ -193,15 +265,13 @@ def _outside(allocations: Iterable[Allocation], cards: Cards, kind: Kind) -> lis
     ]
 
 
-def _shared_ids(allocations: list[Allocation], kind: Kind) -> list[str]:
-    broken: list[str] = []
-    seen: Masks = NO_IDS
-    for position, a in enumerate(allocations):
-        if common(seen, a.held(kind)):
-            broken += [
-                f"{a.describe()} and {b.describe()} hold the same {kind} ids"
-                for b in allocations[:position]
-                if common(a.held(kind), b.held(kind)) and not (a.same_pod(b) and (a.init or b.init))
-            ]
-        seen = union(seen, a.held(kind))
-    return broken
+def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], kind: Resource) -> list[str]:
+    position = {a.id: n for n, a in enumerate(every)}
+    pairs = {
+        (position[a.id], n) for a in suspects for n, b in enumerate(every) if b is not a and common(a.held(kind), b.held(kind))
+    }
+    return [
+        f"{every[later].describe()} and {every[earlier].describe()} hold the same {kind} ids"
+        for earlier, later in sorted({(min(pair), max(pair)) for pair in pairs})
+        if not (every[later].same_pod(every[earlier]) and (every[later].init or every[earlier].init))
+    ]

@@ -22,7 +22,7 @@ class NodeView:
     topology: Topology
     rows: Mapping[GpuName, int] = field(default_factory=dict)
     indices: Mapping[GpuName, int] = field(default_factory=dict)
-    unfit: Mapping[GpuName, str] = field(default_factory=dict)
+    unschedulable: Mapping[GpuName, str] = field(default_factory=dict)
     visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
 #: (namespace, name). Names recur (StatefulSets): a pod's UID tells two lives of one name apart where it is known.
 PodKey = tuple[str, str]
@@ -25,7 +25,7 @@ class ContainerSpec:
     cores: int = 0
     memory_blocks: int = 0
 
-    def wants(self, kind: Kind) -> int:
+    def wants(self, kind: Resource) -> int:
         return self.cores if kind == "core" else self.memory_blocks
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpumgr.allocator.ids import ALL_CORES, Cards, Masks, lowest
+from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, Masks, count, lowest
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.sweep import shown
-from gpumgr.units import CORES_PER_GPU, KINDS, GpuName, Kind
+from gpumgr.units import CORES_PER_GPU, RESOURCES, GpuName, Resource
 
 #: The form of our ids (gpumgr.allocator.ids), also of those of a GPU that is gone: they tell whose GPU they are.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
@@ -30,7 +30,7 @@ class KubeletEntry:
 
     uid: str
     container: str
-    kind: Kind
+    kind: Resource
     device_ids: tuple[str, ...]
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
@@ -67,20 +67,17 @@ def adopt(
     now: float,
 ) -> Rebuilt:
     """`ledger` plus everything the kubelet remembers and the ledger does not. What contradicts the ledger is left out and told."""
-    claims = _claims(ledger.cards, entries, listing, find_uid)
+    claims = _claims(ledger.gpu_registry, entries, listing, find_uid)
     added, problems = list[Allocation](), list[str]()
     for claim in claims.values():
-        masks = {kind: claim.held(kind) for kind in KINDS}
-        if all(_known(ledger, kind, masks[kind], claim) for kind in KINDS):
+        masks = {kind: claim.held(kind) for kind in RESOURCES}
+        if all(_known(ledger, kind, masks[kind], claim) for kind in RESOURCES):
             continue
-        order = [card.name for card in ledger.cards.cards]
-        gpus = tuple(sorted(claim.cores or claim.blocks, key=order.index))
-        whole = max(1, claim.core_count // CORES_PER_GPU)
-        partial = _partial(ledger, claim)
-        base = replace(partial, cores=claim.cores, blocks=claim.blocks) if partial else claim
-        candidate = replace(
-            base, id=base.id or new_id(), gpus=gpus[:whole], granted_at=base.granted_at or now, why="as the kubelet remembers"
-        )
+        order = [card.name for card in ledger.gpu_registry.gpus]
+        gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
+        whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
+        base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
+        candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
         broken = ledger.occupy(candidate).broken_laws()
         if broken:
             problems.append(f"{candidate.describe()}: {broken[0]}")
@@ -91,13 +88,13 @@ def adopt(
 
 
 def _claims(
-    cards: Cards, entries: Iterable[KubeletEntry], listing: Listing | None, find_uid: Callable[[str], PodView | None]
+    gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None, find_uid: Callable[[str], PodView | None]
 ) -> Mapping[tuple[str, str], Allocation]:
     """(UID or namespace/name, container) -> allocation, ids as the kubelet has them; pods that ended are left out."""
     claims: dict[tuple[str, str], Allocation] = {}
     names: dict[PodKey, str] = {}
     for entry in entries:
-        masks, view = cards.known(entry.kind, entry.device_ids), find_uid(entry.uid)
+        masks, view = gpu_registry.known(entry.kind, entry.device_ids), find_uid(entry.uid)
         if not masks or (view is not None and view.ended):
             continue
         key = (entry.uid, entry.container)
@@ -112,12 +109,13 @@ def _claims(
         if view is not None:
             names[view.key] = entry.uid
         claims[key] = replace(
-            old.with_held(entry.kind, masks),
+            old,
+            device_ids={**old.device_ids, entry.kind: masks},
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
         )
-    visible = shown(cards, listing) if listing else {}
+    visible = shown(gpu_registry, listing) if listing else {}
     for (pod, container), held in visible.items():
         by_uid = (names.get(pod, ""), container)
         if by_uid in claims:
@@ -126,7 +124,7 @@ def _claims(
             (
                 k
                 for k, c in claims.items()
-                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in KINDS)
+                if c.pod is None and k[1] == container and all(c.held(n) == held.get(n, {}) for n in RESOURCES)
             ),
             None,
         )
@@ -137,8 +135,7 @@ def _claims(
             id="",
             pod=pod,
             container=container,
-            cores=held.get("core", {}),
-            blocks=held.get("memory", {}),
+            device_ids=held,
         )
     siblings = {c.uid: c.pod for c in claims.values() if c.uid is not None and c.pod is not None}
     for key, claim in claims.items() if listing else ():
@@ -148,14 +145,14 @@ def _claims(
     return claims
 
 
-def _known(ledger: Ledger, kind: Kind, masks: Masks, claim: Allocation) -> bool:
+def _known(ledger: Ledger, kind: Resource, masks: Masks, claim: Allocation) -> bool:
     return not masks or any(a.held(kind) == masks and _may_be(a, claim) for a in ledger.allocations.values())
 
 
 def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
     """The ledger's allocation of this container that lacks one of the two resources."""
     for a in ledger.allocations.values():
-        if _may_be(a, claim) and any(a.held(kind) and a.held(kind) == claim.held(kind) for kind in KINDS):
+        if _may_be(a, claim) and any(a.held(kind) and a.held(kind) == claim.held(kind) for kind in RESOURCES):
             return a
     return None
 
@@ -197,7 +194,7 @@ def migrate(
             )
         if not gpus:
             continue
-        cores, blocks = _room_for(ledger.free((old.id,)) if old else ledger, gpus, record)
+        device_ids = _ids_for(ledger.free((old.id,)) if old else ledger, gpus, record)
         base = old or Allocation(
             id=new_id(),
             uid=record.uid,
@@ -206,9 +203,9 @@ def migrate(
             anonymous=True,
             why="taken over from gpu-manager",
         )
-        allocation = replace(base, gpus=gpus, cores=cores, blocks=blocks)
+        allocation = base.with_ids(ledger.gpu_registry, device_ids, gpus)
         broken = ledger.occupy(allocation).broken_laws()
-        if broken or allocation.core_count < min(record.cores, CORES_PER_GPU * len(gpus)):
+        if broken or count(allocation.held("core")) < min(record.cores, CORES_PER_GPU * len(gpus)):
             problems.append(
                 f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
             )
@@ -242,11 +239,11 @@ def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listin
     return {uid: listed[container, ids] for uid, container, ids in entries if (container, ids) in listed}
 
 
-def _room_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> tuple[Masks, Masks]:
+def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
     """Free core and block ids of ours for this record."""
     if record.cores >= CORES_PER_GPU:
-        return dict.fromkeys(gpus, ALL_CORES), {}
+        return {"core": dict.fromkeys(gpus, ALL_CORES)}
     gpu = gpus[0]
     cores = lowest(ALL_CORES & ~ledger.held("core").get(gpu, 0), record.cores)
-    blocks = lowest(ledger.cards.by_name[gpu].all_ids("memory") & ~ledger.held("memory").get(gpu, 0), record.memory_blocks)
-    return {gpu: cores} if cores else {}, {gpu: blocks} if blocks else {}
+    blocks = lowest(ledger.gpu_registry.by_name[gpu].all_ids("memory") & ~ledger.held("memory").get(gpu, 0), record.memory_blocks)
+    return {"core": {gpu: cores} if cores else {}, "memory": {gpu: blocks} if blocks else {}}

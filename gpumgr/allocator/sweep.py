@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpumgr.allocator.callers import FindPod
-from gpumgr.allocator.ids import Cards, Masks, common, within
+from gpumgr.allocator.ids import GpuRegistry, Masks, common, within
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.units import KIND_OF, KINDS, Kind
+from gpumgr.units import RESOURCE_BY_NAME, RESOURCES, Resource
 
 #: (pod, container) -> the ids of ours that `List` shows there.
-Shown = Mapping[tuple[PodKey, str], Mapping[Kind, Masks]]
+Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class Swept:
     absent: Mapping[AllocationId, int] = field(default_factory=dict)
 
 
-def shown(cards: Cards, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
+def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
     """`List`'s device ids as masks, of all pods or of these listed ones; containers without ids of ours are left out."""
-    result: dict[tuple[PodKey, str], Mapping[Kind, Masks]] = {}
+    result: dict[tuple[PodKey, str], Mapping[Resource, Masks]] = {}
     for pod in listing.pods if pods is None else pods:
         for container, devices in listing.containers(pod).items():
             masks = {
                 kind: held
                 for resource, ids in devices.items()
-                if (kind := KIND_OF.get(resource)) and (held := cards.known(kind, ids))
+                if (kind := RESOURCE_BY_NAME.get(resource)) and (held := gpu_registry.known(kind, ids))
             }
             if masks:
                 result[pod, container] = masks
@@ -50,14 +50,14 @@ def shown(cards: Cards, listing: Listing, pods: Iterable[PodKey] | None = None) 
 
 
 def freed_by_offer(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Kind, offered: Masks, also: Iterable[Allocation] = ()
+    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Resource, offered: Masks, also: Iterable[Allocation] = ()
 ) -> Ledger:
     """Ledger without those holders of `offered` ids, and of those in `also`, that `List` no longer shows, and without the rest of
     their pods' ids."""
     suspects = [*ledger.holders(kind, offered), *also]
     if not suspects:
         return ledger
-    visible = shown(ledger.cards, listing)
+    visible = shown(ledger.gpu_registry, listing)
     gone = [a for a in suspects if not _is_shown(a, visible, listing, find_pod)]
     order = list(ledger.allocations)
 
@@ -69,7 +69,9 @@ def freed_by_offer(
         earlier = order.index(a.id) < order.index(g.id)
         return earlier and (unlisted(a) or not _is_shown(a, visible, listing, find_pod))
 
-    family = [a for a in ledger.allocations.values() if any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)]
+    family = [
+        a for a in ledger.allocations.values() if a.device_ids and any(a.same_pod(g) and shares_the_end_of(g, a) for g in gone)
+    ]
     return ledger.free(a.id for a in (*gone, *family))
 
 
@@ -84,15 +86,18 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
 ) -> Swept:
     """One look at everything. `gone` says of a pod UID that the API server knows no such pod any more (False if it is not asked)."""
-    visible = shown(ledger.cards, listing)
-    freed, renamed, still_absent = list[Allocation](), list[Allocation](), dict[AllocationId, int]()
-    for a in list(ledger.allocations.values()):
-        named = _named(a, visible, find_pod, find_uid)
+    before, visible = ledger.allocations, shown(ledger.gpu_registry, listing)
+    freed, still_absent = list[Allocation](), dict[AllocationId, int]()
+    # Init containers come last: the container that took over their ids carries them to its pod.
+    for allocation_id in sorted(before, key=lambda each: before[each].init):
+        a = ledger.allocations.get(allocation_id)
+        if a is None or not a.device_ids:
+            continue  # refuted by an earlier one's name, or a claim, of which the kubelet's ids say nothing
+        named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
-            renamed.append(named)
             ledger = _with_name(ledger, named)
             a = named
-        if _ended(a, find_pod) or (a.anonymous and a.pod is None and a.uid is not None and gone(a.uid)):
+        if _ended(a, find_pod) or _refuted(a, visible) or (a.anonymous and a.pod is None and a.uid is not None and gone(a.uid)):
             freed.append(a)
         elif not _is_shown(a, visible, listing, find_pod):
             times = absent.get(a.id, 0) + 1
@@ -103,19 +108,34 @@ def sweep(
                 freed.append(a)
             else:
                 still_absent[a.id] = times
-    freed += _left_alone(ledger, freed)
-    return Swept(ledger=ledger.free(a.id for a in freed), freed=tuple(freed), renamed=tuple(renamed), absent=still_absent)
+    freed += _left_alone(ledger, freed, visible)
+    after = ledger.free(a.id for a in freed)
+    return Swept(
+        ledger=after,
+        freed=tuple(ledger.allocations.get(k, a) for k, a in before.items() if k not in after.allocations),
+        renamed=tuple(a for k, a in ledger.allocations.items() if a != before[k]),
+        absent=still_absent,
+    )
 
 
-def _left_alone(ledger: Ledger, freed: Iterable[Allocation]) -> list[Allocation]:
-    """What `List` never shows of pods of which it showed something that is now `freed`: granted before that, or a later life's."""
+def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
+    """What `List` never shows of pods of which it showed something that is now `freed`: granted before that, or a later incarnation's.
+
+    Of a living pod, whose name was a wrong guess for what is freed, it is only what has ids in common with that.
+    """
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
     gone = {a.id for a in freed}
+
+    def goes_with(a: Allocation, g: Allocation) -> bool:
+        if g.uid is not None and _refuted(g, visible):
+            return any(common(a.held(kind), g.held(kind)) for kind in RESOURCES)
+        return order[a.id] < order[g.id]
+
     return [
         a
         for a in ledger.allocations.values()
-        if unlisted(a) and a.id not in gone and any(a.same_pod(g) and order[a.id] < order[g.id] for g in ended)
+        if a.device_ids and unlisted(a) and a.id not in gone and any(a.same_pod(g) and goes_with(a, g) for g in ended)
     ]
 
 
@@ -124,27 +144,60 @@ def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: Alloca
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
         # The common case: its own pod's entry is enough, the rest of the long list stays unread.
-        alone = shown(ledger.cards, listing, (there,))
+        alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)
-    return _renamed(ledger, unsure, shown(ledger.cards, listing), find_pod) if unsure else ledger
+    # A wrong guess of one container's pod is a wrong guess for the pod's other containers as well.
+    family = [a for a in ledger.allocations.values() if any(a is b or a.same_pod(b) for b in unsure)]
+    if not family:
+        return ledger
+    named = _renamed(ledger, family, shown(ledger.gpu_registry, listing), find_pod)
+    return ledger if named.broken_laws() else named  # an incomplete `List`: a later one corrects the names
 
 
 def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
-    for a in unsure:
-        named = _named(a, visible, find_pod, lambda _: None)
-        ledger = ledger if named == a else _with_name(ledger, named)
+    before = ledger.allocations
+    for each in sorted(unsure, key=lambda a: a.init):
+        a = ledger.allocations.get(each.id)
+        named = _follower(before, ledger, _named(a, visible, find_pod, lambda _: None)) if a is not None else None
+        ledger = ledger if named is None or named == a else _with_name(ledger, named)
     return ledger
 
 
+def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
+    """An init container whose pod was a wrong guess: `List` gave all other containers that were granted to that pod to another one."""
+    if not a.init or a.uid is None or a.pod != before[a.id].pod:
+        return a
+    siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
+    pods = {(b.pod, b.uid) for b in siblings}
+    if len(pods) != 1:
+        return a
+    ((pod, uid),) = pods
+    return replace(a, pod=pod, uid=uid)
+
+
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """Ledger with this name. The kubelet shares ids within one pod only, so who has some of its ids is an init container of that pod,
-    or else refuted by the same `List`."""
-    for b in {b.id: b for kind in KINDS for b in ledger.holders(kind, named.held(kind))}.values():
-        if b.id != named.id and not b.same_pod(named):
+    """Ledger with this name. The kubelet shares ids within one pod only. So an allocation that has some of its ids belongs to an init
+    container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
+    before = ledger.allocations[named.id]
+    for b in {b.id: b for kind in RESOURCES for b in ledger.holders(kind, named.held(kind))}.values():
+        if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
+            follows = (b.init and b.same_pod(before)) or (b.uid is None and unlisted(b))
             heir = replace(b, pod=named.pod, uid=named.uid, init=True)
-            ledger = ledger.occupy(heir) if b.uid is None and unlisted(b) else ledger.free((b.id,))
-    return ledger.occupy(named)
+            ledger = ledger.occupy(heir) if follows else ledger.free((b.id,))
+    return _joined(ledger.occupy(named), named)
+
+
+def _joined(ledger: Ledger, named: Allocation) -> Ledger:
+    """Ledger in which `named` and the same container's other resource are one allocation. It keeps the id of the one with the cores,
+    because the container's folder has that name. Without a UID the other one may be an earlier incarnation's."""
+    mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
+    cores, blocks = ([a for a in mine if [*a.device_ids] == [kind]] for kind in RESOURCES)
+    if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
+        return ledger
+    whole = replace(cores[0], pod=named.pod, uid=named.uid)
+    device_ids = {**cores[0].device_ids, **blocks[0].device_ids}
+    return ledger.free((blocks[0].id,)).occupy(whole.with_ids(ledger.gpu_registry, device_ids, whole.gpus))
 
 
 def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
@@ -174,11 +227,20 @@ def _ended(a: Allocation, find_pod: FindPod) -> bool:
     return view is not None and view.ended and a.uid == view.uid
 
 
+def _refuted(a: Allocation, visible: Shown) -> bool:
+    """`List` shows its container with other ids. The kubelet never changes a container's ids, so these were never its own, or were an
+    earlier incarnation's."""
+    if a.pod is None or a.container is None or a.init or a.anonymous:
+        return False
+    there = visible.get((a.pod, a.container), {})
+    return any(a.held(kind) and kind in there and not common(a.held(kind), there[kind]) for kind in RESOURCES)
+
+
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:
-        if a.container is None and not a.init and not a.whole and not (a.cores and a.blocks):
+        if a.container is None and not a.init and not a.whole and not all(a.held(kind) for kind in RESOURCES):
             return False  # a share that never got its other half: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
@@ -199,7 +261,7 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
         return None
     if a.pod is not None and a.container is not None:
         there = visible.get((a.pod, a.container))
-        if there is not None and any(common(a.held(kind), there.get(kind, {})) for kind in KINDS):
+        if there is not None and any(common(a.held(kind), there.get(kind, {})) for kind in RESOURCES):
             return a.pod, a.container
     return _place(a, visible)
 
@@ -207,6 +269,6 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
     """Pod and container where `List` shows all of this allocation's ids."""
     for owner, masks in visible.items():
-        if any(a.held(kind) for kind in KINDS) and all(within(a.held(kind), masks.get(kind, {})) for kind in KINDS):
+        if any(a.held(kind) for kind in RESOURCES) and all(within(a.held(kind), masks.get(kind, {})) for kind in RESOURCES):
             return owner
     return None

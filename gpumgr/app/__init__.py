@@ -1,1 +1,1 @@
-"""The composition root: builds the stations around the agent, starts them in order, stops them in reverse."""
+"""The composition root: builds the object graph of the agent, starts its parts in order, and stops them in reverse order."""

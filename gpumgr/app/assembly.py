@@ -1,6 +1,6 @@
-"""What the agent is made of, in the order in which it is put together; it is taken apart in reverse.
+"""Opens the agent's resources in order, and closes them in reverse order: node lock, checkpoint, API client, components, servers.
 
-Nothing runs and nobody is heard yet when it stands: `lifecycle` meets the node, opens the doors and starts the daemons.
+Nothing runs and nothing listens yet when `assembled` yields: `lifecycle` reads the node's state, starts the servers and the daemons.
 """
 
 import contextlib
@@ -13,83 +13,112 @@ import structlog
 from gpumgr import __version__
 from gpumgr.agent.cordons import CORDONS_NOTE
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.app.neighbours import Neighbours
-from gpumgr.app.podside import PodSide
-from gpumgr.app.readers import Readers
+from gpumgr.agent.ports import Checkpoint
+from gpumgr.app.api_side import ApiSide
+from gpumgr.app.components import Components, Hardware
+from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import SPECS_SECONDS
-from gpumgr.app.station import Hardware, Station
-from gpumgr.app.takeover import TakeOver
-from gpumgr.app.upkeep import make_maintenance
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
 from gpumgr.display.server import DisplayServer
 from gpumgr.display.service import GpuDisplay
 from gpumgr.errors import AlreadyRunning, GpumgrError, InputError
+from gpumgr.nvml.reset import reset_gpu
 from gpumgr.settings import Settings
 from gpumgr.web.graph import graph_text
 from gpumgr.web.server import WebServer
 
 log = structlog.get_logger(__name__)
 
-TAKEN_OVER = "gpu_manager_taken_over"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """`loaded` is what the checkpoint knew at the start; `display` is None where the settings want none."""
+    """`loaded` is the checkpoint's content at the start; `display` is None if the settings disable it."""
 
     loaded: Loaded
-    podside: PodSide
-    station: Station
+    api_side: ApiSide
+    components: Components
     maintenance: Maintenance
-    readers: Readers
+    read_model: ReadModel
     web: WebServer
     display: DisplayServer | None
-    neighbours: Neighbours
 
 
 @contextlib.asynccontextmanager
 async def assembled(settings: Settings, hardware: Hardware) -> AsyncIterator[Parts]:
-    """The agent's parts with what the checkpoint remembers in them. Each is closed when those after it are.
+    """Yields the agent's parts with the checkpoint's content in them, and closes them at the end.
 
-    Raises AlreadyRunning if another agent has this node, CheckpointError, and InputError where the settings can't be used.
+    Raises AlreadyRunning if another agent has this node, CheckpointError, and InputError if the settings cannot be used.
     """
     async with contextlib.AsyncExitStack() as stack:
         _lock_node(settings, stack)
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE,))
         stack.push_async_callback(checkpoint.close)
         loaded = checkpoint.load()
-        _tell_damage(loaded)
-        podside = await stack.enter_async_context(PodSide.open(settings))
-        station = _station(settings, hardware, loaded, checkpoint, podside)
-        stack.push_async_callback(station.close)
-        station.books.history.restore(loaded.history, living=loaded.ledger.allocations)
-        await station.enforcing.open(station.books, lost=loaded.lost)
-        maintenance = make_maintenance(station, checkpoint, podside)
+        _log_damage(loaded)
+        api_side = await stack.enter_async_context(ApiSide.open(settings))
+        components = make_components(settings, hardware, loaded, checkpoint, api_side)
+        stack.push_async_callback(components.close)
+        components.agent_state.history.restore(loaded.history, living=loaded.ledger.allocations)
+        await components.enforcement.open(components.agent_state, lost=loaded.lost)
+        maintenance = make_maintenance(components, checkpoint, api_side)
         maintenance.restore(loaded.notes)
-        readers = Readers(station, pods=podside.pods, maintenance=maintenance, outbox=podside.outbox)
-        web = _web_server(settings, readers)
+        read_model, web, display = _servers(settings, components, maintenance, api_side)
         stack.push_async_callback(web.stop)
-        display = _display_server(settings, readers)
         if display is not None:
             stack.push_async_callback(display.stop)
-        neighbours = Neighbours(settings.kubelet.device_plugin_dir)
-        _offer_after(station, neighbours, _take_over(station, checkpoint, podside, done=TAKEN_OVER in loaded.notes))
         yield Parts(
             loaded=loaded,
-            podside=podside,
-            station=station,
+            api_side=api_side,
+            components=components,
             maintenance=maintenance,
-            readers=readers,
+            read_model=read_model,
             web=web,
             display=display,
-            neighbours=neighbours,
         )
 
 
-def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> None:
-    """Raises AlreadyRunning, or InputError if the lock file can't be made."""
+def make_components(
+    settings: Settings, hardware: Hardware, loaded: Loaded, checkpoint: Checkpoint, api_side: ApiSide
+) -> Components:
+    return Components(
+        settings,
+        hardware,
+        loaded=loaded,
+        checkpoint=checkpoint,
+        pods=api_side.pods,
+        publisher=api_side.publisher,
+        wait_synced=partial(api_side.wait_synced, SPECS_SECONDS),
+    )
+
+
+def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: ApiSide) -> Maintenance:
+    async def reset(uuid: str) -> str:
+        return await reset_gpu(components.monitor, uuid, program=components.settings.nvml.smi_program)
+
+    def kept_by(uuid: str) -> str | None:
+        daemons = components.enforcement.mps.status()
+        daemon = next((each for each in daemons if each.gpu == uuid and each.pid is not None), None)
+        if daemon is None:
+            return None
+        seconds = components.settings.mps.idle_seconds
+        return f"its MPS daemon (pid {daemon.pid}) still runs; it ends {seconds:g} s after its last container (mps.idle_seconds)"
+
+    return Maintenance(
+        agent_state=components.agent_state,
+        health=components.monitor,
+        checkpoint=checkpoint,
+        pods=api_side.pods,
+        publisher=api_side.publisher,
+        reset=reset,
+        kept_by=kept_by,
+        use=lambda: components.memory_watcher.use,
+    )
+
+
+def _lock_node(settings: Settings, stack: contextlib.AsyncExitStack) -> None:
+    """Raises AlreadyRunning, or InputError if the lock file cannot be created."""
     path = settings.process.lock_path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,31 +134,29 @@ def _lock_node(settings: Settings, stack: contextlib.ExitStack | contextlib.Asyn
         ) from error
 
 
-def _tell_damage(loaded: Loaded) -> None:
-    """What of the checkpoint could not be read, and what comes of it."""
+def _log_damage(loaded: Loaded) -> None:
+    """Logs what could not be read from the checkpoint, and the consequences."""
     if loaded.set_aside is not None:
         log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
     if loaded.notes_lost:
-        log.error("cordons_lost", consequence="GPUs that were cordoned may take pods again: look, and cordon them again")
+        log.error("cordons_lost", consequence="cordoned GPUs may take pods again: check them, and cordon them again")
     if loaded.unreadable:
-        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are left out; nothing depends on them")
+        log.warning("history_damaged", unreadable=loaded.unreadable, consequence="they are skipped; nothing depends on them")
 
 
-def _station(settings: Settings, hardware: Hardware, loaded: Loaded, checkpoint: SqliteCheckpoint, podside: PodSide) -> Station:
-    return Station(
-        settings,
-        hardware,
-        ledger=loaded.ledger,
-        checkpoint=checkpoint,
-        pods=podside.pods,
-        announcer=podside.announcer,
+def _servers(
+    settings: Settings, components: Components, maintenance: Maintenance, api_side: ApiSide
+) -> tuple[ReadModel, WebServer, DisplayServer | None]:
+    read_model = ReadModel(
+        components,
+        pods=api_side.pods,
+        maintenance=maintenance,
+        outbox=api_side.outbox,
+        connections=lambda: (web.connections, web.connections_refused),
     )
-
-
-def _web_server(settings: Settings, readers: Readers) -> WebServer:
     http = settings.http
     web = WebServer(
-        readers,
+        read_model,
         host=http.address,
         port=http.port,
         unix_socket=http.socket,
@@ -140,37 +167,7 @@ def _web_server(settings: Settings, readers: Readers) -> WebServer:
         client_ca_file=http.client_ca_file,
         names=(settings.node.name,),
     )
-    readers.connections = lambda: (web.connections, web.connections_refused)
-    return web
-
-
-def _display_server(settings: Settings, readers: Readers) -> DisplayServer | None:
     if not settings.display.enabled:
-        return None
-    display = GpuDisplay(graph=lambda: graph_text(readers.view()), usage=readers.usage, version=__version__)
-    return DisplayServer(settings.display.socket, display)
-
-
-def _take_over(station: Station, checkpoint: SqliteCheckpoint, podside: PodSide, *, done: bool) -> TakeOver:
-    settings = station.settings
-    return TakeOver(
-        settings.checkpoint.gpu_manager_checkpoint,
-        settings.kubelet.device_plugin_dir,
-        books=station.books,
-        housekeeping=station.housekeeping,
-        admission=station.admission,
-        pods=podside.pods,
-        done=done,
-        remember=partial(checkpoint.save_note, TAKEN_OVER, "yes"),
-        wait_synced=partial(podside.wait_synced, SPECS_SECONDS),
-    )
-
-
-def _offer_after(station: Station, neighbours: Neighbours, take_over: TakeOver) -> None:
-    """Nothing is offered beside a gpu-manager that runs, nor before it is known what its running pods have."""
-
-    async def held_back_by() -> str | None:
-        return await neighbours.gpu_manager() or await take_over.held_back_by()
-
-    station.link.held_back_by = held_back_by
-    station.books.before_first_offer = take_over.first
+        return read_model, web, None
+    display = GpuDisplay(graph=lambda: graph_text(read_model.view()), usage=read_model.usage, version=__version__)
+    return read_model, web, DisplayServer(settings.display.socket, display)

@@ -1,31 +1,30 @@
-"""At start: what the kubelet remembers and the ledger does not."""
+"""At start: adopts the allocations that are in the kubelet's checkpoint and not in the ledger."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from gpumgr.agent.housekeeping import Housekeeping
+from gpumgr.agent.reconciler import Reconciler
 from gpumgr.allocator.answer import allocation_id_in, mechanisms_in
 from gpumgr.allocator.rebuild import KubeletEntry
-from gpumgr.app.podside import PodSide
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
 from gpumgr.errors import KubeletError
-from gpumgr.units import KIND_OF
+from gpumgr.units import RESOURCE_BY_NAME
 
 log = structlog.get_logger(__name__)
 
-#: A rebuild wants the pods' specs (init containers!), but the API server may be away for long.
+#: How long a rebuild waits for the pods' specs (it needs their init containers): the API server may be unavailable for long.
 SPECS_SECONDS = 5.0
 
 
 async def read_entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry]:
-    """The kubelet's checkpoint; empty (with a log line) if it can't be read."""
-    return await look_at_entries(device_plugin_dir) or ()
+    """The entries of the kubelet's checkpoint; none, and a log event, if it can't be read."""
+    return await entries_if_readable(device_plugin_dir) or ()
 
 
-async def look_at_entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
-    """None: it can't be read, and what is in it is not known."""
+async def entries_if_readable(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
+    """The entries of the kubelet's checkpoint; None, and a log event, if it can't be read."""
     try:
         return await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
     except KubeletError as error:
@@ -33,12 +32,19 @@ async def look_at_entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry] 
         return None
 
 
-async def reconcile(housekeeping: Housekeeping, podside: PodSide, entries: Sequence[CheckpointEntry], *, lost: bool) -> None:
-    """Adopts what the kubelet remembers. With a lost checkpoint everything comes from there, so the pods' specs are waited for."""
+async def reconcile(
+    reconciler: Reconciler,
+    entries: Sequence[CheckpointEntry],
+    *,
+    wait_synced: Callable[[float], Awaitable[None]],
+    lost: bool,
+) -> None:
+    """Adopts the allocations of these entries. `lost`: the ledger was lost, so all of it comes from there; then the pods' specs are
+    waited for."""
     found = ours_of(entries)
     if lost and found:
-        await podside.wait_synced(SPECS_SECONDS)
-    rebuilt = await housekeeping.adopt(found)
+        await wait_synced(SPECS_SECONDS)
+    rebuilt = await reconciler.adopt(found)
     if (lost and found) or rebuilt.added or rebuilt.problems:
         log.info("reconciled_with_kubelet", adopted=len(rebuilt.added), rejected=len(rebuilt.problems), checkpoint_was_lost=lost)
 
@@ -56,5 +62,5 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
             cdi=bool(e.response.cdi_devices) if e.response else False,
         )
         for e in entries
-        if (kind := KIND_OF.get(e.resource)) is not None
+        if (kind := RESOURCE_BY_NAME.get(e.resource)) is not None
     ]

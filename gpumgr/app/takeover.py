@@ -1,4 +1,4 @@
-"""gpu-manager's running pods: whose GPUs they have is known before anything is offered."""
+"""Takes gpu-manager's running pods into the ledger, before any device is offered."""
 
 import asyncio
 import time
@@ -9,21 +9,22 @@ from typing import Final
 import structlog
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping, view_of
+from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
+from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
+from gpumgr.agent.state import AgentState
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
-from gpumgr.app.recovery import look_at_entries, ours_of
+from gpumgr.app.recovery import entries_if_readable, ours_of
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord, read_gpu_manager_checkpoint
 from gpumgr.deviceplugin.kubelet_checkpoint import CheckpointEntry, pods_with_devices
 from gpumgr.errors import CheckpointError, InputError
-from gpumgr.units import KIND_OF, blocks_of
+from gpumgr.units import RESOURCE_BY_NAME, blocks_of
 
 log = structlog.get_logger(__name__)
 
-#: So many containers a sentence names.
+#: The most containers that a message names.
 _NAMED: Final = 5
 _REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
@@ -32,14 +33,17 @@ _REMEDY: Final = (
 
 
 class TakeOver:
-    """gpu-manager's running pods. Their ids name no GPU, only gpu-manager's own checkpoint does: its records are taken into the ledger,
-    before anything of their GPUs is offered, be it late that the driver shows one. Records whose pods the kubelet has forgotten, or the
-    API server knows as ended or not at all, are left behind.
+    """Migrates gpu-manager's running pods.
 
-    While the kubelet knows a running container with such ids that no record tells of, nothing may be offered at all: its GPU would be
-    given to others. That ends with these containers, or with a start that can read the file. `remember` makes durable that all is done,
-    and raises CheckpointError; `done`: it was, and there is nothing to do unless gpu-manager came back meanwhile. `clock` is monotonic,
-    in seconds.
+    The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to
+    the ledger before their GPUs are offered, also if the driver lists one of them late. A record is skipped if its pod is not in the
+    kubelet's checkpoint, or if the API server has no such pod or reports that it has ended.
+
+    While the kubelet lists a running container with such ids that has no record, no device is offered: the GPU of that container would
+    be granted again. This ends when these containers have ended, or after a restart with a readable file.
+
+    `done`: an earlier process finished the migration, so there is work only if gpu-manager has run again since. `remember` saves that
+    it is finished, and raises CheckpointError. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -47,8 +51,8 @@ class TakeOver:
         path: Path,
         device_plugin_dir: Path,
         *,
-        books: Books,
-        housekeeping: Housekeeping,
+        agent_state: AgentState,
+        reconciler: Reconciler,
         admission: Admission,
         pods: Pods,
         done: bool,
@@ -58,69 +62,76 @@ class TakeOver:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._path, self._folder = path, device_plugin_dir
-        self._books, self._housekeeping, self._admission, self._pods = books, housekeeping, admission, pods
+        self._agent_state, self._reconciler, self._admission, self._pods = agent_state, reconciler, admission, pods
         self._done, self._remember, self._wait_synced = done, remember, wait_synced
         self._clock, self._wall_clock = clock, wall_clock
-        #: As gpu-manager's file had them when it could be read last.
+        #: The records of gpu-manager's file when it was last read successfully.
         self._records: Sequence[AnonymousRecord] | None = None
-        #: Those that are in the ledger, or can't ever be.
+        #: Records that are in the ledger, or that never can be.
         self._tried: set[AnonymousRecord] = set()
-        #: Those of live pods that are not in the ledger, or not with all their GPUs, and what was known when they were tried last.
+        #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt.
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
         self._taken = self._free = self._waited = False
         self._unreadable: str | None = None
-        self._told: tuple[str, ...] = ()
-        #: As the kubelet's file had them when it could be read last.
+        self._logged: tuple[str, ...] = ()
+        #: The entries of the kubelet's file when it was last read successfully.
         self._entries: Sequence[CheckpointEntry] | None = None
         self._absent_since: dict[tuple[str, str], float] = {}
 
     async def first(self) -> None:
-        """With the first GPUs that the driver shows, and with each change while a GPU is missing. The caller holds the books' lock."""
+        """To be called when the driver first lists GPUs, and on each change while a GPU is missing. The caller holds the agent state's
+        lock."""
         try:
-            await self._take(await self._look())
+            await self._take(await self._read())
         except CheckpointError as error:
             log.error("not_taken_over", error=str(error))
-            self._books.before_first_offer = self.first
+            self._agent_state.before_first_offer = self.first
 
     async def held_back_by(self) -> str | None:
-        """Why nothing may be offered yet, with what to do; None: nothing stands against it, now and later. What gpu-manager wrote since
-        the last look is taken over, too."""
+        """The reason why no device may be offered yet, with a remedy; None if devices may be offered from now on.
+
+        Also takes over what gpu-manager has written since the last call.
+        """
         if self._free:
             return None
-        async with self._books.lock:
-            records = await self._look()
+        async with self._agent_state.lock:
+            records = await self._read()
             try:
                 await self._take(records)
             except CheckpointError as error:
-                return f"the GPUs of gpu-manager's running pods can't be remembered: {error}"
-            left = self._left((self._waiting if self._books.inventory.snapshot.gpus else records) or ())
+                return f"the GPUs of gpu-manager's running pods can't be saved: {error}"
+            left = self._left((self._waiting if self._agent_state.inventory.snapshot.gpus else records) or ())
         if left:
-            await self._know_pods()
-            async with self._books.lock:
+            await self._wait_for_pods()
+            async with self._agent_state.lock:
                 running = await self._running(left)
             if running:
-                return self._tell(running)
+                return self._reason(running)
         self._free = True
         await self._note()
         return None
 
-    async def _know_pods(self) -> None:
+    async def _wait_for_pods(self) -> None:
         if not self._waited:
             self._waited = True
             await self._wait_synced()
 
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
-        """The containers whose GPUs neither the ledger nor these records tell. A record that is not in the ledger tells only of GPUs that
-        the driver does not show, which are not offered anyway."""
-        shown = {gpu.minor for gpu in self._books.inventory.snapshot.gpus}
-        told = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
-        told |= {(a.uid, a.container) for a in self._books.ledger.allocations.values() if a.uid and a.container}
-        return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in KIND_OF), told)
+        """The containers with GPUs that are neither in the ledger nor in `records`.
 
-    async def _look(self) -> Sequence[AnonymousRecord] | None:
-        """Reads both files, gpu-manager's if there is need. None: it could not be read, and the next start must try again."""
-        self._entries = found if (found := await look_at_entries(self._folder)) is not None else self._entries
+        A record that is not in the ledger counts only if the driver lists none of its GPUs: these are not offered anyway.
+        """
+        shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
+        found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
+        found |= {(a.uid, a.container) for a in self._agent_state.ledger.allocations.values() if a.uid and a.container}
+        return foreign(
+            ((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in RESOURCE_BY_NAME), found
+        )
+
+    async def _read(self) -> Sequence[AnonymousRecord] | None:
+        """Reads the kubelet's file and, if it is needed, gpu-manager's. None: gpu-manager's could not be read yet."""
+        self._entries = found if (found := await entries_if_readable(self._folder)) is not None else self._entries
         if self._done and not self._waiting and not self._left(()):
             return ()
         try:
@@ -133,8 +144,8 @@ class TakeOver:
         return self._records
 
     async def _take(self, records: Sequence[AnonymousRecord] | None) -> None:
-        """Raises CheckpointError. The caller holds the books' lock."""
-        if records is None or not self._books.inventory.snapshot.gpus:
+        """Writes the records of running pods to the ledger. Raises CheckpointError. The caller holds the agent state's lock."""
+        if records is None or not self._agent_state.inventory.snapshot.gpus:
             return
         live = await self._live(records) if records else ()
         new = tuple(record for record in live if record not in self._tried)
@@ -144,14 +155,17 @@ class TakeOver:
         self._waiting = tuple(record for record in new if record not in self._tried)
         self._attempt = self._state(self._waiting) if records else self._attempt
         if self._waiting:
-            self._books.before_first_offer = self.first
+            self._agent_state.before_first_offer = self.first
         self._taken = not self._waiting
         await self._note()
 
     async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
-        """Those whose pods have not ended as far as is known. The kubelet's file goes on naming pods that ended, so once all is done only
-        those of which nobody told, and that somebody shows to run."""
-        await self._know_pods()
+        """The records of pods that have not ended, as far as the kubelet's file and the API server show.
+
+        The kubelet's file still lists ended pods. After the migration, a record therefore counts only if its container is not in the
+        ledger and is shown to run.
+        """
+        await self._wait_for_pods()
         uids = pods_with_devices(self._entries)
         kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
         if not self._done:
@@ -160,28 +174,31 @@ class TakeOver:
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
 
     def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
-        """What another attempt with these records depends on: while it stays the same, it would come to the same. What we grant
-        meanwhile makes no room for them."""
-        books = self._books
-        return records, books.inventory.gpus(books.ledger.cards), None if self._free else books.ledger
+        """The input of an attempt with these records: an attempt with equal input has the same result. Once devices are offered the
+        ledger is not part of it, since new grants only reduce the free capacity."""
+        agent_state = self._agent_state
+        return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
 
     async def _place(self, records: Sequence[AnonymousRecord]) -> int:
-        """The number of those that are new in the ledger. Our own pods come first, as after a lost ledger only the kubelet tells of them:
-        their ids are settled, those of gpu-manager's pods lie where there is room."""
-        housekeeping = self._housekeeping
-        await housekeeping.adopt_locked(ours_of(self._entries or ()))
-        rebuilt = await housekeeping.migrate(
-            lambda ledger, minors: migrate(ledger, records, minors, new_id=housekeeping.new_id, now=self._wall_clock())
+        """Adds the records to the ledger and returns how many were added.
+
+        gpumgr's own pods are adopted first: after a lost ledger only the kubelet lists them. Their ids are fixed, while gpu-manager's
+        pods get free ids.
+        """
+        reconciler = self._reconciler
+        await reconciler.adopt_locked(ours_of(self._entries or ()))
+        rebuilt = await reconciler.migrate(
+            lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=self._wall_clock())
         )
         self._tried.update(set(records) - set(rebuilt.left))
-        listing = await self._admission.look()
+        listing = await self._admission.list_pods()
         if listing is not None:
             names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
-            await housekeeping.name(names)
+            await reconciler.name(names)
         return len(rebuilt.added)
 
     async def _note(self) -> None:
-        """Not with a kubelet's file that can't be read: what is in it may be known at the next start."""
+        """Saves that the migration is finished, unless the kubelet's file is unreadable: the next start may be able to read it."""
         if self._done or not (self._taken and self._free) or self._entries is None:
             return
         try:
@@ -190,19 +207,22 @@ class TakeOver:
             log.error("not_taken_over", error=str(error))
 
     def _gone(self, uid: str) -> bool:
-        """As the API server has it."""
-        view = view_of(self._pods, uid)
+        """Whether the pod has ended, or does not exist, as the API server reports."""
+        view = find_pod(self._pods, None, uid)
         return view.ended if view is not None else self._pods.synced
 
     async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
-        """Those that have not ended, with their pods' names. The kubelet's file goes on naming pods that ended, so its API tells; for a
-        while after its start that lacks pods, so the API server tells, too. In the absence of one of them the other must say so for
-        that while. The caller holds the books' lock."""
-        listing = await self._admission.look()
+        """The containers of `left` that have not ended, with the names of their pods. The caller holds the agent state's lock.
+
+        The kubelet's file still lists ended pods, and for INCOMPLETE_SECONDS after its start the kubelet's PodResources API lacks running
+        ones. A container has therefore ended if both PodResources and the API server lack it. If one of them is unavailable, the other
+        must lack it for INCOMPLETE_SECONDS.
+        """
+        listing = await self._admission.list_pods()
         shown = _holders_shown(listing) if listing is not None else {}
         running: dict[tuple[str, str], PodKey | None] = {}
         for holder, ids in left.items():
-            view = view_of(self._pods, holder[0])
+            view = find_pod(self._pods, None, holder[0])
             pod = next((shown[each] for each in ids if each in shown), None)
             gone, absent = self._gone(holder[0]), listing is not None and pod is None
             if gone and absent:
@@ -216,30 +236,30 @@ class TakeOver:
             running[holder] = view.key if view is not None else pod
         return running
 
-    def _tell(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
-        """The log has all of them, once; the sentence is for a node's condition, and names a few."""
+    def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
+        """The reason, for the node's condition; it names the first containers. The log event, written once, has all of them."""
         holders = tuple(
             f"{'/'.join(pod) if pod else f'pod uid {uid}'} ({container})" for (uid, container), pod in sorted(running.items())
         )
         more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
         problem = (
-            f"{', '.join(holders[:_NAMED])}{more} hold GPUs from gpu-manager, and {self._path} does not tell which: nothing is offered, or "
-            "they would be given out again"
+            f"{', '.join(holders[:_NAMED])}{more} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
+            "this is known, since theirs would be granted twice"
         )
-        if holders != self._told:
-            self._told = holders
+        if holders != self._logged:
+            self._logged = holders
             log.error("foreign_allocations", holders=holders, problem=problem, remedy=_REMEDY)
         return f"{problem}; {_REMEDY}"
 
 
 def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
-    """Device id of one of our resources -> the pod that has it."""
+    """Device id of one of gpumgr's resources -> the pod that holds it."""
     return {
         device_id: pod
         for pod in listing.pods
         for devices in listing.containers(pod).values()
         for resource, ids in devices.items()
-        if resource in KIND_OF
+        if resource in RESOURCE_BY_NAME
         for device_id in ids
     }
 

@@ -1,1 +1,1 @@
-"""What the agent remembers over restarts: its ledger in sqlite, durable before anybody sees a decision; gpu-manager's file is read."""
+"""The state that persists over restarts: the ledger, in sqlite. gpu-manager's checkpoint is read here, too."""

@@ -1,118 +1,93 @@
-"""Allocations and the history's entries as rows: JSON with bit masks in hex, and a checksum over what the row says.
+"""Encodes allocations and history entries as rows: JSON with bit masks in hex, and a checksum over the record.
 
-sqlite's own integrity check covers its structure, not its content; the checksum finds a flipped bit in a row.
+sqlite's integrity check covers the structure of the file, not its content; the checksum finds a flipped bit in a row.
 """
 
 import zlib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Final
 
 import msgspec
 
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.ids import Masks
+from gpumgr.allocator.ids import GpuRegistry, Masks
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.checkpoint.files import CorruptError
+from gpumgr.units import BLOCK_MEBIBYTES, RESOURCES, Resource
 
 
 class CorruptRowError(CorruptError):
-    """A row does not say what was once written there."""
+    """A row differs from what was written."""
 
 
-class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    pod: tuple[str, str] | None = None
-    uid: str | None = None
-    container: str | None = None
-    init: bool = False
-    cores: dict[str, str] = {}
-    blocks: dict[str, str] = {}
-    gpus: tuple[str, ...] = ()
-    granted_at: float = 0.0
-    why: str = ""
-    anonymous: bool = False
-    mechanisms: tuple[str, ...] = ()
-    exemption: str | None = None
-    cdi: bool = False
-
-
-_decoder = msgspec.json.Decoder(_Row)
-_entry_decoder = msgspec.json.Decoder(Entry)
+_FIELDS: Final = {field.name for field in fields(Allocation)} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
+_row_decoder = msgspec.json.Decoder(dict[str, Any])
+_entry_decoder = msgspec.json.Decoder(Entry)
+_UNSET: Final = Allocation(id="")
 
 
 def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
-    """(id, record, checksum): one row."""
-    record = _encoder.encode(
-        _Row(
-            pod=allocation.pod,
-            uid=allocation.uid,
-            container=allocation.container,
-            init=allocation.init,
-            cores=_to_hex(allocation.cores),
-            blocks=_to_hex(allocation.blocks),
-            gpus=allocation.gpus,
-            granted_at=allocation.granted_at,
-            why=allocation.why,
-            anonymous=allocation.anonymous,
-            mechanisms=allocation.mechanisms,
-            exemption=allocation.exemption,
-            cdi=allocation.cdi,
-        )
-    ).decode()
+    """(id, record, checksum): a row. The record has the allocation's fields that are not empty."""
+    row = {name: value for name in _FIELDS if (value := getattr(allocation, name)) != getattr(_UNSET, name)}
+    if allocation.device_ids:
+        row["device_ids"] = {
+            resource: {gpu: format(mask, "x") for gpu, mask in masks.items()} for resource, masks in allocation.device_ids.items()
+        }
+    record = _encoder.encode(row).decode()
     return allocation.id, record, checksum(allocation.id, record)
 
 
-def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
-    """The allocation of a row. Raises CorruptRowError that names it."""
+def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
+    """The allocation of a row; for one of schema 2 the amounts are computed from its ids. Raises CorruptRowError, which names it."""
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
-        row = _decoder.decode(record)
-        return Allocation(
-            id=allocation_id,
-            pod=row.pod,
-            uid=row.uid,
-            container=row.container,
-            init=row.init,
-            cores=_from_hex(row.cores),
-            blocks=_from_hex(row.blocks),
-            gpus=row.gpus,
-            granted_at=row.granted_at,
-            why=row.why,
-            anonymous=row.anonymous,
-            mechanisms=row.mechanisms,
-            exemption=row.exemption,
-            cdi=row.cdi,
-        )
-    except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        row = _row_decoder.decode(record)
+        # Schema 2 has a list of GPUs, and the ids as `cores` and `blocks`.
+        gpus = row.pop("gpus", ())
+        ids = row.pop("device_ids", None) or {"core": row.pop("cores", {}), "memory": row.pop("blocks", {})}
+        if unknown := row.keys() - _FIELDS:
+            raise ValueError(f"it has the field {min(unknown)!r}")
+        device_ids: dict[Resource, Masks] = {
+            resource: {gpu: int(mask, 16) for gpu, mask in ids[resource].items()} for resource in RESOURCES if ids.get(resource)
+        }
+        if not isinstance(gpus, Mapping):
+            return msgspec.convert({"id": allocation_id, **row}, Allocation).with_ids(gpu_registry, device_ids, gpus)
+        whole = msgspec.convert({"id": allocation_id, "gpus": gpus, **row}, Allocation)
+        return replace(whole, device_ids=device_ids)
+    except (msgspec.DecodeError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
 
 def encode_entry(entry: Entry) -> tuple[int, str, int]:
-    """(number, record, checksum): one row."""
+    """(number, record, checksum): a row."""
     record = _encoder.encode(entry).decode()
     return entry.number, record, checksum(str(entry.number), record)
 
 
 def decode_entry(number: int, record: bytes, sum_: int) -> Entry:
-    """The entry of a row, whatever its record is. Raises CorruptRowError."""
+    """The entry of a row. Raises CorruptRowError for any record that is not an entry."""
     try:
         if sum_ != checksum(str(number), record.decode()):
             raise ValueError("its checksum is wrong")
-        return _entry_decoder.decode(record)
+        entry = _entry_decoder.decode(record)
+        return entry if b"memory_blocks_free" not in record else _of_schema_2(entry, record)
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRowError(f"entry {number} of the history can't be read: {error}") from error
 
 
 def checksum(*texts: str) -> int:
-    """CRC-32 of the texts, each with its end marked."""
+    """CRC-32 of the texts, each with a terminating NUL."""
     result = 0
     for text in texts:
         result = zlib.crc32(text.encode() + b"\0", result)
     return result
 
 
-def _to_hex(masks: Masks) -> dict[str, str]:
-    return {gpu: format(mask, "x") for gpu, mask in masks.items()}
-
-
-def _from_hex(masks: dict[str, str]) -> dict[str, int]:
-    return {gpu: int(mask, 16) for gpu, mask in masks.items()}
+def _of_schema_2(entry: Entry, record: bytes) -> Entry:
+    """Converts an entry of schema 2, which has a candidate's free memory in blocks."""
+    blocks = [candidate.get("memory_blocks_free", 0) for candidate in _row_decoder.decode(record)["candidates"]]
+    candidates = zip(entry.candidates, blocks, strict=True)
+    return replace(entry, candidates=tuple(replace(c, memory_mebibytes_free=n * BLOCK_MEBIBYTES) for c, n in candidates))

@@ -1,4 +1,4 @@
-"""The checkpoint's file among other files: made, set aside, and what sqlite's errors about it mean to an operator."""
+"""The checkpoint's file: creates it, renames a corrupt one, and translates sqlite's errors for an operator."""
 
 import os
 import sqlite3
@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Final, Literal
 
 from gpumgr.errors import CheckpointError
+from gpumgr.files import sync_folder
 
 NAME: Final = "gpumgr.sqlite3"
-#: sqlite's companions of a file in WAL mode.
+#: The files that sqlite creates beside a database in WAL mode.
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
-_FULL: Final = "free space on its file system; nothing was changed, and the agent goes on trying"
+_FULL: Final = "free space on its file system; nothing was changed, and the agent retries"
 _ACCESS: Final = "make its folder writable for the user that gpumgr runs as, or set checkpoint.dir to another one"
-_DISK: Final = "look into the kernel's log for the disk's errors"
+_DISK: Final = "check the kernel log for disk errors"
 _BUSY: Final = "another program holds the file; only one agent may run on a node"
-_CORRUPT: Final = "start the agent again: it sets the file aside and rebuilds from what the kubelet knows"
+_CORRUPT: Final = "start the agent again: it renames the file and rebuilds the ledger from the kubelet's state"
 
-#: Beginning of sqlite's name for an error -> what to do about it.
+#: Prefix of sqlite's name for an error -> what to do about it.
 _ADVICE: Final = {
     "SQLITE_FULL": _FULL,
     "SQLITE_READONLY": _ACCESS,
@@ -38,11 +39,11 @@ class CorruptError(CheckpointError):
 
 
 def prepare(folder: Path) -> Path:
-    """Path of the checkpoint's file, which exists afterwards, for nobody else to read. Raises CheckpointError."""
+    """Creates the checkpoint's file if it is missing, with mode 0600, and returns its path. Raises CheckpointError."""
     path = folder / NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # sqlite gives its companions the mode of the file. No descriptor of it may be closed later: that would drop sqlite's locks.
+        # sqlite gives the files beside it the same mode. No descriptor of it may be closed later: that would drop sqlite's locks.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
@@ -55,7 +56,7 @@ def prepare(folder: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Finds what sqlite would take for an empty file, or for one that it may not write. Before any connection: it opens the file.
+    """Finds a file that sqlite would treat as empty or as read-only. Call it before any connection, since it opens the file.
 
     Raises CorruptError. Source of the layout: sqlite's file format, section 1.3.
     """
@@ -65,11 +66,11 @@ def check_header(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"can't open the checkpoint {path}: {error.strerror or error}; {_ACCESS}") from error
     if header and (len(header) < _MIN_PAGE_BYTES or header[:16] != b"SQLite format 3\0" or not set(header[18:20]) <= {1, 2}):
-        raise CorruptError(f"{path} does not begin as a sqlite file does")
+        raise CorruptError(f"{path} does not begin like a sqlite file")
 
 
 def set_aside(path: Path, now_seconds: float) -> Path:
-    """Renames the file and its companions, and tells the new name. Raises CheckpointError."""
+    """Renames the file and those beside it, and returns the new name. Raises CheckpointError."""
     stamp = datetime.fromtimestamp(now_seconds, UTC).strftime("%Y%m%dT%H%M%SZ")
     names = (path.with_name(f"{path.name}.corrupt-{stamp}{f'.{n}' if n else ''}") for n in range(1 << 16))
     try:
@@ -87,24 +88,14 @@ def set_aside(path: Path, now_seconds: float) -> Path:
     return aside
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes names in the folder durable. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def translate(error: sqlite3.Error, path: Path, verb: Literal["open", "read", "write"]) -> CheckpointError:
-    """sqlite's error in our words: the path, what happened, what to do.
+    """sqlite's error as a CheckpointError with the path, the cause and a remedy.
 
-    Whatever the world around the file is not to blame for (no such table, no database at all, text that is no UTF-8) is its content's
-    fault: CorruptError.
+    An error that the file system does not cause (no such table, no database, text that is not UTF-8) means corrupt content: CorruptError.
     """
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
-    said = f"can't {verb} the checkpoint {path}: {error} ({name})"
+    problem = f"can't {verb} the checkpoint {path}: {error} ({name})"
     advice = next((advice for prefix, advice in _ADVICE.items() if name.startswith(prefix)), None)
     if advice is not None:
-        return CheckpointError(f"{said}; {advice}")
-    return CorruptError(f"{said}; {_CORRUPT}" if verb == "write" else said)
+        return CheckpointError(f"{problem}; {advice}")
+    return CorruptError(f"{problem}; {_CORRUPT}" if verb == "write" else problem)

@@ -1,4 +1,4 @@
-"""gpu-manager's own checkpoint, for migration: who holds which GPU, with anonymous ids. Read once, never written.
+"""Reads gpu-manager's checkpoint, for migration: which container holds which GPUs. Its device ids name no GPU.
 
 {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
 """
@@ -19,7 +19,7 @@ _Amount = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuManagerRecord:
-    """What gpu-manager gave one container: GPUs by minor number, `cores` in 1/100 GPU."""
+    """What gpu-manager granted to one container: GPUs by minor number, `cores` in 1/100 GPU."""
 
     pod_uid: str
     container: str
@@ -39,10 +39,10 @@ class _Document(msgspec.Struct, rename={"pods": "PodGPUMapping"}):
 
 
 def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
-    """Its records, sorted by pod and container; none if the file is missing or empty of them.
+    """The records, sorted by pod and container; empty if the file is missing or has none.
 
-    Null maps count as empty ones, and device paths that name no GPU are left out, as gpu-manager itself does at its start.
-    Raises InputError for a file that can't be read or understood.
+    Null maps count as empty ones, and device paths that name no GPU are skipped, as gpu-manager itself does at its start.
+    Raises InputError for a file that can't be read or parsed.
     """
     try:
         document = msgspec.json.decode(path.read_bytes(), type=_Document)
@@ -52,7 +52,7 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
         raise InputError(f"can't read gpu-manager's checkpoint {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(
-            f"gpu-manager's checkpoint {path} can't be understood: {error}; move it away if its pods are gone"
+            f"gpu-manager's checkpoint {path} can't be understood: {error}; move it away if its pods have ended"
         ) from error
     return tuple(
         GpuManagerRecord(
@@ -69,6 +69,6 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[GpuManagerRecord, ...]:
 
 
 def _minors(devices: Iterable[str]) -> tuple[int, ...]:
-    """In the order of the file, each once."""
+    """The minor numbers in the order of the file, without duplicates."""
     found = (_DEVICE.fullmatch(device) for device in devices)
     return tuple(dict.fromkeys(int(match[1]) for match in found if match))

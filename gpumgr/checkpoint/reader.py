@@ -1,8 +1,8 @@
-"""A look at the checkpoint beside a running agent, or without one. It changes nothing and makes no file.
+"""Reads the checkpoint with or without a running agent. It changes nothing and creates no file.
 
-sqlite's read-only mode alone makes a missing -shm file, and may need the log (-wal) that a killed agent left behind. So:
+sqlite's read-only mode creates a missing -shm file, and needs the log (-wal) of a killed agent. Therefore:
 no log: the main file is complete, and is read as immutable; log and -shm: read-only mode; a log alone: a private copy is read.
-An agent that starts or stops between these looks makes the files others than they seemed: whoever fails looks once more.
+An agent that starts or stops between these checks changes the set of files, so a failed read is retried once.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from gpumgr.errors import CheckpointError
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """What the checkpoint in `folder` holds now; `lost` if there is no file, or one without tables.
+    """The present content of the checkpoint in `folder`; `lost` if there is no file, or one without tables.
 
-    Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not ours to read.
+    Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not readable.
     """
     path = folder / files.NAME
     with contextlib.suppress(OSError, CheckpointError):
-        return _look(path)
+        return _attempt(path)
     try:
-        return _look(path)
+        return _attempt(path)
     except FileNotFoundError:
         return Loaded(lost=True, why=f"there is no checkpoint at {path}")
     except OSError as error:
         raise CheckpointError(f"can't read the checkpoint {path}: {error.strerror or error}") from error
 
 
-def _look(path: Path) -> Loaded:
+def _attempt(path: Path) -> Loaded:
     """Raises FileNotFoundError or another OSError, or CheckpointError."""
     log, shared = path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
     path.stat()

@@ -1,4 +1,4 @@
-"""What can still be read of a file that can't be trusted: notes that have their checksum. Read from a copy; the file stays evidence."""
+"""Reads the intact notes of a corrupt file: those with a correct checksum. It reads a copy, so that the file stays unchanged."""
 
 import shutil
 import sqlite3
@@ -13,14 +13,14 @@ from gpumgr.checkpoint.codec import checksum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvaged:
-    """`lost`: of the notes that were wanted one is missing, and it may have been where the file is damaged."""
+    """`lost`: a requested note is missing and may have been in the damaged part of the file."""
 
     notes: Mapping[str, str]
     lost: bool
 
 
 def salvage_notes(path: Path, keys: Collection[str]) -> Salvaged:
-    """The notes under these keys, as far as they can be read. Raises nothing."""
+    """The readable notes with these keys. Raises nothing."""
     notes: dict[str, str] = {}
     whole = True
     try:

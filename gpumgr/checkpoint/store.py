@@ -1,8 +1,9 @@
 """The ledger on disk: sqlite in WAL mode, synchronous=FULL, one connection, written by one thread.
 
-Law 1. `save` returns after fsync, and only then may anybody act on what it saved. If it raises, nothing was changed.
-Law 2. A change is one transaction: whatever kills the process, the next start finds all of it or nothing.
-Law 3. What can't be trusted is renamed aside and reported; it is never read as an empty ledger, and never deleted.
+Invariants:
+1. `save` returns after fsync, and a decision takes effect only then. If `save` raises, nothing was changed.
+2. A change is one transaction: if the process is killed, the next start finds all of it or nothing.
+3. A corrupt file is renamed and reported; it is never read as an empty ledger, and never deleted.
 """
 
 import asyncio
@@ -23,13 +24,14 @@ from gpumgr.checkpoint import files, tables
 from gpumgr.checkpoint.salvage import salvage_notes
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.errors import CheckpointError
+from gpumgr.files import sync_folder
 
-#: Work for the writer thread and where its outcome goes; None ends the thread.
+#: A function for the writer thread, and the future of its result; None ends the thread.
 _Job = tuple[Callable[[], None], Future[None]] | None
 
 
 class SqliteCheckpoint:
-    """The agent's durable memory. Made by `open`; `save` and `save_note` from one event loop; `close` at the end."""
+    """The durable state of the agent. `open` creates it; call `save` and `save_note` from one event loop, and `close` at the end."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, loaded: Loaded) -> None:
         self._connection, self._path, self._loaded = connection, path, loaded
@@ -40,11 +42,10 @@ class SqliteCheckpoint:
 
     @classmethod
     def open(cls, folder: Path, *, outlive: Collection[str] = (), wall_clock: Callable[[], float] = time.time) -> Self:
-        """Opens or makes the checkpoint in `folder` and reads it. Blocks for some milliseconds; meant for the start.
+        """Opens or creates the checkpoint in `folder` and reads it. Blocks for some milliseconds; call it only at the start.
 
-        A corrupt file is set aside: then `load()` says `lost` and where the old file is. Its notes under the keys `outlive` are saved
-        into the new file, as far as they can be. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the
-        file.
+        A corrupt file is renamed: then `load()` has `lost` and the new name of the file. Those of its notes with the keys `outlive` that
+        are readable are copied into the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
         """
         path = files.prepare(folder)
         existed = path.stat().st_size > 0
@@ -59,17 +60,17 @@ class SqliteCheckpoint:
         return cls(connection, path, loaded)
 
     def load(self) -> Loaded:
-        """What was there at `open`."""
+        """The content of the checkpoint at `open`."""
         return self._loaded
 
     async def save(self, change: Change) -> None:
-        """Makes the change durable. Raises CheckpointError; then the file is as before."""
+        """Makes the change durable. Raises CheckpointError; then the file is unchanged."""
         if change:
             await self._run(lambda: tables.write_change(self._connection, change))
 
     async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
-        """Remembers one text under a key, and in the same transaction what the history tells of it. Raises CheckpointError; then the file
-        is as before."""
+        """Saves a text under a key, and the history's entries about it in the same transaction. Raises CheckpointError; then the file is
+        unchanged."""
 
         def write() -> None:
             tables.write_note(self._connection, key, value)
@@ -78,7 +79,7 @@ class SqliteCheckpoint:
         await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
-        """Finishes what was asked for and closes the file. False: the disk did not answer in time, the file is left as it is."""
+        """Finishes the requested writes and closes the file. False: the disk was too slow, and the file is not closed."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -89,7 +90,7 @@ class SqliteCheckpoint:
         if self._closed:
             raise CheckpointError(f"the checkpoint {self._path} is closed")
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # a caller who is cancelled stops waiting; the write itself goes on
+        done.set_running_or_notify_cancel()  # a cancelled caller stops waiting; the write itself is completed
         self._jobs.put((work, done))
         try:
             await asyncio.wrap_future(done)
@@ -110,7 +111,7 @@ class SqliteCheckpoint:
 
 
 def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
-    """All of `work` or nothing, and durable on return."""
+    """Runs `work` as one transaction, which is durable on return."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         work()
@@ -122,7 +123,7 @@ def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
 
 
 def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyType({})) -> tuple[sqlite3.Connection, Loaded]:
-    """A new file begins with these notes. Raises files.CorruptError or CheckpointError, with the connection closed."""
+    """The connection and what the file holds; a new file gets `notes`. Raises files.CorruptError or CheckpointError."""
     files.check_header(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
     try:
@@ -132,7 +133,7 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
         connection.execute("PRAGMA synchronous=FULL")
         if tables.is_empty(connection):
             _transact(connection, lambda: tables.create(connection, notes))
-            files.sync_folder(path.parent)
+            sync_folder(path.parent)
             why = "there was no checkpoint yet" if fresh else "the file held no tables"
             return connection, Loaded(lost=True, why=why)
         tables.check(connection, path)

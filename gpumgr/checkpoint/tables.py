@@ -1,4 +1,4 @@
-"""The checkpoint's tables, and the way in and out of them. Knows connections, but neither files nor threads."""
+"""The tables of the checkpoint: creates, checks, upgrades, reads and writes them on a given connection."""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
-from gpumgr.allocator.ids import Card, Cards
+from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.errors import CheckpointError
 
-#: Raised with every change that an older gpumgr would misread. 2: allocations have mechanisms. The history came later and raised
-#: nothing: a gpumgr that does not know it leaves it as it is.
-SCHEMA_VERSION: Final = 2
+#: Incremented with every change that an older gpumgr would misread. 2: allocations have mechanisms; 3: amounts per GPU. The history
+#: was added within schema 2: a version without it leaves that table unchanged.
+SCHEMA_VERSION: Final = 3
 
-#: `grant_of`: the allocation whose grant the entry tells of.
+#: `grant_of`: the allocation, if the entry records its grant.
 _HISTORY: Final = "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)"
 _CREATE: Final = (
     "CREATE TABLE schema (version INTEGER NOT NULL)",
@@ -27,7 +27,7 @@ _CREATE: Final = (
     "CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL)",
     _HISTORY,
 )
-#: What is older than the newest so many goes, but for the grants of allocations that live.
+#: Deletes the entries that are older than the newest N, except the grants of existing allocations.
 _PRUNE: Final = (
     "DELETE FROM history WHERE number <= (SELECT number FROM history ORDER BY number DESC LIMIT 1 OFFSET ?) "
     "AND (grant_of IS NULL OR grant_of NOT IN (SELECT id FROM allocations))"
@@ -36,12 +36,11 @@ _PRUNE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a checkpoint held.
+    """The content of a checkpoint.
 
-    `lost`: it held nothing that can be relied on, so what the kubelet knows must be asked: a first start, a deleted file or, with
-    `set_aside`, a corrupt file that now stands under that name. `why` says which. `notes` of a corrupt file are those that could be
-    saved of the ones that are to outlive it; `notes_lost`: not all of these may be among them. `history` is oldest first; `unreadable`
-    entries of it were passed over, for nothing depends on them.
+    `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state: at a first start, after the file was deleted, or
+    after a corrupt file was renamed to `set_aside`. `why` gives the cause. `notes` of a corrupt file are the readable ones of those to
+    keep; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its entries that were skipped.
     """
 
     ledger: Ledger = field(default_factory=Ledger)
@@ -55,7 +54,7 @@ class Loaded:
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """No table at all: a new file, or one whose making was cut short."""
+    """Whether the file has no table: it is new, or its creation was interrupted."""
     return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
 
 
@@ -69,25 +68,25 @@ def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises CorruptError for a damaged or foreign file, CheckpointError for one of a newer gpumgr."""
-    said = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
-    if said != ["ok"]:
-        raise CorruptError(f"sqlite's integrity check says: {'; '.join(map(str, said))}")
+    """Raises CorruptError for a damaged file or one of another program, CheckpointError for one of a newer gpumgr."""
+    results = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+    if results != ["ok"]:
+        raise CorruptError(f"sqlite's integrity check reports: {'; '.join(map(str, results))}")
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'schema'").fetchone():
         raise CorruptError("the file has tables, but they are not gpumgr's")
     versions = [row[0] for row in connection.execute("SELECT version FROM schema")]
     if len(versions) != 1 or not isinstance(versions[0], int) or versions[0] < 1:
-        raise CorruptError(f"the schema's version reads {versions}")
+        raise CorruptError(f"the schema version is {versions}")
     if versions[0] > SCHEMA_VERSION:
         raise CheckpointError(
-            f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one knows {SCHEMA_VERSION}): "
-            "start that version again, or move the file away; what the kubelet knows is then rebuilt from its PodResources"
+            f"the checkpoint {path} was written by a newer gpumgr (schema {versions[0]}, this one reads up to {SCHEMA_VERSION}): "
+            "start that version again, or move the file away: the ledger is then rebuilt from the kubelet's PodResources"
         )
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Makes the file this version's, which reads all older ones as they are. A history of another make is made anew. To be called inside
-    a transaction."""
+    """Sets the schema version to this one, which reads older rows unchanged. A history table with another definition is created again.
+    To be called inside a transaction."""
     if _history_made(connection) != _HISTORY:
         connection.execute("DROP TABLE IF EXISTS history")
         connection.execute(_HISTORY)
@@ -95,12 +94,13 @@ def upgrade(connection: sqlite3.Connection) -> None:
 
 
 def read(connection: sqlite3.Connection) -> Loaded:
-    """Everything, as of one instant. Raises CorruptError that names the row which can't be read."""
+    """Reads all tables at one instant. Raises CorruptError, which names the unreadable row."""
     connection.execute("BEGIN")
     try:
-        cards = tuple(_card(row) for row in connection.execute("SELECT name, uuid, memory_blocks, sum FROM cards ORDER BY place"))
+        gpus = connection.execute("SELECT name, uuid, memory_blocks, sum FROM cards ORDER BY place")
+        gpu_registry = GpuRegistry(tuple(map(_registered_gpu, gpus)))
         rows = connection.execute("SELECT id, record, sum FROM allocations ORDER BY rowid")
-        allocations = {row[0]: decode_allocation(*row) for row in rows}
+        allocations = {row[0]: decode_allocation(gpu_registry, *row) for row in rows}
         notes = dict(_note(row) for row in connection.execute("SELECT key, value, sum FROM notes ORDER BY key"))
         entries = _entries(connection)
     except (AttributeError, TypeError, ValueError) as error:
@@ -108,16 +108,21 @@ def read(connection: sqlite3.Connection) -> Loaded:
     finally:
         connection.execute("ROLLBACK")
     history = tuple(entry for entry in entries if entry is not None)
-    return Loaded(ledger=Ledger(Cards(cards), allocations), notes=notes, history=history, unreadable=len(entries) - len(history))
+    return Loaded(
+        ledger=Ledger(gpu_registry, allocations),
+        notes=notes,
+        history=history,
+        unreadable=len(entries) - len(history),
+    )
 
 
 def write_change(connection: sqlite3.Connection, change: Change) -> None:
     """To be called inside a transaction."""
-    if change.cards is not None:
+    if change.gpu_registry is not None:
         connection.execute("DELETE FROM cards")
         connection.executemany(
             "INSERT INTO cards VALUES (?, ?, ?, ?, ?)",
-            [(n, c.name, c.uuid, c.memory_blocks, _card_sum(c)) for n, c in enumerate(change.cards.cards)],
+            [(n, c.name, c.uuid, c.memory_blocks, _card_sum(c)) for n, c in enumerate(change.gpu_registry.gpus)],
         )
     connection.executemany("DELETE FROM allocations WHERE id = ?", [(allocation_id,) for allocation_id in change.drop])
     connection.executemany(
@@ -125,7 +130,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         [encode_allocation(allocation) for allocation in change.put],
     )
     write_entries(connection, change.entries)
-    if change.entries and not change.put:  # a grant does not wait for it; the end of its allocation comes by here
+    if change.entries and not change.put:  # not on a grant, to keep it fast; the end of its allocation prunes
         connection.execute(_PRUNE, (HISTORY_ENTRIES,))
 
 
@@ -140,7 +145,7 @@ def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
 
 
 def _entries(connection: sqlite3.Connection) -> list[Entry | None]:
-    """None for one that can't be read, or for all if that is so of the table. A file of before the history has none."""
+    """The history's entries; None for an unreadable entry, and one None for an unreadable table. Older files have no history."""
     if _history_made(connection) is None:
         return []
     try:
@@ -151,7 +156,7 @@ def _entries(connection: sqlite3.Connection) -> list[Entry | None]:
 
 
 def _history_made(connection: sqlite3.Connection) -> str | None:
-    """The statement that made the table."""
+    """The statement that created the table, None without a table."""
     row = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'history'").fetchone()
     return None if row is None else row[0]
 
@@ -168,15 +173,15 @@ def _entry(row: tuple[int, bytes, int]) -> Entry | None:
         return None
 
 
-def _card(row: tuple[str, str, int, int]) -> Card:
+def _registered_gpu(row: tuple[str, str, int, int]) -> RegisteredGpu:
     name, uuid, memory_blocks, sum_ = row
-    card = Card(name, uuid, memory_blocks)
+    card = RegisteredGpu(name, uuid, memory_blocks)
     if sum_ != _card_sum(card):
         raise CorruptError(f"the row of GPU {name!r} can't be read: its checksum is wrong")
     return card
 
 
-def _card_sum(card: Card) -> int:
+def _card_sum(card: RegisteredGpu) -> int:
     return checksum(card.name, card.uuid, str(card.memory_blocks))
 
 

@@ -1,7 +1,7 @@
-"""The `gpumgr` command. Each subcommand lives in a module of its own and is imported only when it is called.
+"""The `gpumgr` command. Each subcommand is a module of its own, which is imported only when the subcommand is called.
 
 Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node;
-4 the checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
+4 the checkpoint cannot be used; 5 the driver was replaced under the running agent (start it again).
 """
 
 import contextlib
@@ -31,12 +31,12 @@ _COMMANDS: Final = {
     "config": "config",
     "demo": "demo",
 }
-#: No room, by disk, quota or limit, or a broken disk.
+#: No space, by disk, quota or limit, or a broken disk.
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Lazy(click.Group):
-    """Knows its subcommands by name; the agent must not pay for the demo's imports."""
+    """Imports a subcommand's module when it is called, so that the agent does not load the other commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return list(_COMMANDS)
@@ -69,7 +69,8 @@ def group() -> None:
 def main() -> None:
     running = sys.argv[1:2] == ["run"]
     if running:
-        # structlog takes rich in where it finds it (60 ms, 7 MiB), for tracebacks that the agent prints plainly.
+        # structlog imports rich wherever it is installed (60 ms, 7 MiB), for tracebacks that the agent does not print. It has no option
+        # against that.
         sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     try:
         group()
@@ -77,9 +78,9 @@ def main() -> None:
         _end(error, code=2)
     except GpumgrError as error:
         _end(error, code=1)
-    except OSError as error:  # click itself ends quietly where the reader of a pipe is gone
+    except OSError as error:  # click itself handles the closed reader of a pipe
         if running:
-            raise  # in the agent it is a bug, and its traceback belongs into the log
+            raise  # in the agent it is a bug, and its traceback belongs in the log
         _end(f"the output can't be written: {error.strerror}" if error.errno in _UNWRITABLE else error, code=1)
 
 

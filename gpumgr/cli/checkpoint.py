@@ -1,6 +1,7 @@
-"""`gpumgr checkpoint`: what the agent remembers."""
+"""`gpumgr checkpoint`: prints the agent's checkpoint."""
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -11,22 +12,22 @@ from rich.table import Table
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.errors import CheckpointError
 
-#: Terminal columns from which on the reason has room.
+#: Terminal width from which the reason is shown.
 WIDE = 140
 _EXIT_CODES: Final = {
-    0: "done, where the folder holds no checkpoint yet too",
-    1: "the checkpoint can't be read, or its folder is not there",
+    0: "done, also if the folder has no checkpoint yet",
+    1: "the checkpoint can't be read, or its folder does not exist",
     2: "wrong usage or settings",
 }
 
 
 @click.group("checkpoint")
 def command() -> None:
-    """Look at the agent's checkpoint.
+    """Print the agent's checkpoint.
 
     \b
     Examples:
@@ -44,16 +45,16 @@ def command() -> None:
 )
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def show(file: Path | None, folder: Path | None, output: str) -> None:
-    """Print who holds what. Works beside a running agent and without one.
+    """Print the allocations. Works with and without a running agent.
 
     \b
     Examples:
       gpumgr checkpoint show
       gpumgr checkpoint show --dir /var/lib/gpumgr --output json
     """
-    folder = folder or settings_in_force(file, standalone=False, assignments=()).checkpoint.dir
+    folder = folder or effective_settings(file, standalone=False, assignments=()).checkpoint.dir
     loaded = read_checkpoint(folder)
-    if loaded.lost and not folder.is_dir():  # somebody may take "nothing" for the answer, and it is that of another place
+    if loaded.lost and not folder.is_dir():  # not an empty checkpoint, but probably a wrong path
         raise CheckpointError(f"there is no folder {folder}: name the agent's settings with --config, or the folder with --dir")
     if output == "json":
         click.echo(json.dumps({"lost": loaded.lost, **document(loaded.ledger)}))
@@ -65,9 +66,9 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
 
 
 def document(ledger: Ledger) -> dict[str, Any]:
-    """The ledger as JSON: cards in their order, allocations oldest first."""
+    """The ledger as JSON data: GPUs in their order, allocations oldest first."""
     return {
-        "gpus": [{"name": c.name, "uuid": c.uuid, "memory_blocks": c.memory_blocks} for c in ledger.cards.cards],
+        "gpus": [{"name": c.name, "uuid": c.uuid, "memory_blocks": c.memory_blocks} for c in ledger.gpu_registry.gpus],
         "allocations": [_allocation(ledger, a) for a in _oldest_first(ledger)],
     }
 
@@ -81,11 +82,12 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
         "pod_uid": a.uid,
         "container": a.container,
         "init": a.init,
-        "cores": a.core_count,
-        "memory_blocks": a.block_count,
+        "cores": a.cores,
+        "memory_mebibytes": a.memory_mebibytes,
         "gpus": list(a.gpus),
-        "core_ids": ledger.cards.format("core", a.cores),
-        "memory_ids": ledger.cards.format("memory", a.blocks),
+        "amounts": {gpu: asdict(amounts) for gpu, amounts in a.gpus.items()},
+        "core_ids": ledger.gpu_registry.format("core", a.held("core")),
+        "memory_ids": ledger.gpu_registry.format("memory", a.held("memory")),
         "anonymous": a.anonymous,
         "mechanisms": list(a.mechanisms),
         "granted_at": a.granted_at,
@@ -94,11 +96,11 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
 
 
 def _table(ledger: Ledger, *, wide: bool) -> Table:
-    """`wide`: with room for the sentence that says why."""
-    table = Table(title=f"{len(ledger.allocations)} allocations on {len(ledger.cards.cards)} GPUs")
+    """`wide`: with the reason of each allocation."""
+    table = Table(title=f"{len(ledger.allocations)} allocations on {len(ledger.gpu_registry.gpus)} GPUs")
     for heading in ("Allocation", "Pod", "Container", "GPUs"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("Cores", "Blocks"):
+    for heading in ("Cores", "MiB"):
         table.add_column(heading, justify="right")
     table.add_column("Since (UTC)", no_wrap=True)
     if wide:
@@ -106,7 +108,7 @@ def _table(ledger: Ledger, *, wide: bool) -> Table:
     for a in _oldest_first(ledger):
         since = datetime.fromtimestamp(a.granted_at, UTC).strftime("%m-%d %H:%M:%S")
         pod = "/".join(a.pod) if a.pod else a.uid or "?"
-        cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.core_count), str(a.block_count), since]
+        cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.cores), str(a.memory_mebibytes), since]
         table.add_row(*cells, *([a.why] if wide else []))
     return table
 

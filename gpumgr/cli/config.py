@@ -1,4 +1,4 @@
-"""`gpumgr config`: is a settings file right, and which settings are in force."""
+"""`gpumgr config`: checks a settings file, and prints the effective settings."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ from typing import Literal
 import click
 import yaml
 
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.settings import InvalidSettingsError, check_settings
 from gpumgr.settings.schema import plain
 
@@ -28,11 +28,11 @@ def command() -> None:
     """
 
 
-@command.command(cls=ExitingCommand, exit_codes={0: "the file is right", _EXIT_WRONG: "wrong usage, or the file is wrong"})
+@command.command(cls=ExitingCommand, exit_codes={0: "the file is valid", _EXIT_WRONG: "wrong usage, or the file is invalid"})
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def check(file: Path, output: Literal["text", "json"]) -> None:
-    """Check a settings FILE: "ok", or every mistake as FILE:LINE: key: message.
+    """Check a settings FILE: print "ok", or every mistake as FILE:LINE: key: message.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def check(file: Path, output: Literal["text", "json"]) -> None:
 )
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def show(file: Path | None, output: Literal["text", "json"]) -> None:
-    """Print the settings in force, defaults, file and environment together, as a settings file.
+    """Print the effective settings (defaults, file and environment together) as a settings file.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def show(file: Path | None, output: Literal["text", "json"]) -> None:
       GPUMGR_HTTP_PORT=9000 gpumgr config show --config gpumgr.yaml --output json
     """
     try:
-        document = plain(settings_in_force(file, standalone=False, assignments=()))
+        document = plain(effective_settings(file, standalone=False, assignments=()))
     except InvalidSettingsError as error:
         click.echo(str(error), err=True)
         sys.exit(_EXIT_WRONG)

@@ -1,4 +1,4 @@
-"""`gpumgr demo`: the agent on a simulated node, before your eyes."""
+"""`gpumgr demo`: the agent on a simulated node."""
 
 import asyncio
 import json
@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.demo.play import Audience, Result, play
-from gpumgr.demo.screen import Nobody, Picture, Plain, summary
+from gpumgr.demo.runner import Display, Result, play
+from gpumgr.demo.screen import LiveScreen, PlainText, Silent, summary
 from gpumgr.log import configure_log
 
 _EPILOG = """
@@ -20,25 +20,25 @@ Examples:
   gpumgr demo --once
   gpumgr demo --output json | jq '.steps[] | select(.ok | not)'
 """
-_EXIT_CODES: Final = {0: "each step came out as scripted", 1: "a step did not", 2: "wrong usage"}
+_EXIT_CODES: Final = {0: "each step had the expected result", 1: "a step did not", 2: "wrong usage"}
 
 
 @click.command(
     "demo", cls=ExitingCommand, short_help="Play a script on a simulated node.", epilog=_EPILOG, exit_codes=_EXIT_CODES
 )
-@click.option("--once", is_flag=True, help="End after the script, on a terminal too.")
+@click.option("--once", is_flag=True, help="Exit after the script, also on a terminal.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: only the results.")
 def command(once: bool, output: str) -> None:
-    """Play a script on a simulated node with eight H100 and the real agent, and check how each step comes out.
+    """Play a script on a simulated node with eight H100 and the real agent, and check the result of each step.
 
-    Needs neither GPU nor cluster nor root: GPUs, kubelet, container runtime and API server are simulated. Pods are packed, refused and
-    joined, and use their GPUs; the agent is killed, the kubelet restarted, a GPU fails and comes back. The agent's page is real.
+    Needs neither GPU nor cluster nor root: GPUs, kubelet, container runtime and API server are simulated. Pods share a GPU, get
+    linked GPUs, or are refused; the agent is killed, the kubelet restarted, a GPU fails and recovers. The agent's page is real.
     """
     configure_log("error", "auto")
     console = Console()
     live = output == "text" and console.is_terminal
-    audience: Audience = Picture(console, stays=not once) if live else Plain() if output == "text" else Nobody()
-    results = asyncio.run(play(audience))
+    display: Display = LiveScreen(console, stays=not once) if live else PlainText() if output == "text" else Silent()
+    results = asyncio.run(play(display))
     if output == "json":
         click.echo(json.dumps({"ok": all(result.ok for result in results), "steps": [_plain(result) for result in results]}))
     elif live:

@@ -1,4 +1,4 @@
-"""`gpumgr doctor`: what is wrong on this node, and what to do."""
+"""`gpumgr doctor`: checks this node, and names the remedy of each problem."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from typing import Final, NoReturn
 
 import click
 
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
 from gpumgr.doctor.checks import Host, checks_for
 from gpumgr.doctor.examine import LIMIT_SECONDS, examine
 from gpumgr.doctor.finding import Check, Finding
@@ -23,7 +23,7 @@ from gpumgr.settings import Settings
 
 _COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}
 
-_EXIT_CODES: Final = {0: "all is well, or warnings only", 1: "at least one error", 2: "wrong usage or settings"}
+_EXIT_CODES: Final = {0: "no errors; there may be warnings", 1: "at least one error", 2: "wrong usage or settings"}
 _EPILOG = """
 \b
 Examples:
@@ -37,7 +37,7 @@ Examples:
 @click.command(
     "doctor",
     cls=ExitingCommand,
-    short_help="Say what is wrong on this node, and what to do.",
+    short_help="Check this node, and name the remedy of each problem.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
@@ -47,7 +47,7 @@ Examples:
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
 @click.option("--standalone", is_flag=True, help="Without an API server.")
 @click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
-@click.option("--before-start", is_flag=True, help="The agent is about to start here: another one that runs is an error.")
+@click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
 def command(
@@ -59,19 +59,19 @@ def command(
     output: str,
     as_json: bool,
 ) -> None:
-    """Look at everything that the agent needs of this node, as the agent's settings have it, and change nothing.
+    """Check everything that the agent needs on this node with its settings. Nothing is changed.
 
     One line for each check: ok, warning (the agent runs, something will be missing), error (what the settings ask for can't work)
     or skipped; what is the case; what to do. Run it as the agent's user, root.
     """
-    configure_log("error", "auto", for_good=False)
-    settings = settings_in_force(file, standalone=standalone, assignments=assignments)
+    configure_log("error", "auto", cache_loggers=False)
+    settings = effective_settings(file, standalone=standalone, assignments=assignments)
     with _host(settings, sim) as host:
         tell(checks_for(settings, host, before_start=before_start), as_json=as_json or output == "json")
 
 
 def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
-    """Prints what the checks find, and ends the process with their exit code."""
+    """Prints the findings, and ends the process with their exit code."""
     with asyncio.Runner() as runner:
         report = runner.run(examine(checks, limit_seconds=limit_seconds))
         if as_json:
@@ -80,19 +80,19 @@ def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT
             click.echo("\n".join(map(_line, sorted(report.findings, key=_last_if_error))))
         if report.hung:
             sys.stdout.flush()
-            os._exit(report.exit_code)  # an orderly end would wait for what hangs
+            os._exit(report.exit_code)  # a normal exit waits for threads that hang
     sys.exit(report.exit_code)
 
 
 def _last_if_error(finding: Finding) -> bool:
-    """Of a container that failed, `kubectl describe pod` shows the last 2 KiB of what it printed."""
+    """Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output."""
     return finding.state == "error"
 
 
 def _line(finding: Finding) -> str:
     state = click.style(f"{finding.state:<9}", fg=_COLORS[finding.state])
-    told = "; ".join(filter(None, (finding.message, finding.remedy)))
-    return f"{state}{finding.check:<14}{told}"
+    text = "; ".join(filter(None, (finding.message, finding.remedy)))
+    return f"{state}{finding.check:<14}{text}"
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _host(settings: Settings, sim: str | None) -> Iterator[Host]:
         path = settings.nvml.library_path
         yield Host(library_path=str(path) if path else None, in_pod=in_pod)
         return
-    from gpumgr.sim.library import prepare  # only here: on a real node there is no use for it
+    from gpumgr.sim.library import prepare  # only here: not needed on a real node
 
     with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
         node = prepare(sim, Path(folder))

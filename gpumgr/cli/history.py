@@ -1,4 +1,4 @@
-"""`gpumgr history`: what happened on this node, a line each, the newest last."""
+"""`gpumgr history`: the history of this node, one line per entry, the newest last."""
 
 import asyncio
 import time
@@ -11,22 +11,21 @@ import click
 
 from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.asking.agent_client import AgentClient
-from gpumgr.cli.asking.documents import STATE, read_state
-from gpumgr.cli.asking.following import follow_states, tell_away
-from gpumgr.cli.asking.memory import Live, Memory, memory_of, newest_entries
-from gpumgr.cli.asking.naming import nothing_known
-from gpumgr.cli.asking.where import Where, find_agent, where_options
-from gpumgr.cli.duration import duration_seconds
+from gpumgr.cli.client.agent_client import AgentClient
+from gpumgr.cli.client.follow import follow_states, report_unavailable
+from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
+from gpumgr.cli.client.node_data import AgentData, NodeData, newest_entries, open_node_data
+from gpumgr.cli.client.schema import STATE, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.pod_word import PodWord
+from gpumgr.cli.parameters import duration_seconds
+from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import printable
-from gpumgr.cli.showing.told import Told, Wanted
+from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
 from gpumgr.errors import GpumgrError
 
 #: Without -n and --since.
 _SHOWN: Final = 20
-#: Asked for beside those that a state told of: more may have come since.
+#: Requested in addition to the entries that a state has: more may have been recorded since.
 _SPARE: Final = 50
 _EPILOG = """
 \b
@@ -38,7 +37,7 @@ Examples:
 """
 _EXIT_CODES: Final = {
     0: "done",
-    1: "neither agent nor checkpoint can be read (--follow: the agent does not answer)",
+    1: "neither agent nor checkpoint can be read (--follow: the agent does not respond)",
     2: "wrong usage or settings, no such GPU, or a name that several pods have",
 }
 
@@ -46,14 +45,18 @@ _EXIT_CODES: Final = {
 @click.command(
     "history", cls=ExitingCommand, short_help="Show what happened on this node.", epilog=_EPILOG, exit_codes=_EXIT_CODES
 )
-@click.option("-n", "newest", type=click.IntRange(min=1), help=f"At most so many.  [default: {_SHOWN}; all with --since]")
+@click.option(
+    "-n", "newest", type=click.IntRange(min=1), help=f"At most this number of entries.  [default: {_SHOWN}; all with --since]"
+)
 @click.option("--refused", is_flag=True, help="Only refusals.")
-@click.option("--pod", metavar="POD", help="Only of this pod: NAME or NAMESPACE/NAME, as for `gpumgr why`.")
+@click.option("--pod", metavar="POD", help="Only about this pod: NAME or NAMESPACE/NAME, as for `gpumgr why`.")
 @click.option("--gpu", metavar="GPU", help="Only about this GPU: its index, or the beginning of its UUID.")
-@click.option("--since", metavar="DURATION", help="Only of the last 90s, 10m, 1h30m, 2d.")
-@click.option("--follow", is_flag=True, help="Go on with what happens from now on; Ctrl-C ends it.")
-@where_options
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: an object a line.")
+@click.option("--since", metavar="DURATION", help="Only from the last 90s, 10m, 1h30m, 2d.")
+@click.option("--follow", is_flag=True, help="Continue with new entries; Ctrl-C ends it.")
+@agent_options
+@click.option(
+    "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: one object per line."
+)
 def command(
     newest: int | None,
     refused: bool,
@@ -65,71 +68,71 @@ def command(
     socket: Path | None,
     output: Literal["text", "json"],
 ) -> None:
-    """Show what happened on this node: time, what, pod (container), size, GPUs, why. The newest comes last.
+    """Show the history of this node: time, kind of event, pod (container), size, GPUs, reason. The newest entry is the last.
 
-    The agent keeps the last 1000 entries. If it does not answer, its checkpoint tells (not with --follow).
+    The agent keeps the last 1000 entries. If it does not respond, they are read from its checkpoint (not with --follow).
     """
-    where = find_agent(file, socket)
-    word = PodWord.of(pod) if pod is not None else None
-    wanted = Wanted(
+    location = find_agent(file, socket)
+    name = PodName.of(pod) if pod is not None else None
+    query = HistoryQuery(
         refused=refused,
         gpu=gpu,
         since=None if since is None else time.time() - duration_seconds(since),
         as_json=output == "json",
     )
-    at_most = newest or (_SHOWN if since is None else HISTORY_ENTRIES)
+    limit = newest or (_SHOWN if since is None else HISTORY_ENTRIES)
     try:
-        asyncio.run(_follow(where, wanted, word, at_most) if follow else _once(where, wanted, word, at_most))
+        asyncio.run(_follow(location, query, name, limit) if follow else _once(location, query, name, limit))
     except KeyboardInterrupt:
         if not follow:
             raise
 
 
-async def _once(where: Where, wanted: Wanted, word: PodWord | None, at_most: int) -> None:
-    async with memory_of(where) as memory:
-        wanted = await _of_pod(wanted, word, memory)
-        lines = Told(wanted).hear(await memory.entries(), memory.state)[-at_most:]
+async def _once(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:
+    async with open_node_data(location) as data:
+        query = await _with_pod(query, name, data)
+        lines = HistoryFilter(query).lines(await data.entries(), data.state)[-limit:]
         if not lines:
-            click.echo(f"gpumgr: {await _nothing(wanted, word, memory)}", err=True)
+            click.echo(f"gpumgr: {await _nothing_found(query, name, data)}", err=True)
     _print(lines)
 
 
-async def _of_pod(wanted: Wanted, word: PodWord | None, memory: Memory) -> Wanted:
-    """Only of the pod that the word means. Raises InputError if it could be several."""
-    if word is None:
-        return wanted
-    known = await memory.pods() if word.namespace is None else frozenset[PodKey]()
-    return replace(wanted, pod=word.among(known))
+async def _with_pod(query: HistoryQuery, name: PodName | None, data: NodeData) -> HistoryQuery:
+    """Raises InputError if several pods have the name."""
+    if name is None:
+        return query
+    known = await data.pods() if name.namespace is None else frozenset[PodKey]()
+    return replace(query, pod=name.among(known))
 
 
-async def _nothing(wanted: Wanted, word: PodWord | None, memory: Memory) -> str:
-    """Why nothing is shown."""
-    if word is None or wanted.pod is None:
-        return "nothing of this kind is remembered"
-    known = await memory.pods()
-    if wanted.pod not in known:
-        return nothing_known(word, known)
-    return f"nothing of this kind is remembered of pod {printable('/'.join(wanted.pod))}; `gpumgr why` tells what else is known of it"
+async def _nothing_found(query: HistoryQuery, name: PodName | None, data: NodeData) -> str:
+    if name is None or query.pod is None:
+        return "the history has no such entry"
+    known = await data.pods()
+    if query.pod not in known:
+        return unknown_pod_message(name, known)
+    return f"the history has no such entry of pod {printable('/'.join(query.pod))}; `gpumgr why` shows what else is known of it"
 
 
-async def _follow(where: Where, wanted: Wanted, word: PodWord | None, at_most: int) -> None:
-    async with AgentClient(where.socket) as agent:
+async def _follow(location: AgentLocation, query: HistoryQuery, name: PodName | None, limit: int) -> None:
+    async with AgentClient(location.socket) as agent:
         state = await agent.get(STATE)
-        memory = Live(agent, state)
-        told = Told(wanted := await _of_pod(wanted, word, memory))
-        if word is not None and wanted.pod not in (known := await memory.pods()):
-            click.echo(f"gpumgr: {nothing_known(word, known)}; waiting for {printable('/'.join(wanted.pod or ()))}", err=True)
-        _print(told.hear(await newest_entries(agent, HISTORY_ENTRIES), state)[-at_most:])
-        async for state in follow_states(agent, tell_away):
+        data = AgentData(agent, state)
+        history = HistoryFilter(query := await _with_pod(query, name, data))
+        if name is not None and query.pod not in (known := await data.pods()):
+            pod = printable("/".join(query.pod or ()))
+            click.echo(f"gpumgr: {unknown_pod_message(name, known)}; waiting for {pod}", err=True)
+        _print(history.lines(await newest_entries(agent, HISTORY_ENTRIES), state)[-limit:])
+        async for state in follow_states(agent, report_unavailable):
             newest = max((entry.number for entry in read_state(state).history), default=0)
-            if newest < told.last:
-                told.last = newest  # the agent was killed before it had saved the rest; its numbers go on from here
-            elif newest > told.last:
+            if newest < history.last:
+                history.last = newest  # the agent was killed before it saved the rest, and continues from this number
+            elif newest > history.last:
                 try:
-                    documents = await newest_entries(agent, min(newest - told.last + _SPARE, HISTORY_ENTRIES))
+                    documents = await newest_entries(agent, min(newest - history.last + _SPARE, HISTORY_ENTRIES))
                 except GpumgrError:
-                    continue  # it went away; the next state comes when it is back
-                _print(told.hear(documents, state))
+                    continue  # the agent is unavailable; the next state arrives when it is back
+                _print(history.lines(documents, state))
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""A host, or an image of one, whose files a command changes."""
+"""The files and units of a host, or of a host's image, which a command changes."""
 
 import contextlib
 import os
@@ -9,89 +9,87 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.errors import GpumgrError
+from gpumgr.files import replace_file
 
-#: What `systemctl is-active` says of a unit that has, or is about to have, a process. A Type=notify one is "activating" until it is READY.
+#: States of `systemctl is-active` of a unit with a process. A Type=notify unit is "activating" until it is READY.
 _RUNNING: Final = frozenset({"active", "activating", "reloading"})
-#: As many as the kernel follows. Source: path_resolution(7).
+#: The kernel's limit of followed links. Source: path_resolution(7).
 _MOST_LINKS: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Where it goes. `root` None: this host as it runs; else the folder of an image, where nothing is started."""
+    """`root` None: this running host; else the folder of an image, in which nothing is started."""
 
     root: Path | None
     dry_run: bool = False
-    #: What was done, or would be, one line each.
-    told: list[str] = field(default_factory=list)
+    #: The actions, done or (dry run) not, one line each.
+    actions: list[str] = field(default_factory=list)
 
     def resolve(self, path: Path) -> Path:
-        """A path of the host with all links followed, as the host does."""
+        """The host's path with all links resolved as the host resolves them."""
         return path.resolve() if self.root is None else resolve_in(self.root, path)
 
     def path(self, path: Path) -> Path:
-        """Where that lies for us which a path of the host leads to."""
+        """Our path of the file that the host's path leads to."""
         return path if self.root is None else self.root / self.resolve(path).relative_to("/")
 
     def place(self, path: Path) -> Path:
-        """Where a path of the host lies for us, be it a link itself."""
+        """Our path of the host's path, without resolving a link at its end."""
         return self.path(path.parent) / path.name
 
     def text(self, path: Path) -> str | None:
-        """What the host's file holds, be it text or not: `write` makes the same bytes of it. None if it is not there."""
+        """The file's content, decoded so that `write` gives the same bytes. None if it does not exist."""
         try:
             return self.path(path).read_bytes().decode(errors="surrogateescape")
         except FileNotFoundError:
             return None
 
     def write(self, path: Path, text: str) -> None:
-        """Puts a file in place, whole or not at all."""
+        """Writes a file atomically."""
         if self.text(path) == text:
-            self.told.append(f"unchanged  {path}")
+            self.actions.append(f"unchanged  {path}")
             return
-        if self._tell(f"write      {path}"):
+        if self._record(f"write      {path}"):
             target = self.place(path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(f".{target.name}.new")
-            beside.write_bytes(text.encode(errors="surrogateescape"))
-            beside.chmod(0o644)
-            os.replace(beside, target)
+            replace_file(target, text.encode(errors="surrogateescape"))
 
     def remove(self, path: Path) -> bool:
-        """Removes a file or a link, and answers whether it is there."""
+        """Removes a file or a link; returns whether it exists."""
         there = os.path.lexists(self.place(path))
-        if there and self._tell(f"remove     {path}"):
+        if there and self._record(f"remove     {path}"):
             self.place(path).unlink()
         return there
 
     def remove_empty(self, folder: Path) -> None:
-        """Removes a folder if nothing is in it."""
+        """Removes a folder if it is empty."""
         with contextlib.suppress(OSError):
             if not self.dry_run:
                 self.path(folder).rmdir()
 
     def systemctl(self, *arguments: str) -> None:
-        """Has systemd do something; in an image there is none that could. Raises GpumgrError."""
-        if self.root is not None or not self._tell(f"run        systemctl {' '.join(arguments)}"):
+        """Runs systemctl; does nothing in an image. Raises GpumgrError."""
+        if self.root is not None or not self._record(f"run        systemctl {' '.join(arguments)}"):
             return
         done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True)
         if done.returncode:
             raise GpumgrError(f"systemctl {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()}")
 
     def is_running(self, unit: str) -> bool:
-        """Whether the unit runs on this host, or tries to."""
+        """Whether the unit runs or starts on this host."""
         if self.root is not None or shutil.which("systemctl") is None:
             return False
         return subprocess.run(["systemctl", "is-active", unit], capture_output=True, text=True).stdout.strip() in _RUNNING
 
-    def _tell(self, line: str) -> bool:
-        """Whether it is to be done, too."""
-        self.told.append(f"would {line}" if self.dry_run else line)
+    def _record(self, line: str) -> bool:
+        """Records the action; returns whether to carry it out."""
+        self.actions.append(f"would {line}" if self.dry_run else line)
         return not self.dry_run
 
 
 def resolve_in(root: Path, path: Path) -> Path:
-    """What the image's `path` names when the image runs: all links followed, and none of them out of it, as chroot(2) has it.
+    """The path that `path` names when the image runs: all links are resolved inside the image, as by chroot(2).
 
     The answer is a path of the image, too; what of it does not exist is taken as it is written. Raises GpumgrError for a loop.
     """
@@ -107,7 +105,7 @@ def resolve_in(root: Path, path: Path) -> Path:
             continue
         links += 1
         if links > _MOST_LINKS:
-            raise GpumgrError(f"{path} in {root}: its links lead in a circle; mend them first")
+            raise GpumgrError(f"{path} in {root}: its links form a loop; repair them first")
         target = Path(os.readlink(here))
         done = Path("/") if target.is_absolute() else done
         ahead += [each for each in reversed(target.parts) if each != "/"]

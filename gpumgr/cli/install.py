@@ -1,7 +1,7 @@
 """`gpumgr install systemd`: the agent as a service of this host, or of an image of one.
 
 It writes the unit, a drop-in where the settings need what the unit does not allow (folders that it keeps read-only, kernel modules)
-and, where there is none, the settings file; it starts nothing, but says what does. Done twice, it changes nothing.
+and, where there is none, the settings file; it starts nothing, but prints the commands that do. A second run changes nothing.
 """
 
 import os
@@ -26,12 +26,12 @@ from gpumgr.settings import Settings, load_settings
 UNIT: Final = Path("/etc/systemd/system/gpumgr.service")
 CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 _ENABLED: Final = UNIT.parent / "multi-user.target.wants" / UNIT.name
-#: The last of all drop-ins, after `systemctl edit`'s override.conf: one that resets a list before it takes nothing of ours away.
+#: The last of all drop-ins, after `systemctl edit`'s override.conf: a drop-in before it that resets a list removes none of its entries.
 DROP_IN: Final = Path(f"{UNIT}.d/zz-gpumgr-settings.conf")
 #: The unit's EnvironmentFile=.
 _ENVIRONMENT: Final = Path("/etc/default/gpumgr")
 _OLD: Final = UNIT.with_name(f"{UNIT.name}.old")
-#: What an uninstall leaves: running pods, and the next agent, depend on it.
+#: What an uninstall keeps: running pods and the next agent depend on it.
 _KEPT: Final = (
     CONFIG.parent,
     _ENVIRONMENT,
@@ -45,7 +45,7 @@ _WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 _PROGRAM_IN_UNIT: Final = "ExecStart=/opt/gpumgr/bin/gpumgr "
 _EXIT_CODES: Final = {
     0: "done",
-    1: "not done: systemd does not run this host, it is not root who asks, or the unit is masked or could not work",
+    1: "not done: systemd does not run this host, the user is not root, or the unit is masked or could not work",
     2: "wrong usage, or the settings file that is there is wrong",
 }
 _BOOTED: Final = Path("/run/systemd/system")  # sd_booted(3)
@@ -53,14 +53,14 @@ _BOOTED: Final = Path("/run/systemd/system")  # sd_booted(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A gpumgr that a service can run: how it is called, and every place that it needs to be seen in."""
+    """A gpumgr that a service can run: its command, and every path that it must be able to read."""
 
     command: tuple[str, ...]
     places: tuple[Path, ...]
 
     @classmethod
     def running(cls) -> "Program":
-        """This one: its environment's script, or the interpreter itself where there is no such script."""
+        """This program: its environment's script, or else the interpreter with `-m gpumgr`."""
         script = Path(sysconfig.get_path("scripts")) / "gpumgr"
         command = (str(script),) if script.is_file() else (sys.executable, "-m", "gpumgr")
         places = (Path(command[0]), Path(sys.executable), Path(sys.base_prefix), Path(gpumgr.__file__))
@@ -68,17 +68,17 @@ class Program:
 
 
 def unit_text(shipped: str, command: Sequence[str]) -> str:
-    """The unit that runs this program. Raises InputError where no unit can."""
+    """The unit that runs this program. Raises InputError if no unit can."""
     return shipped.replace(
         _PROGRAM_IN_UNIT, f"ExecStart={' '.join(quoted(each, 'the path of this gpumgr') for each in command)} ", 1
     )
 
 
 def check_possible(*, user: int, booted: bool) -> None:
-    """Raises GpumgrError where this host can't be changed, or is not run by systemd."""
+    """Raises GpumgrError if this host cannot be changed, or is not run by systemd."""
     if not booted:
         raise GpumgrError(
-            "systemd does not run this host: use the DaemonSet, start `gpumgr run` by what supervises your services, or name an "
+            "systemd does not run this host: use the DaemonSet, start `gpumgr run` with your service supervisor, or name an "
             "image's folder with --root"
         )
     if user != 0:
@@ -86,9 +86,9 @@ def check_possible(*, user: int, booted: bool) -> None:
 
 
 def install(host: Host, program: Program) -> list[str]:
-    """Unit and settings in place; answers what a person does next. Raises GpumgrError, or InputError for settings that are wrong.
+    """Writes unit and settings; returns the next steps for the user. Raises GpumgrError, or InputError for invalid settings.
 
-    What may be wrong is looked at before anything is written.
+    All checks are made before anything is written.
     """
     check_unmasked(host)
     shipped = (_SHIPPED / UNIT.name).read_text()
@@ -114,7 +114,7 @@ def install(host: Host, program: Program) -> list[str]:
     host.write(UNIT, unit)
     _settle_drop_in(host, allowing)
     if host.path(CONFIG).exists():
-        host.told.append(f"unchanged  {CONFIG}")
+        host.actions.append(f"unchanged  {CONFIG}")
     else:
         host.write(CONFIG, (_SHIPPED / CONFIG.name).read_text())
     host.systemctl("daemon-reload")
@@ -124,12 +124,12 @@ def install(host: Host, program: Program) -> list[str]:
 def _start(host: Host) -> str:
     if host.root is not None:
         return f"systemctl --root={host.root} enable gpumgr"
-    # Not waited for: READY comes with the kubelet's registration.
+    # Without waiting: READY comes with the kubelet's registration.
     return f"systemctl {'restart' if host.is_running(UNIT.name) else 'enable --now'} --no-block gpumgr"
 
 
 def _settings(host: Host) -> Settings:
-    """What the agent will have: by the file that is there or is about to be, and its environment. Raises InvalidSettingsError."""
+    """The agent's settings from the existing or new file and its environment. Raises InvalidSettingsError."""
     own = host.path(CONFIG)
     environ = environment(host.text(_ENVIRONMENT) or "")
     return load_settings(own if own.exists() else _SHIPPED / CONFIG.name, environ=environ, overrides={})
@@ -142,7 +142,7 @@ def _about_kubeconfig(settings: Settings) -> list[str]:
 
 
 def check_unmasked(host: Host) -> None:
-    """Raises GpumgrError where the operator has masked the unit. Source: systemctl(1), "mask"; an empty file does that, too."""
+    """Raises GpumgrError if the unit is masked. Source: systemctl(1), "mask"; an empty file does that, too."""
     place = host.place(UNIT)
     if (place.is_symlink() and os.readlink(place) == os.devnull) or host.text(UNIT) == "":
         root = "" if host.root is None else f"--root={host.root} "
@@ -150,7 +150,7 @@ def check_unmasked(host: Host) -> None:
 
 
 def environment(text: str) -> dict[str, str]:
-    """What the agent finds in its environment by the unit's EnvironmentFile=. Source: systemd.exec(5)."""
+    """The variables of the unit's EnvironmentFile=. Source: systemd.exec(5)."""
     lines = (line.strip() for line in text.splitlines())
     pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
     return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
@@ -161,19 +161,19 @@ def _unquoted(value: str) -> str:
 
 
 def _drop_ins(host: Host) -> list[str]:
-    """Texts of the unit's drop-ins but for ours, in systemd's order."""
+    """Texts of the unit's other drop-ins, in systemd's order."""
     folder = host.path(DROP_IN.parent)
     names = sorted(each.name for each in folder.glob("*.conf")) if folder.is_dir() else []
     return [host.text(each) or "" for each in map(DROP_IN.with_name, names) if not _is_ours(host, each)]
 
 
 def _is_ours(host: Host, path: Path) -> bool:
-    """Whether it is a drop-in that this command wrote: by its name, and how it begins."""
+    """Whether this command wrote the drop-in: by its name and first line."""
     return path == DROP_IN and (host.text(path) or "").startswith(MARK)
 
 
 def _settle_drop_in(host: Host, text: str) -> bool:
-    """Ours with this text, or away with it; the operator's stay. Answers whether it went."""
+    """Writes or (empty text) removes our drop-in; returns whether it was removed. Others stay."""
     if text:
         host.write(DROP_IN, text)
         return False
@@ -183,12 +183,12 @@ def _settle_drop_in(host: Host, text: str) -> bool:
 
 
 def uninstall(host: Host) -> list[str]:
-    """Stops the service and takes the unit away; answers what is left, and what would remove that. Raises GpumgrError."""
+    """Stops the service and removes the unit; returns commands that remove what is left. Raises GpumgrError."""
     check_unmasked(host)
     if host.text(UNIT) is not None:
         host.systemctl("disable", "--now", UNIT.name)
     else:
-        host.told.append(f"unchanged  {UNIT} is not there")
+        host.actions.append(f"unchanged  {UNIT} is not there")
         if host.is_running(UNIT.name):
             host.systemctl("stop", UNIT.name)
     gone = [host.remove(each) for each in (_ENABLED, UNIT, _OLD)]
@@ -198,16 +198,16 @@ def uninstall(host: Host) -> list[str]:
 
 
 def _left(host: Host) -> Iterator[str]:
-    """Commands that remove what is only ours, and comments for what may not be."""
+    """Commands that remove files of gpumgr alone, and comments for folders that may have others."""
     left = [str(host.path(each)) for each in _KEPT if host.path(each).exists()]
     if left:
         yield f"rm -r {shlex.join(left)}  # settings and state: not before the last pod with a GPU is gone"
     try:
         settings = _settings(host)
     except (GpumgrError, OSError):
-        yield f"# what gpumgr wrote in other folders: {CONFIG} would tell, but is wrong (gpumgr config check {CONFIG})"
+        yield f"# what gpumgr wrote in other folders: {CONFIG} has the folders, but is invalid (gpumgr config check {CONFIG})"
         return
-    # Folders that the operator chose may hold other things, too: no command for these.
+    # Folders of the operator's choice may have other files: no command for these.
     for folder, key in {folder: key for key, folder in lasting(settings)}.items():
         if not any(folder.is_relative_to(each) for each in _KEPT) and host.path(folder).exists():
             yield f"# what gpumgr wrote in {host.path(folder)} ({key})"
@@ -215,7 +215,7 @@ def _left(host: Host) -> Iterator[str]:
 
 @click.group("install")
 def command() -> None:
-    """Put the agent in place as a service.
+    """Install the agent as a service.
 
     \b
     Examples:
@@ -230,10 +230,10 @@ def command() -> None:
     type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
     help="Folder of a host's image: files only, nothing is reloaded. In a chroot: /.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Print the actions without carrying them out.")
 @click.option("--uninstall", "away", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
 def systemd(root: Path | None, dry_run: bool, away: bool) -> None:
-    """Write the unit that runs this gpumgr and, if there is none, /etc/gpumgr/gpumgr.yaml. Starts nothing; says what does.
+    """Write the unit that runs this gpumgr and, if there is none, /etc/gpumgr/gpumgr.yaml. Starts nothing; prints the command that does.
 
     Doing it again is how an upgrade gets its unit, and how folders that you changed in the settings become writable, by a drop-in.
     Changes of your own belong in another: systemctl edit gpumgr.
@@ -252,7 +252,7 @@ def systemd(root: Path | None, dry_run: bool, away: bool) -> None:
     except OSError as error:
         raise GpumgrError(f"{error.filename or 'a file'} can't be written: {error.strerror or error}") from error
     finally:
-        click.echo("".join(f"{line}\n" for line in host.told), nl=False)
+        click.echo("".join(f"{line}\n" for line in host.actions), nl=False)
     if following:
         click.echo("\nnext:" if not away else "\nleft, and removed by:")
         click.echo("\n".join(f"  {line}" for line in following))

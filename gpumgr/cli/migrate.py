@@ -1,4 +1,4 @@
-"""`gpumgr migrate`: what changes on this node when gpumgr comes in another agent's place; --apply writes our settings file, no more."""
+"""`gpumgr migrate`: prints what changes when gpumgr replaces another agent; --apply writes the settings file and nothing else."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ import msgspec
 
 from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
@@ -35,7 +35,7 @@ from gpumgr.migrate.plan import Plan, settings_yaml, text_of
 from gpumgr.migrate.settings_file import write_settings
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
-from gpumgr.units import KIND_OF, RESOURCE_OF
+from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES
 
 _Decorated = Callable[..., Any]
 
@@ -49,16 +49,16 @@ _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
 )
 _API_SERVER: Final = "the API server's answer"
-#: What HAMi makes on its nodes beside its library's folder.
+#: Files of HAMi on its nodes besides its library's folder.
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
 
-@click.group("migrate", short_help="Come from gpu-manager or HAMi.")
+@click.group("migrate", short_help="Migrate from gpu-manager or HAMi.")
 def command() -> None:
-    """Bring a node from gpu-manager or HAMi to gpumgr: read what is there, print what changes and how to go back.
+    """Migrate a node from gpu-manager or HAMi: read its configuration, print what changes and how to go back.
 
-    With --apply the settings file is written, too. Nothing else is changed: what is to be stopped, labelled or removed stands there as
-    commands.
+    With --apply the settings file is written, too. Nothing else is changed: the output has the commands for what is to be stopped,
+    labelled or removed.
 
     \b
     Examples:
@@ -83,7 +83,7 @@ def _options(function: _Decorated) -> _Decorated:
             "pod_files",
             type=click.Path(path_type=Path),
             multiple=True,
-            help="What `kubectl get pods -A -o json` prints; may be repeated.",
+            help="Output of `kubectl get pods -A -o json`; may be repeated.",
         ),
     ):
         function = option(function)
@@ -91,7 +91,7 @@ def _options(function: _Decorated) -> _Decorated:
 
 
 def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> str:
-    """It comes to stand in commands. Raises BadParameter for what is no node's name."""
+    """Checks the name, since printed commands contain it. Raises BadParameter."""
     try:
         return msgspec.convert(text, NodeName)
     except msgspec.ValidationError as error:
@@ -134,7 +134,7 @@ def migrate_gpu_manager(
     """
     if checkpoint is not None and not os.path.isfile(checkpoint):
         raise InputError(
-            f"--checkpoint {checkpoint} is no file that we can see, and without it nobody's GPUs are taken over; gpu-manager's own is "
+            f"--checkpoint {checkpoint} is not a readable file, and without it no running pod keeps its GPUs; gpu-manager's default is "
             f"{Settings().checkpoint.gpu_manager_checkpoint} unless its --checkpoint-path names another folder"
         )
     with _reading():
@@ -172,21 +172,19 @@ def _command_of(manifest: Path | None, text: str | None) -> Command:
         return found
     found = gpu_manager_command.from_process()
     if found is None:
-        raise InputError(
-            "no gpu-manager runs here that we may look at (run this as root); give its flags with --manifest or --flags"
-        )
+        raise InputError("no gpu-manager was found on this host (run this as root); give its flags with --manifest or --flags")
     return found
 
 
 async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, Mapping[str, int]]:
-    """UIDs of the pods that have devices (None: not to be known), containers with gpu-manager's ids, number of ids by our resource."""
+    """UIDs of the pods that have devices (None: unknown), containers with gpu-manager's ids, number of ids by resource."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
     except (KubeletError, OSError):
         return None, {}, {}
-    holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in KIND_OF), ())
-    return pods_with_devices(entries), holders, {name: counts[name] for name in RESOURCE_OF.values() if name in counts}
+    holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in RESOURCE_BY_NAME), ())
+    return pods_with_devices(entries), holders, {name: counts[name] for name in RESOURCE_NAMES.values() if name in counts}
 
 
 def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
@@ -204,7 +202,7 @@ def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
     multiple=True,
     help="Its ConfigMaps, DaemonSet and Deployment, and the Node, as YAML or JSON; may be repeated.",
 )
-@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Ask the API server for the node and its pods.")
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Read the node and its pods from the API server.")
 @_options
 def migrate_hami(
     manifests: tuple[Path, ...],
@@ -215,7 +213,7 @@ def migrate_hami(
     apply: bool,
     output: str,
 ) -> None:
-    """Its resources are others: for each pod the new requests, and what has to end before gpumgr starts.
+    """Its resources differ: prints the new requests of each pod, and what must end before gpumgr starts.
 
     \b
     Examples:
@@ -226,7 +224,7 @@ def migrate_hami(
     """
     if kubeconfig is None and not pod_files:
         raise InputError(
-            f"which pods there are is not known: name --kubeconfig FILE, or --pods FILE with what "
+            f"the node's pods are not known: give --kubeconfig FILE, or --pods FILE with what "
             f"`kubectl get pods -A --field-selector spec.nodeName={node} -o json` prints"
         )
     with _reading():
@@ -254,7 +252,7 @@ async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
             *(checked({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
         )
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
-        raise GpumgrError(f"the API server can't be asked: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise GpumgrError(f"the API server can't be reached: {' '.join(str(error).split()) or type(error).__name__}") from error
     finally:
         await server.close()
 
@@ -268,7 +266,7 @@ async def _get(server: ApiServer, path: str, query: Mapping[str, str]) -> dict[s
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:
-    """HAMi's library there with its SHA-256; its name has the version since 2.5."""
+    """HAMi's library in the folder, with its SHA-256; the file name has the version since 2.5."""
     for path in (*sorted(folder.glob("libvgpu.so.*"), reverse=True), folder / "libvgpu.so"):
         if path.is_file():
             with path.open("rb") as file:
@@ -281,7 +279,7 @@ def _library(folder: Path) -> tuple[Path, str] | None:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """What is wrong with a file may quote it. Raises InputError in words that a terminal takes for text."""
+    """Raises InputError with printable text, since an error may quote the file."""
     try:
         yield
     except InputError as error:
@@ -293,8 +291,7 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints it first, and then does it. Names in it come from files: what a terminal would act on is spelled out; the settings are
-    shown as YAML, which does so itself."""
+    """Prints the plan, then carries it out. Names come from files and are made printable; YAML escapes the settings itself."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

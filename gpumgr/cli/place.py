@@ -1,4 +1,4 @@
-"""`gpumgr place`: ask the evaluators where a request would go."""
+"""`gpumgr place`: shows where the evaluators would place a request."""
 
 import sys
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.question import (
+from gpumgr.cli.place_request import (
     DEFAULT_BLOCKS_PER_GPU,
     FILE,
     MalformedInput,
@@ -42,7 +42,7 @@ _EXIT_CODES: Final = {
 @click.command("place", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
-@click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs left out are free.")
+@click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs that are not listed are free.")
 @click.option("--cores", type=int, help="vcuda-core: 1 to 99 for a share, 100 or a multiple for whole GPUs.")
 @click.option("--memory", type=int, help="vcuda-memory in blocks of 256 MiB.  [default: 0]")
 @click.option("--policy", type=click.Choice(["binpack", "spread"]), default="binpack", show_default=True, help="For shares.")
@@ -53,7 +53,7 @@ _EXIT_CODES: Final = {
     show_default=True,
     help="Blocks of each GPU of a --topology; a --sim node has its own.",
 )
-@click.option("--batch", type=FILE, help="One JSON question a line, one answer a line; - reads stdin.")
+@click.option("--batch", type=FILE, help="One JSON request per line, one result per line; - reads stdin.")
 @click.option("--output", type=click.Choice(["json", "text"]), default="json", show_default=True)
 @click.pass_context
 def command(
@@ -68,7 +68,7 @@ def command(
     batch: str | None,
     output: str,
 ) -> None:
-    """Ask the evaluators where a request would go.
+    """Show where the evaluators would place a request.
 
     Prints {"evaluator", "gpus", "score", "reason"}.
     """

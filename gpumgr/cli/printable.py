@@ -1,7 +1,7 @@
-"""Texts of other people on their way to a terminal: names, reasons and sentences that may hold anything.
+"""Untrusted text for a terminal: names, reasons and messages with any content.
 
-Kubernetes bounds the names of pods, but not what a static pod, an operator's reason or a broken checkpoint brings here. What a
-terminal would act on (escape sequences, line ends, marks that turn the direction of writing) is spelled out instead: `\\x1b`.
+Kubernetes restricts the names of pods, but not those of static pods, an operator's reason, or a damaged checkpoint. Characters with an
+effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes: `\\x1b`.
 """
 
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """The text on one line, with all that is no visible character or space written as Python escapes it."""
+    """The text on one line; every character that is not printable is written as a Python escape."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cleaned(document: Any) -> Any:
-    """JSON data with every text in it, keys too, made printable."""
+    """The JSON data with every text, including keys, made printable."""
     match document:
         case str():
             return printable(document)
@@ -29,5 +29,5 @@ def cleaned(document: Any) -> Any:
 
 
 def json_line(document: Any) -> str:
-    """The document as JSON on one line, all ASCII. JSON itself leaves DEL as it is."""
+    """The document as one line of ASCII JSON; json.dumps does not escape DEL."""
     return json.dumps(document).replace("\x7f", "\\u007f")

@@ -1,25 +1,12 @@
-"""`gpumgr run`, as far as its command line goes. The agent itself (gpumgr.cli.running) takes half a second to import."""
+"""The command line of `gpumgr run`. The agent (gpumgr.cli.running) is imported only when it runs: the import takes half a second."""
 
 import sys
 from pathlib import Path
-from typing import Final
 
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.in_force import DEFAULT_CONFIG
-
-EXIT_BUG, EXIT_INPUT, EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED = 1, 2, 3, 4, 5
-
-#: Why the agent ended.
-EXIT_CODES: Final = {
-    0: "stopped on request (SIGTERM, SIGINT)",
-    EXIT_BUG: "a bug ended the agent; the log's last line says which part",
-    EXIT_INPUT: "wrong settings, flags or input; the web address can't be used",
-    EXIT_ALREADY_RUNNING: "another gpumgr agent runs on this node",
-    EXIT_CHECKPOINT: "the checkpoint can't be used (folder not writable, written by a newer gpumgr)",
-    EXIT_DRIVER_REPLACED: "the driver was replaced under the agent; start it again",
-}
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG
+from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
 
 _EPILOG = """
 \b
@@ -43,10 +30,12 @@ Examples:
 )
 @click.option("--sim", metavar="NAME|FILE", help="Run on a simulated node: a built-in name or a description file.")
 @click.option(
-    "--sim-dir", type=click.Path(path_type=Path), help="Where the simulated node's files are kept (its control file too)."
+    "--sim-dir",
+    type=click.Path(path_type=Path),
+    help="Folder of the simulated node's files; kept after the agent ends.",
 )
 @click.option("--output", type=click.Choice(["auto", "console", "json"]), help="How to print the log (log.format).")
-@click.option("--standalone", is_flag=True, help="Without an API server: what the kubelet says must do.")
+@click.option("--standalone", is_flag=True, help="Run without an API server: pods are known from the kubelet alone.")
 @click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
 @click.pass_context
 def command(
@@ -58,8 +47,8 @@ def command(
     standalone: bool,
     assignments: tuple[str, ...],
 ) -> None:
-    """Run the agent until SIGTERM. Flags of gpu-manager are accepted with their meaning, or refused with a reason."""
-    from gpumgr.cli.running import run_agent  # only here: `gpumgr --help` reads this module too
+    """Run the agent until SIGTERM. Accept gpu-manager's flags with their meaning, or refuse them with a reason."""
+    from gpumgr.cli.running import run_agent  # here, since `gpumgr --help` imports this module
 
     printed = [f"log.format={output}"] if output is not None else []
     code = run_agent(

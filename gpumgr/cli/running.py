@@ -1,20 +1,20 @@
-"""The process of `gpumgr run`: its settings, signals and hardware, and how it ends."""
+"""The process of `gpumgr run`: settings, signals, hardware and exit code."""
 
 import asyncio
 import os
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import structlog
 
+from gpumgr.app.components import Hardware
 from gpumgr.app.lifecycle import run
-from gpumgr.app.reload import Source
-from gpumgr.app.station import Hardware
-from gpumgr.cli.in_force import DEFAULT_CONFIG, settings_in_force
-from gpumgr.cli.run import EXIT_ALREADY_RUNNING, EXIT_BUG, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED, EXIT_INPUT
+from gpumgr.app.settings_reload import SettingsSource
+from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
+from gpumgr.cli.exit_codes import EXIT_ALREADY_RUNNING, EXIT_BUG, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED, EXIT_INPUT
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.log import configure_log
 from gpumgr.nvml.binding import DriverMismatchError
@@ -33,18 +33,19 @@ def run_agent(
     sim: str | None,
     sim_dir: Path | None,
 ) -> int:
-    """Until it is told to stop, or can't go on; its exit code. `foreign_flags` are gpu-manager's; the others as in the command's help.
+    """Runs the agent until a signal or an error ends it, and returns the exit code. `foreign_flags` are gpu-manager's flags; the other
+    parameters are the options of the command.
 
     Raises InputError if flags or settings are wrong at the start.
     """
     flags = parse_gpu_manager_flags(foreign_flags)
     if file is None and DEFAULT_CONFIG.exists():
-        file = DEFAULT_CONFIG  # by its name from now on: if it goes away, that is a mistake
+        file = DEFAULT_CONFIG  # named from now on: a reload reports an error if the file was removed
 
     def load() -> Settings:
-        return settings_in_force(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
+        return effective_settings(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
 
-    source = Source(path=file or DEFAULT_CONFIG, load=load)
+    source = SettingsSource(path=file or DEFAULT_CONFIG, load=load)
     settings = load()
     configure_log(settings.log.level, settings.log.format)
     for note in flags.notes:
@@ -53,7 +54,7 @@ def run_agent(
         return asyncio.run(_until_signalled(settings, hardware, source))
 
 
-async def _until_signalled(settings: Settings, hardware: Hardware, source: Source) -> int:
+async def _until_signalled(settings: Settings, hardware: Hardware, source: SettingsSource) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def signalled(number: int) -> None:
@@ -73,7 +74,7 @@ async def _until_signalled(settings: Settings, hardware: Hardware, source: Sourc
 
 
 def _exit_code(error: BaseException) -> int:
-    """Says why the agent ends, and with what."""
+    """Logs why the agent ends, and returns the exit code."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     codes: tuple[tuple[type[BaseException], int], ...] = (
@@ -92,13 +93,13 @@ def _exit_code(error: BaseException) -> int:
 
 @contextmanager
 def _hardware(settings: Settings, sim: str | None, sim_dir: Path | None) -> Iterator[Hardware]:
-    """The real driver, or a simulated node laid out in a folder that lives as long as the agent (or stays, with --sim-dir)."""
+    """The real driver, or a simulated node in a folder that is removed when the agent ends (except one given with --sim-dir)."""
     if sim is None:
         path = settings.nvml.library_path
         yield Hardware(library_path=str(path) if path else None)
         return
-    from gpumgr.sim.library import prepare  # only here: an agent on a real node has no use for it
+    from gpumgr.sim.library import prepare  # here, since an agent on a real node does not need it
 
-    with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as scratch:
-        node = prepare(sim, sim_dir or Path(scratch))
+    with nullcontext(sim_dir) if sim_dir else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
+        node = prepare(sim, Path(folder))
         yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)

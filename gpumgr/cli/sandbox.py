@@ -1,5 +1,4 @@
-"""What the unit's sandbox keeps from the agent: places that it hides, folders of the settings that it would keep read-only, and what
-only some settings ask for."""
+"""What the unit's sandbox denies the agent: hidden paths, read-only folders of the settings, and rights that only some settings need."""
 
 import re
 import unicodedata
@@ -13,12 +12,12 @@ from gpumgr.errors import InputError
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import plain
 
-#: How a drop-in of ours begins. Another file of its name is the operator's.
+#: The first words of our drop-in. A file of its name without them is the operator's.
 MARK: Final = "# Written by `gpumgr install systemd`"
 _ROOT: Final = Path("/")
 _LEDGER: Final = "checkpoint.dir"
 _PLUGINS: Final = "kubelet.device_plugin_dir"
-#: Directives that hide places, and what of them shows these again. Source: systemd.exec(5).
+#: Directives that hide paths, and their values that show them again. Source: systemd.exec(5).
 _HIDING: Final[Mapping[str, tuple[str, ...]]] = {
     "ProtectHome": ("/home", "/root", "/run/user"),
     "PrivateTmp": ("/tmp", "/var/tmp"),
@@ -26,7 +25,7 @@ _HIDING: Final[Mapping[str, tuple[str, ...]]] = {
 _SHOWING: Final[Mapping[str, str]] = {"ProtectHome": "read-only", "PrivateTmp": "no"}
 _NO: Final = frozenset({"no", "false", "off", "0", "n", "f"})
 _VISIBLE: Final = _NO | {"read-only"}
-#: Directives of folders that systemd makes and leaves writable, and where these are.
+#: Directives of folders that systemd creates and keeps writable, and their parents.
 _OWN_FOLDERS: Final[Mapping[str, str]] = {
     "StateDirectory": "/var/lib",
     "ConfigurationDirectory": "/etc",
@@ -41,13 +40,13 @@ _COMMENT: Final = re.compile(r"^[ \t]*[#;].*\n?", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """Of a unit and its drop-ins: their texts in the order in which systemd reads them. `resolve` follows links as the host does."""
+    """The sandbox of a unit and its drop-ins, given as texts in systemd's order. `resolve` resolves links as the host does."""
 
     texts: Sequence[str]
     resolve: Callable[[Path], Path] = Path.resolve
 
     def hiding(self, path: Path) -> str | None:
-        """The directive because of which the service does not see the path, or what it links to; None if it sees it."""
+        """The directive that hides the path, or what it links to; None if it is visible."""
         last = dict(self._assignments())
         for directive, places in _HIDING.items():
             shown = last.get(directive, "no").lower() in _VISIBLE
@@ -56,7 +55,7 @@ class Sandbox:
         return None
 
     def read_only(self, settings: Settings) -> dict[Path, str]:
-        """Folders that the agent writes and may not -> the setting of each."""
+        """Folders that the agent must write and cannot, with the setting of each."""
         writable = tuple(self._writable())
         folders: dict[Path, str] = {}
         for key, folder in (*lasting(settings), *_passing(settings)):
@@ -65,27 +64,31 @@ class Sandbox:
         return folders
 
     def open_pods(self, settings: Settings) -> list[Path]:
-        """The folder of pods' volumes, if the kubelet has its own elsewhere than the unit knows, which hides them."""
+        """The folder of pods' volumes, if the kubelet's folder is not the one for which the unit hides them."""
         root = settings.kubelet.device_plugin_dir.parent
         pods, closed = root / "pods", self._listed("InaccessiblePaths")
         known = root == _ROOT or any(_below(each, closed) for each in (pods, self.resolve(pods)))
         return [] if known else [pods]
 
     def lacking(self, settings: Settings) -> tuple[str, ...]:
-        """Directives that let the agent load the driver's modules, if it is to and may not."""
+        """Directives that permit loading the driver's modules, if the settings need it and the unit forbids it."""
         closed = dict(self._assignments()).get("ProtectKernelModules", "no").lower() not in _NO
         return _LOADING if settings.nvml.load_kernel_modules and closed else ()
 
     def advice(self, settings: Settings, config: Path) -> list[str]:
-        """A sentence for each path of the settings that the service would not see, or that no drop-in may allow."""
-        told = [
+        """A sentence for each path of the settings that is hidden, or that no drop-in may permit."""
+        sentences = [
             f"move {path}, which the unit hides from the agent, and set {key} in {config}; or let the agent see it: `systemctl edit "
             f"gpumgr`, with the lines [Service] and {directive}={_SHOWING[directive]}"
             for key, path in _paths(settings)
             if (directive := self.hiding(path)) is not None
         ]
         bare = self.read_only(settings).get(_ROOT)
-        return [*told, f"set {bare} in {config} to a path in a folder of its own: the unit keeps / read-only"] if bare else told
+        return (
+            [*sentences, f"set {bare} in {config} to a path in a folder of its own: the unit keeps / read-only"]
+            if bare
+            else sentences
+        )
 
     def _writable(self) -> Iterator[str]:
         yield from self._listed("ReadWritePaths")
@@ -93,7 +96,7 @@ class Sandbox:
             yield from (f"{place}/{each}" for each in self._listed(directive))
 
     def _listed(self, directive: str) -> list[str]:
-        """What a directive that is a list has in the end: an empty value forgets all before it. Source: systemd.unit(5)."""
+        """The effective values of a list directive: an empty value resets it. Source: systemd.unit(5)."""
         words: list[str] = []
         for name, value in self._assignments():
             if name == directive:
@@ -123,7 +126,7 @@ def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = (), loading: S
     lines += ["[Service]"]
     for folder, key in wanted.items():
         # A folder that is missing when a process starts stays read-only for it; mkdir runs before the agent, outside the sandbox. The
-        # minus signs leave it to the agent to say what is wrong with a folder that can't be made.
+        # minus signs let the agent report a folder that cannot be created.
         made = quoted(str(folder).replace("$", "$$"), key)
         mkdir = "/usr/bin/mkdir --mode=0700 --parents" if key == _LEDGER else "/usr/bin/mkdir --parents"
         lines += [f"# {key}", f"ReadWritePaths={quoted(f'-{folder}', key)}", f"ExecStartPre=-+{mkdir} {made}"]
@@ -137,7 +140,7 @@ def drop_in(folders: Mapping[Path, str], hidden: Sequence[Path] = (), loading: S
 def quoted(word: str, what: str) -> str:
     """A word of a unit's command line or list. Source: systemd.service(5), "Command lines"; systemd.unit(5), "Specifiers".
 
-    Raises InputError, which tells `what` it is, for what systemd drops a line for; after a newline, the rest would be a line of its own.
+    Raises InputError, which names `what` it is, for characters that systemd does not accept: a newline would begin another directive.
     """
     if any(unicodedata.category(each) in {"Cc", "Cs"} for each in word):
         raise InputError(
@@ -148,16 +151,16 @@ def quoted(word: str, what: str) -> str:
 
 
 def lasting(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Setting -> folder, of all that outlives the agent."""
+    """Setting -> folder, of persistent files."""
     yield from written(settings)
-    if settings.vcuda.library_path is not None:  # the agent makes containers' copies of the driver's files, whatever the backend
+    if settings.vcuda.library_path is not None:  # the agent copies the driver's files for containers with every backend
         yield "container.driver_share_dir", settings.container.driver_share_dir.parent
         yield "container.driver_whole_dir", settings.container.driver_whole_dir.parent
 
 
 def _passing(settings: Settings) -> Iterator[tuple[str, Path]]:
     """Setting -> folder, of its sockets."""
-    # The kubelet's whole folder: a mount of device-plugins would stay the old one when `kubeadm reset` makes it anew.
+    # The kubelet's whole folder: a mount of device-plugins would stay the old one when `kubeadm reset` creates it again.
     yield _PLUGINS, settings.kubelet.device_plugin_dir.parent
     yield "http.socket", settings.http.socket.parent
     if settings.display.enabled:
@@ -180,5 +183,5 @@ def _below(path: Path, places: Iterable[str]) -> bool:
 
 
 def _modern(path: Path) -> Path:
-    """/var/run is /run wherever systemd runs, in an image that lacks the link too."""
+    """/var/run is /run under systemd, also in an image without that link."""
     return Path("/run") / path.relative_to("/var/run") if path.is_relative_to("/var/run") else path

@@ -1,4 +1,4 @@
-"""One look at the GPUs for commands that ask and go: the real driver's, or a simulated node's."""
+"""A snapshot of the GPUs for commands: from the real driver, or of a simulated node."""
 
 import asyncio
 import tempfile

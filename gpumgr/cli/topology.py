@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.question import FILE, MalformedInput, read_topology
+from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.topology.devices import Gpu, NodeSnapshot, Topology
 from gpumgr.topology.matrix import Nic, ParsedTopology
@@ -38,7 +38,7 @@ class _Shown:
 @click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(topology_file: str | None, sim: str | None, output: str) -> None:
-    """Show how the GPUs are joined.
+    """Show how the GPUs are connected.
 
     The tree has a line NAME:free GPUs:access cost for each group and GPU; the matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.

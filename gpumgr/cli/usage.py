@@ -1,4 +1,4 @@
-"""`gpumgr usage`: who has what of this node's GPUs, and what he uses of it."""
+"""`gpumgr usage`: what containers hold of this node's GPUs, and what they use."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ from typing import Any, Final, Literal
 import click
 from rich.console import Console
 
-from gpumgr.cli.asking.agent_client import AgentClient
-from gpumgr.cli.asking.documents import read_state
-from gpumgr.cli.asking.following import follow_states, tell_away
-from gpumgr.cli.asking.memory import memory_of
-from gpumgr.cli.asking.where import Where, find_agent, where_options
+from gpumgr.cli.client.agent_client import AgentClient
+from gpumgr.cli.client.follow import follow_states, report_unavailable
+from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
+from gpumgr.cli.client.node_data import open_node_data
+from gpumgr.cli.client.schema import read_state
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.printable import json_line
-from gpumgr.cli.showing.gpu_labels import gpus_of
-from gpumgr.cli.showing.keyboard import until_pressed
-from gpumgr.cli.showing.usage_screen import Screen, on_terminal, print_usage
+from gpumgr.cli.rendering.gpu_labels import gpus_of
+from gpumgr.cli.rendering.keyboard import until_pressed
+from gpumgr.cli.rendering.usage_screen import Screen, on_terminal, print_usage
 
 _EPILOG = """
 \b
 Columns:
   CORES   granted, in hundredths of a GPU    BUSY  share of the last second in which kernels ran
   MEMORY  granted (GPU: of what it offers)   USED  memory in use
-  LIMITS  how the container keeps to its memory, and what keeps it
+  LIMITS  whether the container stays within its memory, and what limits it
 
 \b
 Examples:
@@ -34,23 +34,20 @@ Examples:
 """
 _EXIT_CODES: Final = {
     0: "done",
-    1: "neither agent nor checkpoint can be read (--watch: the agent does not answer)",
+    1: "neither agent nor checkpoint can be read (--watch: the agent does not respond)",
     2: "wrong usage or settings, or no such GPU",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """`gpu` is what people call a GPU. None: all."""
+    """`gpu` is an index, name or UUID. None: all."""
 
     gpu: str | None = None
     namespace: str | None = None
 
     def apply(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The state document with only the rows that are asked for.
-
-        Raises InputError for a GPU that is not there, GpumgrError if it is no state document.
-        """
+        """The state with only the matching rows. Raises InputError for an unknown GPU, GpumgrError for another document."""
         shown = read_state(document)
         gpus, containers = document["gpus"], document["containers"]
         if self.gpu is not None:
@@ -65,7 +62,7 @@ class Filter:
 @click.command(
     "usage",
     cls=ExitingCommand,
-    short_help="Show who has what of this node's GPUs, and what he uses.",
+    short_help="Show what containers hold and use of this node's GPUs.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
@@ -74,58 +71,58 @@ class Filter:
 )
 @click.option("--gpu", metavar="GPU", help="Only this GPU: its index, or the beginning of its UUID.")
 @click.option("--namespace", metavar="NS", help="Only containers of this namespace.")
-@where_options
+@agent_options
 @click.option(
-    "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: a line for each state."
+    "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="json: one line per state."
 )
 def command(
     watch: bool, gpu: str | None, namespace: str | None, file: Path | None, socket: Path | None, output: Literal["text", "json"]
 ) -> None:
     """Show this node's GPUs and the containers on them: what each was granted, and what it uses now.
 
-    Without the agent its checkpoint tells who was granted what (not with --watch); the rest is then not known.
+    If the agent does not respond, the grants are read from its checkpoint (not with --watch); the rest is then not known.
     """
-    where = find_agent(file, socket)
-    wanted = Filter(gpu=gpu, namespace=namespace)
+    location = find_agent(file, socket)
+    rows = Filter(gpu=gpu, namespace=namespace)
     if not watch:
-        asyncio.run(_once(where, wanted, as_json=output == "json"))
+        asyncio.run(_once(location, rows, as_json=output == "json"))
         return
     try:
         if output == "text" and on_terminal():
-            asyncio.run(_live(where.socket, wanted))
+            asyncio.run(_live(location.socket, rows))
         else:
-            asyncio.run(_again_and_again(where.socket, wanted, as_json=output == "json"))
+            asyncio.run(_print_each(location.socket, rows, as_json=output == "json"))
     except KeyboardInterrupt:
         return
 
 
-async def _once(where: Where, wanted: Filter, *, as_json: bool) -> None:
-    async with memory_of(where) as memory:
-        _print(wanted.apply(memory.state), as_json=as_json, live=memory.live)
+async def _once(location: AgentLocation, rows: Filter, *, as_json: bool) -> None:
+    async with open_node_data(location) as data:
+        _print(rows.apply(data.state), as_json=as_json, live=data.live)
 
 
-async def _again_and_again(socket: Path, wanted: Filter, *, as_json: bool) -> None:
+async def _print_each(socket: Path, rows: Filter, *, as_json: bool) -> None:
     async with AgentClient(socket) as agent:
-        async for document in follow_states(agent, tell_away):
-            _print(wanted.apply(document), as_json=as_json)
+        async for document in follow_states(agent, report_unavailable):
+            _print(rows.apply(document), as_json=as_json)
             if not as_json:
                 click.echo()
 
 
-async def _live(socket: Path, wanted: Filter) -> None:
+async def _live(socket: Path, rows: Filter) -> None:
     async with AgentClient(socket) as agent:
         with Screen(Console(highlight=False)) as screen:
 
             async def draw() -> None:
-                async for document in follow_states(agent, screen.away):
-                    screen.show(read_state(wanted.apply(document)))
+                async for document in follow_states(agent, screen.unavailable):
+                    screen.show(read_state(rows.apply(document)))
 
-            await until_pressed("q", draw(), hear=screen.pressed)
+            await until_pressed("q", draw(), on_key=screen.on_key)
 
 
 def _print(document: dict[str, Any], *, as_json: bool, live: bool = True) -> None:
     if as_json:
-        told = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
-        click.echo(json_line({"live": live, **told}))
+        shown = {key: document.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
+        click.echo(json_line({"live": live, **shown}))
     else:
         print_usage(read_state(document))

@@ -1,4 +1,4 @@
-"""`gpumgr why`: a pod's whole story, from its request to where it sits, or the sentence that refused it."""
+"""`gpumgr why`: what is known of a pod, from its request to its GPUs or its refusal."""
 
 import asyncio
 import shutil
@@ -10,16 +10,15 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.asking.documents import read_state, read_story
-from gpumgr.cli.asking.memory import Document, memory_of
-from gpumgr.cli.asking.naming import nothing_known
-from gpumgr.cli.asking.where import Where, find_agent, where_options
+from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
+from gpumgr.cli.client.node_data import Document, open_node_data
+from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.pod_word import PodWord
+from gpumgr.cli.parameters import sendable
+from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
-from gpumgr.cli.showing.gpu_labels import gpus_of
-from gpumgr.cli.showing.story_text import story_text
-from gpumgr.cli.typed import sendable
+from gpumgr.cli.rendering.gpu_labels import gpus_of
+from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.errors import GpumgrError
 
 _EPILOG = """
@@ -38,9 +37,9 @@ _EXIT_CODES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a memory has: the story, if there is one, the node's state, and, where they were looked for, the pods that it knows."""
+    """`pod` None: nothing is known of it. `known` is filled only if it was needed."""
 
-    story: Document | None
+    pod: Document | None
     state: Document
     known: frozenset[PodKey] = frozenset()
     live: bool
@@ -49,37 +48,36 @@ class _Answer:
 @click.command(
     "why",
     cls=ExitingCommand,
-    short_help="Tell why a pod sits where it sits, or was refused.",
+    short_help="Explain why a pod has its GPUs, or was refused.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
 @click.argument("pod", callback=sendable)
-@where_options
+@agent_options
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 def command(pod: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
-    """Tell why POD (NAME or NAMESPACE/NAME) sits where it sits, or why it was refused.
+    """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, or why it was refused.
 
-    Without a namespace it is "default", or the one where the only pod of this name on this node is. Without the agent the checkpoint
-    tells; what the pod uses now is then not known.
+    Without a namespace it is the only pod of this name on this node, or else the one in "default". If the agent does not respond, its
+    checkpoint is read; what the pod uses now is then not known.
     """
-    where = find_agent(file, socket)
-    word = PodWord.of(pod)
-    answer = asyncio.run(_look(where, word))
-    if answer.story is None:
-        raise GpumgrError(nothing_known(word, answer.known))
+    name = PodName.of(pod)
+    answer = asyncio.run(_query(find_agent(file, socket), name))
+    if answer.pod is None:
+        raise GpumgrError(unknown_pod_message(name, answer.known))
     if output == "json":
-        click.echo(json_line({**answer.story, "live": answer.live}))
+        click.echo(json_line({**answer.pod, "live": answer.live}))
         return
-    story = read_story(answer.story)
+    details = read_pod(answer.pod)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    gpus = gpus_of(read_state(answer.state).gpus, story.history)
-    click.echo(story_text(story, gpus, live=answer.live, width=width))
+    gpus = gpus_of(read_state(answer.state).gpus, details.history)
+    click.echo(pod_text(details, gpus, live=answer.live, width=width))
 
 
-async def _look(where: Where, word: PodWord) -> _Answer:
-    async with memory_of(where) as memory:
-        told = await memory.story(word.namespace, word.name) if word.namespace is not None else None
-        known = await memory.pods() if told is None else frozenset[PodKey]()
-        if word.namespace is None:
-            told = await memory.story(*word.among(known))
-        return _Answer(story=told, state=memory.state, known=known, live=memory.live)
+async def _query(location: AgentLocation, name: PodName) -> _Answer:
+    async with open_node_data(location) as data:
+        pod = await data.pod(name.namespace, name.name) if name.namespace is not None else None
+        known = await data.pods() if pod is None else frozenset[PodKey]()
+        if name.namespace is None:
+            pod = await data.pod(*name.among(known))
+        return _Answer(pod=pod, state=data.state, known=known, live=data.live)

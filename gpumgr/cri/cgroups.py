@@ -1,4 +1,4 @@
-"""The host's cgroups and what /proc tells of its processes: thin readers around the rules of `place`.
+"""Reads the host's cgroups, and the cgroups of its processes from /proc; `cgroup_path` has the rules.
 
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
-from gpumgr.cri.place import Place, parse_nspid, parse_place
+from gpumgr.cri.cgroup_path import ContainerCgroup, parse_nspid, parse_proc_cgroup
 from gpumgr.errors import CriError
 
 Mode = Literal["v1", "v2", "hybrid"]
 
-#: The cgroup went while it was looked at (ENOENT, ENODEV), or is threaded, and its processes stand in the one above (EOPNOTSUPP).
+#: The cgroup was removed while it was read (ENOENT, ENODEV), or is threaded, and its processes are listed in its parent (EOPNOTSUPP).
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hierarchy:
-    """How a node keeps its cgroups. `root`: where the hierarchy that counts memory is mounted; `Container.cgroup` is a path below it.
+    """The cgroup hierarchy of a node. `root`: where the hierarchy that counts memory is mounted; `Container.cgroup` is a path below it.
 
     v2 has one hierarchy for everything; v1 one for each controller; hybrid is v1 with v2's beside it, mostly without controllers.
     """
@@ -68,7 +68,7 @@ class Cgroups:
         self._hierarchy: Hierarchy | None = None
 
     def hierarchy(self) -> Hierarchy:
-        """How this node keeps its cgroups, which never changes while it runs. Raises CriError if there are none to be seen."""
+        """The hierarchy of this node, which never changes while it runs. Raises CriError if there is none."""
         if self._hierarchy is None:
             mounts = self._proc_root / "mounts"
             try:
@@ -83,13 +83,13 @@ class Cgroups:
             )
         return self._hierarchy
 
-    def place_of(self, pid: int) -> Place | None:
+    def container_cgroup(self, pid: int) -> ContainerCgroup | None:
         """The container that a process runs in; None if it runs in none or is gone."""
         text = self._of_process(pid, "cgroup")
-        return parse_place(text) if text is not None else None
+        return parse_proc_cgroup(text) if text is not None else None
 
     def nspid_of(self, pid: int) -> int | None:
-        """The number that a process has for itself, in the innermost of its pid namespaces; None if it is gone."""
+        """The pid of a process in the innermost of its pid namespaces; None if it is gone."""
         text = self._of_process(pid, "status")
         return parse_nspid(text) if text is not None else None
 
@@ -105,7 +105,7 @@ class Cgroups:
         try:
             if not folder.is_dir():
                 os.scandir(root).close()
-            # 0 stands for processes of a pid namespace that this one does not see.
+            # 0 is listed for processes of a pid namespace that is invisible here.
             return tuple(sorted({pid for each in _and_below(folder) for pid in _processes(each) if pid > 0}))
         except OSError as error:
             raise CriError(
@@ -116,17 +116,17 @@ class Cgroups:
     def _of_process(self, pid: int, name: str) -> str | None:
         try:
             return _text(self._proc_root / str(pid) / name)
-        except OSError:  # gone; ESRCH when it went while it was read
+        except OSError:  # gone; ESRCH if it ended while it was read
             return None
 
 
 def _text(file: Path) -> str:
-    """Byte for byte: read as text, a carriage return in a tenant's choice of names would end a line. Raises OSError."""
+    """The bytes as text: universal newlines would end a line at a carriage return in a name. Raises OSError."""
     return file.read_bytes().decode(errors="surrogateescape")
 
 
 def _and_below(folder: Path) -> Iterator[Path]:
-    """`folder` and all folders below it; those that go meanwhile are left out. Raises OSError."""
+    """`folder` and all folders below it; without those that are removed while this reads. Raises OSError."""
     waiting = [folder]
     while waiting:
         at = waiting.pop()
@@ -147,6 +147,6 @@ def _processes(folder: Path) -> Iterator[int]:
     except OSError as error:
         if error.errno in _NOTHING_THERE:
             return
-        # A failing read, unlike a failing open, does not tell of which file.
+        # The error of a failing read, unlike that of a failing open, has no file name.
         raise OSError(error.errno, error.strerror, str(folder / "cgroup.procs")) from error
     yield from (int(line) for line in text.split() if line.isdecimal())

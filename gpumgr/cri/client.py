@@ -1,4 +1,4 @@
-"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It only looks."""
+"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. It changes nothing."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ import msgspec
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 
-from gpumgr.cri.codec import FirstProcess, Runtime, parse_containers, parse_status, parse_version, status_request
+from gpumgr._pb.runtime import v1 as cri
+from gpumgr.cri.codec import InitProcess, Runtime, parse_containers, parse_status
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
-from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
+from gpumgr.rpc.channel import CALL_FAILURES, Reply, UnixChannel
 from gpumgr.usage.containers import Container
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"
@@ -25,7 +26,7 @@ _SET: Final = (
 class CriClient:
     """Stays connected, and reconnects after a restart of the runtime. Create it inside the event loop; `close` it.
 
-    All calls raise CriError if the runtime is away, says no, or takes longer than `timeout_seconds`.
+    All calls raise CriError if the runtime is unavailable, refuses, or takes longer than `timeout_seconds`.
     """
 
     def __init__(self, socket: Path, *, timeout_seconds: float = 2.0) -> None:
@@ -34,40 +35,43 @@ class CriClient:
         self._channel = UnixChannel(socket)
 
     async def version(self) -> Runtime:
-        """Who is there."""
+        """The runtime's name and version."""
         with self._explained("ask the container runtime for its version"):
-            return parse_version(await self._call("Version", b""))
+            found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
+            return Runtime(name=found.runtime_name, version=found.runtime_version, api_version=found.runtime_api_version)
 
     async def list(self) -> tuple[Container, ...]:
         """The kubelet's containers of all states, without pid and cgroup."""
         with self._explained("list the containers"):
-            return await asyncio.to_thread(parse_containers, await self._call("ListContainers", b""))
+            return await asyncio.to_thread(
+                parse_containers, await self._call("ListContainers", cri.ListContainersRequest(), bytes)
+            )
 
-    async def first_process(self, container_id: str) -> FirstProcess | None:
-        """Where a container runs; None if there is no such container any more."""
+    async def init_process(self, container_id: str) -> InitProcess | None:
+        """The first process of a container and its cgroup; None if there is no such container any more."""
         with self._explained(f"ask for the status of container {container_id}"):
             try:
-                answer = await self._call("ContainerStatus", status_request(container_id))
+                request = cri.ContainerStatusRequest(container_id=container_id, verbose=True)
+                return parse_status(await self._call("ContainerStatus", request, cri.ContainerStatusResponse))
             except GRPCError as error:
                 if error.status is Status.NOT_FOUND:
                     return None
                 raise
-            return parse_status(answer)
 
     def close(self) -> None:
         self._channel.close()
 
-    async def _call(self, method: str, request: bytes) -> bytes:
-        """One question; it changes nothing, so it is asked again where a connection turns out to have ended while it was idle."""
+    async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
+        """One call. No call changes anything, so it is repeated if the connection turns out to have ended while it was idle."""
         route = _SERVICE + method
         try:
-            return await self._channel.unary(route, request, bytes, timeout_seconds=self._timeout_seconds)
+            return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
         except StreamTerminatedError:
-            return await self._channel.unary(route, request, bytes, timeout_seconds=self._timeout_seconds)
+            return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Makes a CriError of everything that a call may raise; `doing` is like "list the containers"."""
+        """Turns every error of a call into a CriError; `doing` is like "list the containers"."""
         try:
             yield
         except (wire.WireError, msgspec.DecodeError) as error:
@@ -78,7 +82,7 @@ class CriClient:
 
 
 def _reason(error: Exception, timeout_seconds: float) -> str:
-    """What is wrong and what to do, for one of CALL_FAILURES."""
+    """The cause and the remedy, for one of CALL_FAILURES."""
     silent = (
         f"there was no answer within {timeout_seconds:g} s; is the container runtime (setting cri.socket) overloaded or hung?"
     )
@@ -98,7 +102,7 @@ def _reason(error: Exception, timeout_seconds: float) -> str:
         case FileNotFoundError():
             return f"the socket does not exist; start the container runtime, or {_SET}"
         case ConnectionRefusedError():
-            return f"nobody listens there; start the container runtime, or {_SET}"
+            return f"no process listens there; start the container runtime, or {_SET}"
         case PermissionError():
             return f"permission denied; run gpumgr as root, or {_SET}"
         case OSError():

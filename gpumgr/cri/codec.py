@@ -1,6 +1,7 @@
-"""The few CRI v1 messages that gpumgr uses, read and written by hand (`proto/runtime/v1/api.proto` has the numbers).
+"""What gpumgr reads of two CRI v1 messages: the list of containers, and a container's verbose status.
 
-A node lists some hundred containers once a second with all their annotations; only what names a container is read.
+A node lists some hundred containers with all their annotations once a second while pods start. The list is therefore read by hand,
+and only the fields that name a container (120 containers: 2.5 ms, against 64 ms with generated code).
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from gpumgr._pb.runtime.v1 import ContainerStatusResponse
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
 
@@ -16,13 +18,11 @@ _NAMESPACE: Final = "io.kubernetes.pod.namespace"
 _POD: Final = "io.kubernetes.pod.name"
 _UID: Final = "io.kubernetes.pod.uid"
 _CONTAINER: Final = "io.kubernetes.container.name"
-#: ContainerStatusRequest.verbose = true
-_VERBOSE: Final = b"\x10\x01"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Who answers: "containerd" or "cri-o", its version, and the version of the interface."""
+    """The container runtime: "containerd" or "cri-o", its version, and the version of the interface."""
 
     name: str
     version: str
@@ -30,10 +30,10 @@ class Runtime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstProcess:
-    """What the runtime's verbose status says of a container beside the interface; None where it says nothing.
+class InitProcess:
+    """A container's first process, from the verbose status, which the interface does not define; None = not reported.
 
-    `cgroups_path` is the OCI runtime spec's `linux.cgroupsPath`, not yet a path: see `place.path_of`.
+    `cgroups_path` is the OCI runtime spec's `linux.cgroupsPath`, not yet a path: see `cgroup_path.expand_cgroups_path`.
     """
 
     pid: int | None = None
@@ -50,7 +50,7 @@ class _Spec(msgspec.Struct, frozen=True):
 
 class _Info(msgspec.Struct, frozen=True):
     """The object under the key "info", as containerd (internal/cri/server/container_status.go) and CRI-O (server/container_status.go)
-    have it alike; containerd 1.6 and later write more fields beside."""
+    both write it; containerd 1.6 and later write more fields."""
 
     pid: int = 0
     spec: _Spec | None = msgspec.field(name="runtimeSpec", default=None)
@@ -59,32 +59,20 @@ class _Info(msgspec.Struct, frozen=True):
 _info: Final = msgspec.json.Decoder(_Info)
 
 
-def parse_version(data: bytes) -> Runtime:
-    """A VersionResponse. Raises WireError."""
-    texts: dict[int, list[str]] = {2: [], 3: [], 4: []}
-    wire.scan(data, 0, len(data), texts)
-    return Runtime(name=_last(texts[2]), version=_last(texts[3]), api_version=_last(texts[4]))
-
-
 def parse_containers(data: bytes) -> tuple[Container, ...]:
     """A ListContainersResponse: the containers that the kubelet made (they have its labels), of all states. Raises WireError."""
     found = (_container(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1)
     return tuple(container for container in found if container is not None)
 
 
-def status_request(container_id: str) -> bytes:
-    """A ContainerStatusRequest that asks for everything."""
-    return wire.text_field(1, container_id) + _VERBOSE
-
-
-def parse_status(data: bytes) -> FirstProcess:
-    """A ContainerStatusResponse to a verbose request. Raises WireError, or msgspec.DecodeError if the JSON is not as expected."""
-    text = dict(_entry(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 2).get("info")
+def parse_status(status: ContainerStatusResponse) -> InitProcess:
+    """The answer to a verbose request. Raises msgspec.DecodeError if its JSON is not as expected."""
+    text = status.info.get("info")
     if text is None:
-        return FirstProcess()
+        return InitProcess()
     info = _info.decode(text)
     path = info.spec.linux.cgroups_path if info.spec is not None and info.spec.linux is not None else ""
-    return FirstProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
+    return InitProcess(pid=info.pid if info.pid > 0 else None, cgroups_path=path or None)
 
 
 def _container(data: bytes, start: int, end: int) -> Container | None:
@@ -120,5 +108,5 @@ def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:
 
 
 def _last(values: list[str]) -> str:
-    """Of a field that comes several times the last counts."""
+    """The last value, which counts if a field is repeated."""
     return values[-1] if values else ""

@@ -1,5 +1,6 @@
-"""`gpumgr demo`: a simulated node, the real agent as a process of its own, and a script whose outcome is really checked.
+"""`gpumgr demo`: a simulated node, the real agent as a separate process, and a script with verified results.
 
-node -> work -> script -> life -> play -> screen: `node` is the stage (the tests of the whole agent use it, too), `work` what containers do
-there, `script` what happens and what must come out, `life` what goes on after it, `play` runs them, `screen` shows it.
+node -> workload -> script -> activity -> runner -> screen: `node` is the simulated node (the tests of the whole agent use it too),
+`workload` what its containers do, `script` the steps with their expected results, `activity` what continues after the script, `runner`
+runs them, `screen` displays them.
 """

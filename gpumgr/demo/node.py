@@ -1,4 +1,4 @@
-"""The stage: a simulated node with its GPUs, kubelet, container runtime and API server in this process, and the real agent in another."""
+"""A simulated node with its GPUs, kubelet, container runtime and API server in this process, and the real agent in another."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumgr.allocator.ids import gpu_name
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.demo.journal import Journal
+from gpumgr.demo.agent_log import AgentLog
 from gpumgr.demo.process import COMMAND, AgentProcess
 from gpumgr.demo.settings import node_settings
 from gpumgr.sim.apiserver import SimApiServer
@@ -24,12 +24,12 @@ from gpumgr.sim.load import SimLoad
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.units import CORE_RESOURCE, KINDS, RESOURCE_OF, GpuName
+from gpumgr.units import CORE_RESOURCE, RESOURCE_NAMES, RESOURCES, GpuName
 
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
 SAMPLE_PERIOD_SECONDS: Final = 0.25
-#: Where in the node's folder its GPUs and processes are, and the agent's settings.
+#: Names in the node's folder: GPUs and processes, and the agent's settings.
 _GPUS: Final = "gpus"
 _CONFIG: Final = "gpumgr.yaml"
 
@@ -40,7 +40,7 @@ Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What one container's process takes of each GPU that the container has."""
+    """What one container's process uses on each GPU of the container."""
 
     pod: SimPod
     container: str = "main"
@@ -49,15 +49,14 @@ class Use:
 
 
 class Node:
-    """Make it with `open_node`.
+    """A simulated node; create it with `open_node`.
 
-    `config` is the file of the agent's settings, by which commands find it.
+    `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `labels` maps a GPU's name and UUID
+    to its label ("GPU3"), once `graph` was called. `indices` are NVML's indices by GPU name, as `control` and `start_unattributed` take
+    them.
 
-    `pods` are those that came and were not deleted; `labels` is what people call a GPU ("GPU3"), by its name and by its UUID, once
-    `graph` was asked. `indices` are NVML's numbers of the GPUs by their names, as `control` and `stray` take them.
-
-    What may happen: `control` has the GPUs' and the driver's faults; `kubelet`, `api` and `runtime` go away with `stop` (the kubelet
-    with `kill`) and come back with `start`.
+    Faults: `control` has those of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
+    start again with `start`.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Node:
         agent: AgentProcess,
         http: aiohttp.ClientSession,
     ) -> None:
-        self.folder, self.description, self.agent, self.journal = folder, description, agent, agent.journal
+        self.folder, self.description, self.agent, self.agent_log = folder, description, agent, agent.agent_log
         self.kubelet, self.runtime, self.api = kubelet, runtime, api
         self.config = folder / _CONFIG
         self.control = SimControl(folder / _GPUS / "control.txt")
@@ -86,25 +85,25 @@ class Node:
     # -- the agent ---------------------------------------------------------------------------------------------------------
 
     async def start_agent(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts it and waits until the kubelet can give out its ids. Raises AgentEndedError."""
+        """Starts the agent and waits until the kubelet can allocate its ids. Raises AgentEndedError."""
         await self.agent.start(environ)
         await self.until_offered()
 
     async def until_offered(self) -> None:
-        """Both resources are registered and have a healthy id. Raises AgentEndedError."""
+        """Waits until both resources are registered and have a healthy id. Raises AgentEndedError."""
         await self.agent.while_running(self._offered())
 
     async def _offered(self) -> None:
-        for kind in KINDS:
-            await self.kubelet.until_allocatable(RESOURCE_OF[kind])
+        for kind in RESOURCES:
+            await self.kubelet.until_allocatable(RESOURCE_NAMES[kind])
 
     @property
     def url(self) -> str:
-        """Where the agent's newest life serves its pages."""
-        return str(self.journal.find("web_listening")[-1]["url"])
+        """The address of the web page of the agent that was started last."""
+        return str(self.agent_log.find("web_listening")[-1]["url"])
 
     async def graph(self) -> list[Facts]:
-        """The agent's GPUs in NVML's order, as /graph tells them; those that the driver does not show come last."""
+        """The agent's GPUs in NVML's order, from /graph; those that the driver does not show come last."""
         async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
             document = await answer.json()
         gpus = [*sorted(_leaves(document["tree"]), key=lambda gpu: int(gpu["index"])), *document["missing"]]
@@ -113,7 +112,7 @@ class Node:
         return gpus
 
     async def order(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
-        """What `gpumgr gpu` does, over the socket that only root may use. Raises aiohttp.ClientError if it is refused."""
+        """Sends a maintenance request like `gpumgr gpu`, over the unix socket of root. Raises aiohttp.ClientError if it is refused."""
         connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
         async with (
             aiohttp.ClientSession(connector=connector, raise_for_status=True) as http,
@@ -123,7 +122,7 @@ class Node:
             return done
 
     async def metrics(self) -> Metrics:
-        """Those of the last rendering."""
+        """The metrics that were rendered last."""
         async with self._http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         return {
@@ -133,7 +132,7 @@ class Node:
         }
 
     async def memory_used(self) -> Mapping[tuple[str, str, str], float]:
-        """Bytes by (pod, container, GPU's UUID), as the agent's last page of metrics tells them."""
+        """Used bytes by (pod, container, GPU's UUID), from the agent's last metrics."""
         labelled = {
             tuple(dict(labels)[key] for key in ("pod", "container", "gpu")): value
             for (name, labels), value in (await self.metrics()).items()
@@ -142,7 +141,7 @@ class Node:
         return {(pod, container, gpu): value for (pod, container, gpu), value in labelled.items()}
 
     def ledger(self) -> Ledger:
-        """What the agent's checkpoint holds; its laws are checked. Raises ValueError if one is broken."""
+        """The ledger in the agent's checkpoint. Raises ValueError if one of its invariants is violated."""
         return read_checkpoint(self.folder / "checkpoint").ledger.check()
 
     # -- pods --------------------------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ class Node:
         return SimPod(namespace=NAMESPACE, name=name, uid=f"uid-{next(self._numbers)}", containers=containers)
 
     async def run(self, pod: SimPod) -> PodStatus:
-        """The pod comes to the node, is admitted and started; a refused one is Failed."""
+        """Admits the pod and starts its containers; a refused pod is Failed."""
         self.show(pod, PodStatus(phase="Pending"))
         status = await self.kubelet.run(pod)
         if status.phase == "Running":
@@ -164,13 +163,13 @@ class Node:
         return status
 
     async def restart_container(self, pod: SimPod, container: str = "main") -> None:
-        """It ends and starts again, as another process that uses nothing yet. Raises SimKubeletError if it can't start."""
+        """Ends the container and starts it as another process that uses nothing yet. Raises SimKubeletError if it cannot start."""
         self._load.remove(self.runtime.end(pod.uid, container))
         await self.kubelet.start_container(pod, container)
         self.runtime.run(pod, container)
 
     def show(self, pod: SimPod, status: PodStatus) -> None:
-        """The API server tells this of the pod."""
+        """Sets the pod's status in the API server."""
         self.pods[pod.uid] = pod
         if self.api is not None:
             self.api.put(pod, status)
@@ -181,18 +180,18 @@ class Node:
         self.forget(pod.uid)
 
     def forget(self, uid: str) -> None:
-        """The pod is gone from the API server: its processes end, then the kubelet lets it go."""
+        """The pod is gone from the API server: ends its processes, then the kubelet removes it."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)
 
     def gpus_of(self, pod: SimPod) -> frozenset[str]:
-        """Names of the GPUs whose ids the kubelet gave to the pod's containers."""
+        """Names of the GPUs of the ids that the kubelet gave to the pod's containers."""
         return frozenset(
             device_id.rpartition("-")[0]
             for container in pod.containers
-            for kind in KINDS
-            for device_id in self.kubelet.held(pod.uid, container.name, RESOURCE_OF[kind])
+            for kind in RESOURCES
+            for device_id in self.kubelet.held(pod.uid, container.name, RESOURCE_NAMES[kind])
         )
 
     # -- what their processes do -------------------------------------------------------------------------------------------
@@ -205,11 +204,11 @@ class Node:
                     yield pod, container, self._gpus_of(pod, container.name)
 
     def use(self, pod: SimPod, container: str = "main", *, memory_bytes: int, sm_percent: int = 0) -> None:
-        """From now on the container's process uses so much of each of its GPUs."""
+        """Sets what the container's process uses on each of its GPUs."""
         self.use_all([Use(pod=pod, container=container, memory_bytes=memory_bytes, sm_percent=sm_percent)])
 
     def use_all(self, uses: Iterable[Use]) -> None:
-        """All at one instant. Those of containers that do not run count for nothing."""
+        """Sets all uses in one change. Uses of containers that do not run are ignored."""
         self._load.put(
             (self.indices[gpu], SimProcess(pid=running.pid, memory_bytes=use.memory_bytes, sm_percent=use.sm_percent))
             for use in uses
@@ -217,13 +216,13 @@ class Node:
             for gpu in self._gpus_of(use.pod, use.container)
         )
 
-    def stray(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
-        """The pid of a new process on the GPU that is in no container."""
+    def start_unattributed(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
+        """Starts a process on the GPU that is in no container; returns its pid."""
         pid = self._processes.start()
         self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
         return pid
 
-    def end_stray(self, pid: int) -> None:
+    def end_unattributed(self, pid: int) -> None:
         self._processes.end(pid)
         self._load.remove([pid])
 
@@ -234,14 +233,14 @@ class Node:
     # -- kubelet and ledger ------------------------------------------------------------------------------------------------
 
     def disagreements(self) -> list[str]:
-        """Where the agent's checkpoint and the kubelet differ about the pods that hold something; empty as it should be."""
+        """Differences between the agent's checkpoint and the kubelet about pods with devices; empty if they agree."""
         ledger, found = self.ledger(), list[str]()
         for pod in self.pods.values():
             for container in pod.containers:
                 mine = [a for a in ledger.of((pod.namespace, pod.name), pod.uid) if a.container == container.name]
-                for kind in KINDS:
-                    theirs = self.kubelet.held(pod.uid, container.name, RESOURCE_OF[kind])
-                    ours = frozenset(text for a in mine for text in ledger.cards.format(kind, a.held(kind)))
+                for kind in RESOURCES:
+                    theirs = self.kubelet.held(pod.uid, container.name, RESOURCE_NAMES[kind])
+                    ours = frozenset(text for a in mine for text in ledger.gpu_registry.format(kind, a.held(kind)))
                     if ours != theirs:
                         found.append(
                             f"{pod.name} ({container.name}): the kubelet gave it {len(theirs)} {kind} ids, the ledger has {len(ours)}, "
@@ -250,14 +249,14 @@ class Node:
         return found
 
     def healthy(self, gpu: str) -> Mapping[str, int]:
-        """Kind -> number of this GPU's ids that the kubelet may give out or keep in use."""
+        """Resource -> number of this GPU's ids that are Healthy."""
         return {
             kind: sum(
                 healthy
-                for device_id, (healthy, _) in self.kubelet.devices(RESOURCE_OF[kind]).items()
+                for device_id, (healthy, _) in self.kubelet.devices(RESOURCE_NAMES[kind]).items()
                 if device_id.rpartition("-")[0] == gpu
             )
-            for kind in KINDS
+            for kind in RESOURCES
         }
 
 
@@ -269,12 +268,12 @@ async def open_node(
     api_server: bool = True,
     settings: Mapping[str, Mapping[str, object]] | None = None,
     command: Sequence[str] = COMMAND,
-    journal: Journal | None = None,
+    agent_log: AgentLog | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[Node]:
-    """A node without its agent yet (`start_agent`); at the end everything is ended. `folder` must have a short path.
+    """A node without a running agent (`start_agent` starts it); everything ends at the exit. `folder` must have a short path.
 
-    `settings` go over the node's own, section by section; `command` starts the agent.
+    `settings` override the node's own, section by section; `command` starts the agent.
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
@@ -286,7 +285,7 @@ async def open_node(
         written = node_settings(folder, NODE_NAME, SAMPLE_PERIOD_SECONDS, runtime, api, settings or {})
         config.write_text(yaml.safe_dump(written), encoding="utf-8")
         arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]
-        agent = AgentProcess(arguments, journal or Journal(), command=command)
+        agent = AgentProcess(arguments, agent_log or AgentLog(), command=command)
         stack.push_async_callback(agent.close)
         node = Node(folder, load_node(sim), kubelet, runtime, api, agent, http)
         yield node

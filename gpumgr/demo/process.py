@@ -1,4 +1,4 @@
-"""The agent as a process of its own: started, listened to, stopped, killed."""
+"""The agent as a separate process: start, log, stop, kill."""
 
 import asyncio
 import os
@@ -8,30 +8,30 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from gpumgr.demo.journal import Journal
+from gpumgr.demo.agent_log import AgentLog
 from gpumgr.errors import GpumgrError
 
 T = TypeVar("T")
 
-#: `python -m gpumgr`, with this very interpreter.
+#: `python -m gpumgr`, with this interpreter.
 COMMAND: Final = (sys.executable, "-m", "gpumgr")
 _LONGEST_LINE_BYTES: Final = 1 << 20
-#: What a process that does not end after SIGTERM gets before SIGKILL.
+#: Time between SIGTERM and SIGKILL.
 _PATIENCE_SECONDS: Final = 20.0
 
 
 class AgentEndedError(GpumgrError):
-    """The agent's process ended where it should run."""
+    """The agent's process ended unexpectedly."""
 
 
 class AgentProcess:
-    """One agent that may be started many times. `journal` has the log of all its lives.
+    """One agent that may be started several times. `agent_log` has the lines of all its starts.
 
-    It leads a process group of its own, so that Ctrl-C on the terminal reaches us alone.
+    It leads a process group of its own, so that Ctrl-C on the terminal signals only this process.
     """
 
-    def __init__(self, arguments: Sequence[str], journal: Journal, *, command: Sequence[str] = COMMAND) -> None:
-        self.journal = journal
+    def __init__(self, arguments: Sequence[str], agent_log: AgentLog, *, command: Sequence[str] = COMMAND) -> None:
+        self.agent_log = agent_log
         self._arguments = [*command, *arguments]
         self._process: Process | None = None
         self._reader: asyncio.Task[int] | None = None
@@ -47,7 +47,7 @@ class AgentProcess:
         return self._reader is not None and not self._reader.done()
 
     async def start(self, environ: Mapping[str, str] | None = None) -> None:
-        """Spawns it, with `environ` over ours less what is meant for another agent."""
+        """Starts the process with `environ` over this process's environment, without the variables that configure another agent."""
         meant = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,
@@ -61,25 +61,25 @@ class AgentProcess:
         self._reader = asyncio.create_task(self._read(self._process), name="agent_log")
 
     async def while_running(self, work: Awaitable[T]) -> T:
-        """What `work` returns. Raises AgentEndedError with the end of the log if the agent ends before."""
+        """Returns the result of `work`. Raises AgentEndedError with the end of the log if the agent ends first."""
         assert self._reader is not None, "the agent was started"
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, self._reader], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise AgentEndedError(f"the agent ended with status {await self.ended()}:\n{self.journal.tail()}")
+                raise AgentEndedError(f"the agent ended with status {await self.ended()}:\n{self.agent_log.tail()}")
             return task.result()
         finally:
             task.cancel()
             await asyncio.wait([task])
 
     async def ended(self) -> int:
-        """The exit status (negative: the signal's number), once it has ended and its log is read."""
+        """Returns the exit status (negative: the signal's number) when the process has ended and its log is read."""
         assert self._reader is not None, "the agent was started"
         return await asyncio.shield(self._reader)
 
     async def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Sends SIGTERM; returns the exit status."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -88,7 +88,7 @@ class AgentProcess:
             return await self.kill()
 
     async def kill(self) -> int:
-        """SIGKILL; the exit status."""
+        """Sends SIGKILL; returns the exit status."""
         self.signal(signal.SIGKILL)
         return await self.ended()
 
@@ -97,14 +97,14 @@ class AgentProcess:
             self._process.send_signal(number)
 
     async def close(self) -> None:
-        """Ends it if it still runs."""
+        """Kills the process if it still runs."""
         if self._reader is not None:
             await self.kill()
 
     async def _read(self, process: Process) -> int:
         assert process.stderr is not None, "it is a pipe"
         async for raw in process.stderr:
-            self.journal.add(raw)
+            self.agent_log.add(raw)
         return await process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Those who watch the demo: a live picture on a terminal, plain lines elsewhere, nobody."""
+"""Displays of the demo: a live screen on a terminal, plain lines elsewhere, or none."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.demo.journal import Line
+from gpumgr.demo.agent_log import Line
+from gpumgr.demo.log_sentences import LogSentences
 from gpumgr.demo.node import Facts, Metrics, Node
-from gpumgr.demo.play import Result
 from gpumgr.demo.process import COMMAND
-from gpumgr.demo.telling import Teller
+from gpumgr.demo.runner import Result
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 _LOOK_SECONDS: Final = 0.3
@@ -35,13 +35,13 @@ _DECISIONS_KEPT: Final = 100
 _FRAME_ROWS: Final = 4
 
 
-class Nobody:
-    """Only the results count."""
+class Silent:
+    """Shows nothing; the caller prints the results."""
 
     pause_seconds = 0.0
     stays = False
 
-    def heard(self, line: Line) -> None: ...
+    def on_log_line(self, line: Line) -> None: ...
 
     def step_begins(self, name: str) -> None: ...
 
@@ -52,13 +52,13 @@ class Nobody:
         yield
 
 
-class Plain(Nobody):
-    """A line for each decision as it falls, and one for each step when it ends."""
+class PlainText(Silent):
+    """Prints a line for each decision, and one for each step when it ends."""
 
     def __init__(self) -> None:
-        self._teller = Teller({})
+        self._teller = LogSentences({})
 
-    def heard(self, line: Line) -> None:
+    def on_log_line(self, line: Line) -> None:
         if (sentence := self._teller.sentence(line)) is not None:
             click.echo(f"       . {sentence}")
 
@@ -67,22 +67,22 @@ class Plain(Nobody):
 
     @contextlib.asynccontextmanager
     async def watching(self, node: Node) -> AsyncIterator[None]:
-        self._teller = Teller(node.labels)
+        self._teller = LogSentences(node.labels)
         yield
 
 
-class Picture(Nobody):
-    """Who sits where and uses how much, drawn several times a second, over the decisions and the steps.
+class LiveScreen(Silent):
+    """Containers per GPU with their use, redrawn several times a second, above the decisions and the steps.
 
-    Where the terminal has few rows, these are cut: its first rows, with where the agent can be asked, and its last ones, with the step
-    that goes on, are always to be seen.
+    On a terminal with few rows decisions and steps are cut. The first rows (how to ask the agent) and the last ones (the current step) are
+    always visible.
     """
 
     pause_seconds = 0.5
 
     def __init__(self, console: Console, *, stays: bool) -> None:
         self.stays = stays
-        self._console, self._teller = console, Teller({})
+        self._console, self._teller = console, LogSentences({})
         self._gpus: list[Facts] | None = None
         self._metrics: Metrics = {}
         self._decisions: deque[str] = deque(maxlen=_DECISIONS_KEPT)
@@ -91,7 +91,7 @@ class Picture(Nobody):
         self._url = ""
         self._ask = ""
 
-    def heard(self, line: Line) -> None:
+    def on_log_line(self, line: Line) -> None:
         if line["event"] == "web_listening":
             self._url = line["url"]
         if (sentence := self._teller.sentence(line)) is not None:
@@ -116,15 +116,15 @@ class Picture(Nobody):
             await asyncio.wait([looks])
 
     def meet(self, config: Path, labels: Mapping[str, str]) -> None:
-        """The node whose agent has these settings; `labels` as of Node."""
-        self._teller, self._ask = Teller(labels), f"{own_command()} usage --config {config}"
+        """Sets the node's settings file and its `labels` (as in Node)."""
+        self._teller, self._ask = LogSentences(labels), f"{own_command()} usage --config {config}"
 
     def see(self, gpus: list[Facts] | None, metrics: Metrics) -> None:
-        """What the agent shows now; None: it is down."""
+        """Sets what the agent shows now; None: it is down."""
         self._gpus, self._metrics = gpus, metrics
 
     async def _look(self, node: Node) -> None:
-        """Asks the agent again and again; while it is down there is nothing to see."""
+        """Reads the agent's pages periodically; shows nothing while it is down."""
         while True:
             try:
                 if self._url:
@@ -134,7 +134,7 @@ class Picture(Nobody):
             await asyncio.sleep(_LOOK_SECONDS)
 
     def picture(self) -> RenderableType:
-        """As many rows as the terminal has, at most."""
+        """At most as many rows as the terminal has."""
         page = _row(f" the page: {self._url}/ " if self._url else "", "bold reverse")
         head = self._console.render_lines(Group(page, Text(f" ask it: {self._ask}", overflow="fold")))
         end = "   Ctrl-C ends the demo" if self.stays else ""
@@ -143,8 +143,8 @@ class Picture(Nobody):
         return Group(SegmentLines(head + self._middle(rows), new_lines=True), *foot)
 
     def _middle(self, rows: int) -> list[list[Segment]]:
-        """The table, then decisions and steps in what is left of the rows."""
-        table = gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent is not there")
+        """The table, then decisions and steps in the remaining rows."""
+        table = gpu_table(self._gpus, self._metrics) if self._gpus is not None else Panel("the agent does not answer")
         lines = self._console.render_lines(table)
         left = max(0, rows - len(lines) - _FRAME_ROWS)
         steps = list(self._results)[-(left // 2) :] if left > 1 else []
@@ -159,7 +159,7 @@ class Picture(Nobody):
 
 
 def own_command() -> str:
-    """How gpumgr is called in the shell from which the demo was."""
+    """The command that starts gpumgr in the shell in which the demo was started."""
     if shutil.which("gpumgr"):
         return "gpumgr"
     return sys.argv[0] if Path(sys.argv[0]).name == "gpumgr" else " ".join(COMMAND)
@@ -170,24 +170,24 @@ def _row(text: str, style: str = "") -> Text:
 
 
 def summary(result: Result) -> str:
-    """The step's one line (more only where an error brings more)."""
+    """One line per step (more only for an error with more lines)."""
     return f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}"
 
 
 def gpu_table(gpus: list[Facts], metrics: Metrics) -> Table:
-    """A row for each GPU: what is used of what was granted, and by whom."""
+    """A row per GPU: used and granted amounts, and the containers."""
     table = Table(expand=True)
-    for heading in ("GPU", "health", "cores: used/granted", "GiB: used/granted", "who sits there"):
-        table.add_column(heading, no_wrap=True, ratio=1 if heading == "who sits there" else None)
+    for heading in ("GPU", "health", "cores: used/granted", "GiB: used/granted", "containers"):
+        table.add_column(heading, no_wrap=True, ratio=1 if heading == "containers" else None)
     for gpu in gpus:
-        sick, told = gpu["takes_nothing_new"], frozenset({("gpu", gpu["uuid"])})
+        unavailable, labels = gpu["takes_nothing_new"], frozenset({("gpu", gpu["uuid"])})
         busy, used_bytes = (
-            metrics.get((name, told), 0.0) for name in ("gpumgr_gpu_utilization_ratio", "gpumgr_gpu_memory_used_bytes")
+            metrics.get((name, labels), 0.0) for name in ("gpumgr_gpu_utilization_ratio", "gpumgr_gpu_memory_used_bytes")
         )
         label = "?" if gpu["index"] is None else gpu["index"]
         table.add_row(
             f"{label} {gpu['name']}",
-            Text(sick or "healthy", style="red" if sick else "green"),
+            Text(unavailable or "healthy", style="red" if unavailable else "green"),
             _bar(busy * CORES_PER_GPU, CORES_PER_GPU - gpu["cores_free"], CORES_PER_GPU),
             _bar(
                 used_bytes / _GIBIBYTE,
@@ -209,7 +209,7 @@ def _gibibytes(blocks: int) -> float:
 
 
 def _bar(used: float, granted: float, capacity: float) -> Text:
-    """Solid as far as it is used, light as far as it was granted."""
+    """Solid for the used part, light for the granted part."""
     solid, light = (min(_BAR_CELLS, round(part / capacity * _BAR_CELLS)) for part in (used, granted))
     drawn = "█" * solid + "▒" * (light - solid) + "·" * (_BAR_CELLS - max(solid, light))
     return Text(f"{drawn} {used:>3.0f}/{granted:.0f}", style="red" if used > granted else "")

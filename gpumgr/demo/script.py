@@ -1,4 +1,4 @@
-"""What happens on the stage, and what must come of it. Each step is checked on the kubelet's side, in the checkpoint and on the pages."""
+"""The steps of the demo and their expected results, verified in the kubelet, in the checkpoint and on the pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.demo.journal import Line
+from gpumgr.demo.agent_log import Line
 from gpumgr.demo.node import Facts, Node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
-from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_OF, GpuName
+from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_NAMES, GpuName
 
 _XID: Final = 79
-#: How a kubelet fails a pod that a device plugin refuses.
+#: The reason of a pod that the kubelet fails because a device plugin refused it.
 _REFUSED: Final = "UnexpectedAdmissionError"
-#: How often the agent's page is asked for something that it will tell.
+#: How often the agent's pages are polled for an expected value.
 _LOOK_SECONDS: Final = 0.1
-#: The pages are drawn once a period; on a machine that stalls, later.
+#: The pages are rendered once per sample period; a stalled machine needs longer.
 _DRAWN_SECONDS: Final = 10.0
 
 
@@ -24,20 +24,20 @@ _DRAWN_SECONDS: Final = 10.0
 Place = tuple[str, str, str]
 
 
-class NotAsScriptedError(Exception):
-    """A step came out otherwise than it should."""
+class UnexpectedResultError(Exception):
+    """A step had another result than expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`play` returns what there is to tell, or raises NotAsScriptedError."""
+    """`play` returns a description of the result, or raises UnexpectedResultError."""
 
     name: str
     play: Callable[[], Awaitable[str]]
 
 
 class Script:
-    """The steps, in order; later ones build on earlier ones."""
+    """The steps in order; later steps depend on earlier ones."""
 
     def __init__(self, node: Node, now: Callable[[], float]) -> None:
         self._node, self._now = node, now
@@ -62,17 +62,17 @@ class Script:
             Step(name="an init container", play=self.init_container),
             Step(name="kill -9 of the agent", play=self.kill),
             Step(name="a kubelet restart", play=self.kubelet_restart),
-            Step(name="room is reused", play=self.reuse),
+            Step(name="free GPUs are reused", play=self.reuse),
             Step(name="a GPU fails", play=self.failure),
             Step(name="the GPU recovers", play=self.recovery),
             Step(name="a GPU is cordoned", play=self.cordon),
-            Step(name="usage is told", play=self.usage),
-            Step(name="the metrics tell", play=self.metrics),
+            Step(name="usage is reported", play=self.usage),
+            Step(name="metrics agree", play=self.metrics),
         )
 
     @property
     def last_step(self) -> Step:
-        """After it nothing runs any more."""
+        """Stops the agent."""
         return Step(name="the agent stops", play=self.stop)
 
     # -- the steps ---------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Script:
         _expect((status.phase, status.reason) == ("Failed", _REFUSED), f"the pod is {status.phase} ({status.reason})")
         _expect(sentence in (status.message or ""), f"the pod's event does not say {sentence!r}: {status.message}")
         _expect(self._node.ledger().allocations == before, "the refusal left something in the ledger")
-        line = await self._node.journal.until("refused", pod=f"{self._pods[name].namespace}/{name}")
+        line = await self._node.agent_log.until("refused", pod=f"{self._pods[name].namespace}/{name}")
         self._delete(name)
         return f"refused: {line['reason'].partition(';')[0]}"
 
@@ -109,7 +109,7 @@ class Script:
         names = await self._granted_to(name, _app(CORES_PER_GPU * count))
         _expect(len(names) == count, f"it holds ids of {len(names)} GPUs")
         used = [gpu for gpu in await self._node.graph() if gpu["name"] in names]
-        _expect(all(len(gpu["holders"]) == 1 for gpu in used), "somebody else holds something there")
+        _expect(all(len(gpu["holders"]) == 1 for gpu in used), "another container holds something there")
         _expect(len({gpu["numa_node"] for gpu in used}) == 1, "the GPUs lie on two sockets")
         line = await self._decision(name)
         _expect(line["evaluator"] == evaluator, f"placed by {line['evaluator']} instead of {evaluator}")
@@ -119,7 +119,7 @@ class Script:
         fetch = SimContainer(name="fetch", kind="init", cores=10, memory_blocks=8)
         await self._granted_to("init", fetch, _app(20, 20))
         pod, kubelet = self._pods["init"], self._node.kubelet
-        for resource in RESOURCE_OF.values():
+        for resource in RESOURCE_NAMES.values():
             first, second = kubelet.held(pod.uid, "fetch", resource), kubelet.held(pod.uid, "main", resource)
             _expect(bool(first) and first < second, f"{resource}: main did not take over the ids of fetch")
         _expect(len(self._node.gpus_of(pod)) == 1, "the pod lies on two GPUs")
@@ -150,16 +150,16 @@ class Script:
     async def reuse(self) -> str:
         before = self._node.gpus_of(self._pods["quad"])
         self._delete("quad")
-        told = await self.whole_gpus("next", 4, "link")
+        placed = await self.whole_gpus("next", 4, "link")
         after = self._node.gpus_of(self._pods["next"])
         _expect(after == before, f"the next four GPUs are {sorted(after)}, not {sorted(before)}")
-        return f"quad was deleted, its GPUs were given out again at once: {told}"
+        return f"quad was deleted, its GPUs were allocated again at once: {placed}"
 
     async def failure(self) -> str:
         node = self._node
         gone = node.gpus_of(self._pods["pair"])
         self._delete("pair")
-        await node.journal.until("allocation_freed", holder="demo/pair (main)")
+        await node.agent_log.until("allocation_freed", holder="demo/pair (main)")
         free = [gpu for gpu in await node.graph() if gpu["name"] in gone]
         sick, other = free[0], free[1]
         node.control.xid(sick["index"], _XID)
@@ -182,7 +182,7 @@ class Script:
         return f"{_label(sick)} answers well again and is offered; the next pod runs there"
 
     async def cordon(self) -> str:
-        """An operator takes a GPU out of service and gives it back; who is on it goes on until its end."""
+        """An operator cordons a GPU and uncordons it; the pod on it runs until it ends."""
         node, reason = self._node, "its fan is loud"
         (gpu,), (other,) = (node.gpus_of(self._pods[name]) for name in ("careful", "trusting"))
         before, labels = node.ledger(), {name: _label(await self._gpu(name)) for name in (gpu, other)}
@@ -190,17 +190,19 @@ class Script:
         _expect(node.ledger() == before, "the ledger is another one than before")
         for name in ("careful", "trusting"):
             self._delete(name)
-            await node.journal.until("allocation_freed", holder=f"demo/{name} (main)")
+            await node.agent_log.until("allocation_freed", holder=f"demo/{name} (main)")
         names = await self._granted_to("lucky", _app(CORES_PER_GPU))
         _expect(names == {other}, f"the pod went to {names} instead of {labels[other]}")
         await node.order("uncordon", gpu)
         await node.kubelet.until(lambda: node.healthy(gpu)["core"] == CORES_PER_GPU)
         names = await self._granted_to("patient", _app(CORES_PER_GPU))
         _expect(names == {gpu}, f"the pod went to {names} instead of {labels[gpu]}")
-        return f"{labels[gpu]}, because {reason}: its pod ran to its end, the next went to {labels[other]}; given back and used again"
+        return (
+            f"{labels[gpu]}, ({reason}): its pod ran until it ended, the next went to {labels[other]}; uncordoned and used again"
+        )
 
     async def usage(self) -> str:
-        """Every container's memory on each of its GPUs, as the driver and the container runtime tell of it."""
+        """Every container's memory on each of its GPUs, as the driver and the container runtime report it."""
         capacity = {gpu["name"]: gpu for gpu in await self._node.graph()}
         granted = {
             (pod.name, container.name, capacity[name]["uuid"]): _granted_blocks(container, capacity[name]) * BLOCK_BYTES
@@ -210,14 +212,14 @@ class Script:
         first = await self._used(lambda used: all(used.get(place, 0) > 0 for place in granted))
         last = await self._used(lambda used: all(used[place] != first[place] for place in granted))
         for used in (first, last):
-            over = [place for place, told in used.items() if told > granted.get(place, 0)]
-            _expect(not over, f"more than was granted is told of {over}")
+            over = [place for place, bytes_used in used.items() if bytes_used > granted.get(place, 0)]
+            _expect(not over, f"more than the grant is reported of {over}")
         containers = {(pod, container) for pod, container, _ in granted}
-        before, after, total = (f"{sum(told.values()) / (1 << 30):.1f}" for told in (first, last, granted))
+        before, after, total = (f"{sum(amounts.values()) / (1 << 30):.1f}" for amounts in (first, last, granted))
         return f"{len(containers)} containers use {before}, then {after} of their {total} GiB; see {self._node.url}/"
 
     async def metrics(self) -> str:
-        """The counters are those of the agent's second life."""
+        """The counters are those since the agent's restart."""
         node, gpus, until = self._node, await self._node.graph(), self._now() + _DRAWN_SECONDS
         while (wrong := self._metrics_differ(metrics := await node.metrics(), gpus)) and self._now() < until:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
@@ -228,7 +230,7 @@ class Script:
         )
 
     def _metrics_differ(self, metrics: Mapping[tuple[str, frozenset[tuple[str, str]]], float], gpus: list[Facts]) -> str:
-        """What is told otherwise there than by /graph and the log; empty as it should be."""
+        """Differences between the metrics, /graph and the log; empty if they agree."""
         for gpu in gpus:
             labels = frozenset({("gpu", gpu["uuid"])})
             if metrics["gpumgr_gpu_healthy", labels] != 1:
@@ -241,8 +243,8 @@ class Script:
             for (name, labels), value in metrics.items()
             if name == "gpumgr_allocate_requests_total" and ("outcome", "ok") in labels
         )
-        if answered != (told := self._calls_since_restart()):
-            return f"{answered:g} Allocate calls are counted, {told} were answered"
+        if answered != (logged := self._calls_since_restart()):
+            return f"{answered:g} Allocate calls are counted, {logged} were answered"
         if metrics["gpumgr_kubelet_registered", frozenset({("resource", CORE_RESOURCE)})] != 1:
             return "the kubelet has no core resource from us"
         return ""
@@ -256,14 +258,14 @@ class Script:
         _expect(not left, f"it left its sockets behind: {', '.join(left)}")
         return f"SIGTERM: ended with status 0 after {seconds:.1f} s, sockets removed"
 
-    # -- hands -------------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _run(self, name: str, *containers: SimContainer) -> PodStatus:
         self._pods[name] = self._node.pod(name, *containers)
         return await self._node.run(self._pods[name])
 
     async def _granted_to(self, name: str, *containers: SimContainer) -> frozenset[GpuName]:
-        """GPUs of a new pod, which must run, and whose ids must be the ledger's."""
+        """The GPUs of a new pod, which must run. Its ids must be the ledger's."""
         status = await self._run(name, *containers)
         _expect(status.phase == "Running", f"pod {name} is {status.phase}: {status.message}")
         names = self._node.gpus_of(self._pods[name])
@@ -279,23 +281,23 @@ class Script:
         self._node.delete(self._pods.pop(name))
 
     async def _used(self, wanted: Callable[[Mapping[Place, float]], bool]) -> Mapping[Place, float]:
-        """Bytes that containers use, as soon as the metrics tell what is `wanted`."""
+        """Bytes that containers use, as soon as `wanted` is true for the metrics."""
         while not wanted(used := await self._node.memory_used()):  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(_LOOK_SECONDS)
         return used
 
     async def _decision(self, name: str) -> Line:
-        """The log's line about where the pod's first container goes."""
-        return await self._node.journal.until("allocation_granted", pod=f"{self._pods[name].namespace}/{name}")
+        """The log line about the placement of the pod's first container."""
+        return await self._node.agent_log.until("allocation_granted", pod=f"{self._pods[name].namespace}/{name}")
 
     async def _gpu(self, name: GpuName) -> Facts:
         (found,) = [gpu for gpu in await self._node.graph() if gpu["name"] == name]
         return found
 
     def _calls_since_restart(self) -> int:
-        lines = self._node.journal.lines
+        lines = self._node.agent_log.lines
         start = max(number for number, line in enumerate(lines) if line["event"] == "starting")
-        return len(self._node.journal.find("allocation_granted", since=start))
+        return len(self._node.agent_log.find("allocation_granted", since=start))
 
 
 def _app(cores: int, memory_blocks: int = 0) -> SimContainer:
@@ -316,4 +318,4 @@ def _labels(gpus: list[Facts]) -> str:
 
 def _expect(condition: bool, otherwise: str) -> None:
     if not condition:
-        raise NotAsScriptedError(otherwise)
+        raise UnexpectedResultError(otherwise)

@@ -12,8 +12,8 @@ Sections = Mapping[str, Mapping[str, object]]
 def node_settings(
     folder: Path, name: str, sample_period_seconds: float, runtime: SimRuntime, api: SimApiServer | None, over: Sections
 ) -> Sections:
-    """What the settings file holds, by section; those in `over` go over the node's own. Without an API server (`api` None) the agent
-    runs alone."""
+    """The content of the settings file, by section; `over` overrides the node's own settings. Without an API server (`api` None) the agent
+    runs standalone."""
     kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
     own: dict[str, dict[str, object]] = {
         "node": {"name": name},
@@ -25,7 +25,7 @@ def node_settings(
         "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
         "nvml": {"sample_period_seconds": sample_period_seconds},
         "container": {"allocation_dir": str(folder / "vm")},
-        # Simulated GPUs, so nothing of this host may limit them: neither its MPS nor its containers.
+        # The GPUs are simulated, so nothing of this host may limit them: neither its MPS nor its containers.
         "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
         "mps": {"control_program": str(folder / "no-mps")},
         "cri": {"socket": str(runtime.socket), "cgroup_root": str(runtime.processes.cgroup_root)},

@@ -1,18 +1,27 @@
-"""The device plugin API's messages to and from values, by hand where they are long or frequent.
+"""Encodes and decodes the device plugin API's messages with device ids, and the Allocate response.
 
-Every decoder is strict about bounds and lenient about unknown fields, and raises gpumgr.rpc.wire.WireError.
+This module replaces generated code for them: a node has up to 13,888 ids, and generated code would take half of an Allocate's time for
+the response alone (0.37 ms instead of 0.007 ms). Every decoder checks bounds, skips unknown fields, and raises gpumgr.rpc.wire.WireError.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
 from gpumgr.rpc import wire
+
+#: A device id, whether it may be allocated, and its NUMA node (None = no preference).
+DeviceEntry = tuple[str, bool, int | None]
+
+_HEALTHY = wire.field(2, b"Healthy")
+_UNHEALTHY = wire.field(2, b"Unhealthy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRequest:
-    """One container of a GetPreferredAllocation call; `size` is the total, `must_include` counted in, and signed on the wire."""
+    """One container of a GetPreferredAllocation call. `size` is the total including `must_include`; it is signed on the wire."""
 
     available: list[str]
     must_include: list[str]
@@ -25,7 +34,7 @@ def decode_allocate(data: bytes) -> list[list[str]]:
 
 
 def decode_preferred(data: bytes) -> list[PreferenceRequest]:
-    """PreferredAllocationRequest -> its container requests. The longest message there is: every free id of the node."""
+    """PreferredAllocationRequest -> its container requests. It is the longest message: it has every free id of the node."""
     return [_preference(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
 
 
@@ -35,17 +44,17 @@ def decode_pre_start(data: bytes) -> list[str]:
 
 
 def encode_allocate(responses: Iterable[ContainerResponse]) -> bytes:
-    """AllocateResponse, a container each. An empty answer is written too: without one the kubelet fails the pod."""
+    """AllocateResponse with one message per container. An empty one is written, too: without it the kubelet fails the pod."""
     return b"".join([wire.field(1, encode_container_response(response)) for response in responses])
 
 
 def encode_preferred(preferences: Iterable[Sequence[str]]) -> bytes:
-    """PreferredAllocationResponse, the preferred ids of each container."""
+    """PreferredAllocationResponse with the preferred ids of each container."""
     return b"".join([wire.field(1, _encode_ids(ids)) for ids in preferences])
 
 
 def encode_container_response(response: ContainerResponse) -> bytes:
-    """ContainerAllocateResponse."""
+    """Encodes a ContainerAllocateResponse."""
     parts = [_encode_map(1, response.envs)]
     for mount in response.mounts:
         paths = wire.text_field(1, mount.container_path) + wire.text_field(2, mount.host_path)
@@ -59,29 +68,19 @@ def encode_container_response(response: ContainerResponse) -> bytes:
 
 
 def decode_container_response(data: bytes) -> ContainerResponse:
-    """ContainerAllocateResponse, as the kubelet's checkpoint keeps it."""
-    envs: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    mounts: list[Mount] = []
-    devices: list[DeviceNode] = []
-    cdi_devices: list[str] = []
-    for number, start, end in wire.spans(data, 0, len(data)):
-        if number > 5:
-            continue
-        first, second, third, numbers = _texts(data, start, end)
-        match number:
-            case 1:
-                envs[first] = second
-            case 2:
-                mounts.append(Mount(container_path=first, host_path=second, read_only=bool(numbers.get(3))))
-            case 3:
-                devices.append(DeviceNode(container_path=first, host_path=second, permissions=third))
-            case 4:
-                annotations[first] = second
-            case 5:
-                cdi_devices.append(first)
+    """Decodes a ContainerAllocateResponse of the kubelet's checkpoint, which is read only when the agent starts."""
+    read = wire.parse(ContainerAllocateResponse, data)
     return ContainerResponse(
-        envs=envs, mounts=tuple(mounts), devices=tuple(devices), annotations=annotations, cdi_devices=tuple(cdi_devices)
+        envs=read.envs,
+        mounts=tuple(
+            Mount(container_path=each.container_path, host_path=each.host_path, read_only=each.read_only) for each in read.mounts
+        ),
+        devices=tuple(
+            DeviceNode(container_path=each.container_path, host_path=each.host_path, permissions=each.permissions)
+            for each in read.devices
+        ),
+        annotations=read.annotations,
+        cdi_devices=tuple(each.name for each in read.cdi_devices),
     )
 
 
@@ -89,7 +88,7 @@ def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
     available: list[str] = []
     must_include: list[str] = []
     numbers = wire.scan(data, start, end, {1: available, 2: must_include})
-    # int32 travels sign-extended to 64 bits; what stands above 32 bits is cut off, as every protobuf runtime does.
+    # int32 is sign-extended to 64 bits on the wire; the upper 32 bits are dropped, as in every protobuf runtime.
     size = numbers.get(3, 0) & 0xFFFF_FFFF
     return PreferenceRequest(available=available, must_include=must_include, size=size - (1 << 32) if size >> 31 else size)
 
@@ -100,19 +99,33 @@ def _ids(data: bytes, start: int, end: int) -> list[str]:
     return ids
 
 
-def _texts(data: bytes, start: int, end: int) -> tuple[str, str, str, dict[int, int]]:
-    """The first three string fields of a small message (of a repeated one the last) and its numbers."""
-    found: dict[int, list[str]] = {1: [""], 2: [""], 3: [""]}
-    numbers = wire.scan(data, start, end, found)
-    return found[1][-1], found[2][-1], found[3][-1], numbers
-
-
 def _encode_ids(ids: Iterable[str]) -> bytes:
     return b"".join([wire.field(1, device_id.encode()) for device_id in ids])
 
 
 def _encode_map(number: int, entries: Mapping[str, str]) -> bytes:
-    """A map field: one message for each entry, with key and value always written, as Go and C++ do."""
+    """A map field: one message per entry, always with key and value, as Go and C++ encode it."""
     return b"".join(
         [wire.field(number, wire.field(1, key.encode()) + wire.field(2, value.encode())) for key, value in entries.items()]
     )
+
+
+def encode_devices(entries: Iterable[DeviceEntry]) -> bytes:
+    """A complete ListAndWatchResponse. Each message replaces the kubelet's list; the order does not matter."""
+    return b"".join([_encode_device(*entry) for entry in entries])
+
+
+@lru_cache(maxsize=1 << 15)
+def _encode_device(device_id: str, healthy: bool, numa_node: int | None) -> bytes:
+    """One `devices` field. The cache holds both states of each id: 16 GPUs of 192 GB have 13,888 ids."""
+    device = wire.text_field(1, device_id) + (_HEALTHY if healthy else _UNHEALTHY) + _topology(numa_node)
+    return wire.field(1, device)
+
+
+@lru_cache(maxsize=64)
+def _topology(numa_node: int | None) -> bytes:
+    """The topology field. sysfs has -1 for a device without a NUMA node; proto3 encodes node 0 as an empty NUMANode message."""
+    if numa_node is None or numa_node < 0:
+        return b""
+    node = b"\x08" + wire.varint(numa_node) if numa_node else b""
+    return wire.field(3, wire.field(1, node))

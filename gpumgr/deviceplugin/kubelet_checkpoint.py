@@ -1,9 +1,9 @@
-"""The kubelet's own record of devices, `kubelet_internal_checkpoint`: the first source when the ledger must be rebuilt.
+"""Reads the kubelet's record of devices, `kubelet_internal_checkpoint`, the first source when the ledger must be rebuilt.
 
-It knows what PodResources does not tell: pod UIDs, ordinary init containers, and the answers that Allocate gave (with a path
-that holds the allocation's id). It is internal to the kubelet, so everything is read leniently: `DeviceIDs` is a list before
-1.20 and a map from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash over Go's own print
-form and can't be verified elsewhere. The file is written after Allocate has answered, so it is of no use inside Allocate.
+It has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
+allocation's id). The format is internal to the kubelet, so the reader accepts all variants: `DeviceIDs` is a list before 1.20 and a map
+from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash over Go's print format and can't be verified
+here. The kubelet writes the file after Allocate has returned, so it can't be used inside Allocate.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ FILE_NAME = "kubelet_internal_checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry:
-    """What one container holds of one resource. `response` is None if the recorded answer can't be read."""
+    """The devices of one resource that a container holds. `response` is None if the recorded response can't be read."""
 
     pod_uid: str
     container: str
@@ -61,7 +61,7 @@ _decoder = msgspec.json.Decoder(_File)
 
 
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
-    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or only half of one."""
+    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or incomplete."""
     try:
         file = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ async def read_kubelet_checkpoint(
 ) -> tuple[CheckpointEntry, ...] | None:
     """The entries of the file at `path`; None if there is none (the kubelet writes it with the first device).
 
-    The kubelet may be writing at the same moment, so bad content is read again. Raises KubeletError if it stays bad.
+    The kubelet may be writing the file at the same time, so the read is retried. Raises KubeletError after the last attempt.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -102,15 +102,15 @@ async def read_kubelet_checkpoint(
 
 
 def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[str] | None:
-    """UIDs of the pods that have devices; None if nothing can be said of any pod: without a file, and with one that knows of no device
-    at all (a kubelet that lost its state forgets what still runs)."""
+    """UIDs of the pods that have devices. None: the entries are no evidence that a pod has ended, since there is no file, or it is empty
+    (a kubelet that lost its state no longer lists running pods)."""
     return frozenset(entry.pod_uid for entry in entries) if entries else None
 
 
 def _entry(entry: _Entry) -> CheckpointEntry:
     match entry.DeviceIDs:
         case dict() as by_node:
-            # An id on two NUMA nodes stands under both.
+            # An id on two NUMA nodes is listed under both.
             ids = tuple(dict.fromkeys(device_id for ids in by_node.values() for device_id in ids or ()))
         case listed:
             ids = tuple(listed or ())

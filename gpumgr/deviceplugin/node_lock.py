@@ -1,6 +1,6 @@
-"""One agent on a node: binding a unix socket silently replaces the one of a living agent, so a lock comes first.
+"""Locks that permit one agent per node: binding a unix socket replaces that of a running agent, so the agent takes the lock first.
 
-The kernel drops the lock when its holder dies, however it dies. The file stays; removing it would let two agents lock two files.
+The kernel releases the lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
 """
 
 import contextlib
@@ -16,10 +16,9 @@ from gpumgr.errors import AlreadyRunning, GpumgrError
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds the kubelet's plugin folder itself locked: two agents with lock files of their own would still take its sockets from
-    one another. A folder that is not there yet is nobody's.
+    """Locks the kubelet's plugin folder: two agents with different lock files would replace each other's sockets in it.
 
-    Raises AlreadyRunning if another process holds it.
+    A folder that does not exist is not locked. Raises AlreadyRunning if another process holds the lock.
     """
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -37,7 +36,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 class NodeLock:
-    """A context manager that holds `path` locked. The file tells the holder's pid."""
+    """A context manager that holds a lock on the file `path`, which contains the holder's pid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +69,7 @@ class NodeLock:
                 break
             os.close(file)
         self._file = file
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, only the next agent's message is poorer
+        with contextlib.suppress(OSError):  # a full disk: the lock is held, but the message of a second agent lacks the pid
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
 
@@ -80,7 +79,7 @@ class NodeLock:
             self._file = None
 
     def _is_current(self, file: int) -> bool:
-        """Whether `path` still names the locked file: somebody may have deleted it between open and lock."""
+        """Whether `path` still names the locked file: it may have been deleted between open and lock."""
         try:
             return os.path.samestat(os.fstat(file), self._path.stat())
         except FileNotFoundError:

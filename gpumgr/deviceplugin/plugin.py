@@ -1,8 +1,9 @@
-"""The DevicePlugin service of one resource: the kubelet's calls in, the allocator's decisions out.
+"""The DevicePlugin service of one resource: passes the kubelet's calls to the allocator and returns its decisions.
 
-Law 1. Every failure reaches the kubelet as a status with a sentence: it ends up in `kubectl describe pod`.
-Law 2. A kubelet that hangs up never cuts a decision in half: decisions run shielded.
-Law 3. ListAndWatch sends the newest list on each change; a slow reader delays nobody and misses only lists that are outdated.
+Invariants:
+1. Every failure is returned to the kubelet as a gRPC status with a message, which `kubectl describe pod` shows.
+2. A decision is completed even if the kubelet cancels the call: decisions run shielded.
+3. ListAndWatch sends the newest list on each change; a slow reader delays no other and misses only outdated lists.
 """
 
 import time
@@ -15,18 +16,19 @@ from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
 
-from gpumgr.aio import Latest, Subscription, run_shielded
+from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
+from gpumgr.aio import LatestValue, Subscription, run_shielded
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.deviceplugin import codec
 from gpumgr.errors import Refusal, RefusalCode
 from gpumgr.rpc.wire import WireError
-from gpumgr.units import RESOURCE_OF, Kind
+from gpumgr.units import RESOURCE_NAMES, Resource
 
 _log = structlog.get_logger(__name__)
 
 SERVICE: Final = "/v1beta1.DevicePlugin/"
-#: DevicePluginOptions with both options on; the same stands in the Register request, where older kubelets read them.
-OPTIONS: Final = b"\x08\x01\x10\x01"
+#: DevicePluginOptions with both options on. The Register request has the same, since older kubelets read them there.
+OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
 
 _STATUS: Final[dict[RefusalCode, Status]] = {
     "invalid_request": Status.INVALID_ARGUMENT,
@@ -37,21 +39,22 @@ _STATUS: Final[dict[RefusalCode, Status]] = {
     "internal": Status.INTERNAL,
 }
 
-#: Told after each call: RPC name, resource, outcome ("ok", a refusal's code, "cancelled") and seconds.
-Observer = Callable[[str, Kind, str, float], None]
+#: Called after each RPC with its name, resource, outcome ("ok", a refusal's code, "cancelled") and duration in seconds.
+Observer = Callable[[str, Resource, str, float], None]
 
 
 class Allocator(Protocol):
-    """Who decides. Each method may raise errors.Refusal; calls of both resources may run at the same time."""
+    """Makes the decisions. Each method may raise errors.Refusal; calls of both resources may run at the same time."""
 
-    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """The ids to hand out, of `available`: `size` in all, `must_include` among them. Fewer leave the rest to the kubelet."""
+    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        """The ids of `available` to allocate: `size` of them, with all of `must_include`. If it returns fewer, the kubelet chooses the
+        rest."""
 
-    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
-        """Commits exactly `device_ids` (at least one, none twice) for one container."""
+    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
+        """Commits `device_ids` (at least one, without duplicates) to one container."""
 
-    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
-        """A container that holds `device_ids` is about to start, perhaps not for the first time."""
+    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
+        """Prepares the start, or a restart, of the container that holds `device_ids`."""
 
 
 class DevicePlugin:
@@ -59,19 +62,19 @@ class DevicePlugin:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: Resource,
         allocator: Allocator,
-        devices: Latest[bytes],
+        devices: LatestValue[bytes],
         observe: Observer = lambda *_: None,
     ) -> None:
-        self._kind: Kind = kind
+        self._kind: Resource = kind
         self._allocator = allocator
         self._devices = devices
         self._observe = observe
         self._watches: set[Subscription[bytes]] = set()
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods, as grpclib wants them. Messages stay bytes: this module calls the codec itself."""
+        """The methods in the form that grpclib requires. Messages stay bytes: this module calls the codec itself."""
         unary = {
             "GetDevicePluginOptions": self._options,
             "GetPreferredAllocation": self._prefer,
@@ -86,7 +89,7 @@ class DevicePlugin:
         return methods
 
     def end_streams(self) -> None:
-        """Lets every ListAndWatch return; the kubelet sees a clean end of stream."""
+        """Ends every ListAndWatch; the kubelet receives a clean end of stream."""
         for watch in self._watches:
             watch.close()
 
@@ -106,10 +109,10 @@ class DevicePlugin:
             except GRPCError:
                 outcome = "invalid_request"
                 raise
-            except Exception as error:  # a bug must not take the node's admission down; it is told here and nowhere else
+            except Exception as error:  # a bug must not end the node's admission; it is logged only here
                 outcome = "internal"
-                _log.exception("call_failed", rpc=rpc, resource=RESOURCE_OF[self._kind])
-                text = f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log tells more"
+                _log.exception("call_failed", rpc=rpc, resource=RESOURCE_NAMES[self._kind])
+                text = f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log has the details"
                 raise GRPCError(Status.INTERNAL, text) from error
             finally:
                 self._observe(rpc, self._kind, outcome, time.perf_counter() - started)
@@ -134,7 +137,7 @@ class DevicePlugin:
         preferences = []
         for wanted in codec.decode_preferred(request):
             if wanted.size < 0:
-                raise Refusal("invalid_request", f"a preference for {wanted.size} devices makes no sense")
+                raise Refusal("invalid_request", f"the kubelet requested a preference for {wanted.size} devices")
             work = self._allocator.prefer(self._kind, wanted.available, wanted.must_include, wanted.size)
             preferences.append(await run_shielded(work, name=f"prefer_{self._kind}"))
         return codec.encode_preferred(preferences)
@@ -143,7 +146,7 @@ class DevicePlugin:
         containers = codec.decode_allocate(request)
         self._check_ids([device_id for ids in containers for device_id in ids])
         if not all(containers):
-            raise Refusal("invalid_request", f"the kubelet asked for a container without any id of {RESOURCE_OF[self._kind]}")
+            raise Refusal("invalid_request", f"the kubelet requested a container without any id of {RESOURCE_NAMES[self._kind]}")
         responses = []
         for ids in containers:
             work = self._allocator.allocate(self._kind, ids)
@@ -157,23 +160,23 @@ class DevicePlugin:
         return b""
 
     def _check_ids(self, ids: Sequence[str]) -> None:
-        """Raises Refusal if there is no id, or if one stands there twice."""
+        """Raises Refusal if there is no id, or one is there twice."""
         if len(set(ids)) < len(ids):
             twice = next(device_id for device_id, times in Counter(ids).items() if times > 1)
             raise Refusal("invalid_request", f"the kubelet's request names {twice} twice")
         if not ids:
-            raise Refusal("invalid_request", f"the kubelet's request names no id of {RESOURCE_OF[self._kind]}")
+            raise Refusal("invalid_request", f"the kubelet's request names no id of {RESOURCE_NAMES[self._kind]}")
 
 
 async def _receive(stream: Any) -> bytes:
-    """The one request of a call; a client that closes its side at once sends the empty message in effect.
+    """The request of a unary call; empty if the client closes its side without a message.
 
-    Raises GRPCError for what grpclib can't take in: compressed messages, and frames shorter than they say.
+    Raises GRPCError for requests that grpclib can't decode: compressed messages, and frames shorter than their length field.
     """
     try:
         request: bytes | None = await stream.recv_message()
     except NotImplementedError as error:
-        raise GRPCError(Status.UNIMPLEMENTED, "gpumgr takes no compressed messages") from error
+        raise GRPCError(Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages") from error
     except AssertionError as error:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than its frame says") from error
+        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame") from error
     return request or b""

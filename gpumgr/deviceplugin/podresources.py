@@ -1,7 +1,7 @@
-"""The kubelet's PodResources API: who holds which ids, asked from inside an admission.
+"""The kubelet's PodResources API: the device ids of each container, read during an admission.
 
-`List` is limited to 100 calls a second, bursts of 10, for all clients of the node together; a refused call is repeated shortly.
-The answer names every id of the node, so only the pods' names are read at once; ids are read for the pods that are asked for.
+`List` is limited to 100 calls a second, bursts of 10, for all clients of the node together; a refused call is retried shortly.
+The answer has every id of the node, so only the names of pods are decoded at once, and the ids of a pod when they are requested.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 
 _LIST: Final = "/v1.PodResourcesLister/List"
 _RATE_LIMITED: Final = "rejected by rate limit"
-#: grpc-go's word for a service that there is not; a method that a known service lacks has another.
+#: grpc-go's message for an unknown service; that for an unknown method of a known service differs.
 _NO_SERVICE: Final = "unknown service"
 
 
 def parse_listing(data: bytes) -> Listing:
-    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; unread ids are checked when asked for.
+    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read.
 
     Kubelets before 1.34 may list a terminated pod beside its namesake: both count as one pod that holds the ids of both.
     """
@@ -55,8 +55,8 @@ def _pod_key(data: bytes, start: int, end: int) -> PodKey:
 
 
 def _read_container(data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]]) -> None:
-    """Adds one ContainerResources to `held`. Each id has an entry of its own, and one for each NUMA node it is on; on
-    kubelet 1.20 all ids of a node share one."""
+    """Adds one ContainerResources to `held`. Each id has one entry for each of its NUMA nodes; in kubelet 1.20 all ids of a NUMA node
+    share one entry."""
     name = ""
     devices: dict[str, list[str]] = {}
     for number, entry_start, entry_end in wire.spans(data, start, end):
@@ -89,9 +89,9 @@ class PodResourcesClient:
         self._channel = UnixChannel(socket)
 
     async def list(self) -> Listing:
-        """What the kubelet says now. Mind that asking has a side effect on the kubelet (it frees the ids of ended pods).
+        """The kubelet's current list. The call has a side effect in the kubelet: it frees the ids of ended pods.
 
-        Raises KubeletError if the kubelet is away, slow, or limits the rate for longer than the budget.
+        Raises KubeletError if the kubelet is unavailable, slow, or limits the rate for longer than the budget.
         """
         deadline = asyncio.get_running_loop().time() + self._rate_limit_budget_seconds
         while True:
@@ -110,20 +110,20 @@ class PodResourcesClient:
 
 
 def lacks_v1(error: Exception) -> bool:
-    """Whether the answer came from a kubelet before 1.20, which has v1alpha1 only."""
+    """Whether the answer is that of a kubelet before 1.20, which has only v1alpha1."""
     return isinstance(error, GRPCError) and error.status is Status.UNIMPLEMENTED and _NO_SERVICE in (error.message or "")
 
 
 def pod_resources_error(doing: str, socket: Path, error: Exception) -> KubeletError:
-    """A sentence for one of CALL_FAILURES, as kubelet_error's."""
+    """The KubeletError for one of CALL_FAILURES."""
     if lacks_v1(error):
         return KubeletError(
-            f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20; upgrade it: without that API nobody tells "
-            "gpumgr which pod a request is for, and which pods have ended"
+            f"the kubelet at {socket} has no PodResources API v1, so it is older than 1.20; upgrade it: without that API gpumgr can't "
+            "determine which pod a request is for, and which pods have ended"
         )
     return kubelet_error(doing, socket, error)
 
 
 def _rate_limited(error: Exception) -> bool:
-    """The kubelet's limiter, not a client's own message limit, which has the same status."""
+    """Whether the kubelet's rate limit refused the call; a client's own message limit has the same status."""
     return isinstance(error, GRPCError) and error.status is Status.RESOURCE_EXHAUSTED and _RATE_LIMITED in (error.message or "")

@@ -1,13 +1,14 @@
-"""Keeps both resources offered to the kubelet: serve, prove, register, notice when that no longer holds, and again.
+"""Keeps both resources registered with the kubelet: serves the sockets, registers, and registers again when a registration is lost.
 
-Law 1. Nothing here ends the process: a kubelet that is away, hangs or says no is weather, told once and retried.
-Law 2. Register only what was proven: the own socket answers before the kubelet is asked to dial it (it does so inside Register).
-Law 3. "Registered" means that a kubelet watches us. A new kubelet.sock, a missing socket of ours, or nobody on ListAndWatch
-       means register again, in place. Polling tells; lost inotify events can't.
-Law 4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 look clients up by resource name: when an old
-       stream ends later, they disconnect the new registration in its place.
-Law 5. Nothing is registered while `held_back_by` has a reason. Once it has none it is not asked again: from then on pods have GPUs
-       of which nobody else knows, and to stay away would give those to others.
+Invariants:
+1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
+2. Register is called only after the plugin's own socket has answered: the kubelet dials it inside Register.
+3. "Registered" means that a kubelet watches the devices. A new kubelet.sock, a missing socket of the plugin, or a lack of ListAndWatch
+   streams causes a new registration by the same process. These are polled, since inotify events can be lost.
+4. Old ListAndWatch streams end *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an old stream that ends later
+   disconnects the new registration.
+5. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: from then on pods hold GPUs
+   that only this process accounts for, and another plugin would grant these again.
 """
 
 import asyncio
@@ -21,17 +22,18 @@ from typing import Final
 import structlog
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
-from gpumgr.aio import Latest, forever
+from gpumgr.aio import LatestValue, forever
 from gpumgr.deviceplugin.plugin import Allocator, DevicePlugin, Observer
-from gpumgr.deviceplugin.server import Identity, PluginServer, identity
+from gpumgr.deviceplugin.server import PluginServer
 from gpumgr.errors import KubeletError
+from gpumgr.files import FileIdentity
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
-from gpumgr.units import RESOURCE_OF, Kind
+from gpumgr.units import RESOURCE_NAMES, Resource
 
 _log = structlog.get_logger(__name__)
 
 #: Short, since the whole path must fit a unix socket; the kubelet joins it to its own folder.
-SOCKET_NAMES: Final[dict[Kind, str]] = {"core": "gpumgr-core.sock", "memory": "gpumgr-memory.sock"}
+SOCKET_NAMES: Final[dict[Resource, str]] = {"core": "gpumgr-core.sock", "memory": "gpumgr-memory.sock"}
 KUBELET_SOCKET_NAME: Final = "kubelet.sock"
 _REMEDY: Final = (
     "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock, which a pod must have mounted"
@@ -40,25 +42,25 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """How patient the link is, in seconds. The kubelet may take 10 s to dial back inside Register."""
+    """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.4
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
-    #: How long nobody may watch any more before we register again.
+    #: How long no stream may be open before the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same right after Register, where a busy kubelet may take its time; doubles while it helps nothing.
+    #: The same directly after Register, where a busy kubelet may need longer; doubled after each registration without a stream.
     first_watch_seconds: float = 5.0
-    #: How long running calls may take before a replaced socket's streams end.
+    #: How long running calls may take before the streams of a replaced socket are ended.
     handover_seconds: float = 1.0
-    #: How often it is asked whether something still holds us back.
+    #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """One resource as the kubelet has it. `registrations` counts successful Register calls, `error` is the last failure since."""
+    """The registration of one resource. `registrations` counts successful Register calls, `error` is the last failure since."""
 
     registered: bool = False
     registrations: int = 0
@@ -66,22 +68,25 @@ class LinkState:
 
 
 class KubeletLink:
-    """Both resources towards one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, and leaves no socket."""
+    """Registers both resources with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
 
     def __init__(
         self,
         folder: Path,
         allocator: Allocator,
-        devices: Mapping[Kind, Latest[bytes]],
+        devices: Mapping[Resource, LatestValue[bytes]],
         *,
         timing: LinkTiming | None = None,
-        on_state: Callable[[Kind, LinkState], None] = lambda _kind, _state: None,
+        on_state: Callable[[Resource, LinkState], None] = lambda _kind, _state: None,
         observe: Observer = lambda *_: None,
+        held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         random: Random | None = None,
     ) -> None:
-        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer."""
-        #: Why not to register, in a sentence with its remedy; asked until it says None. To be set before `run`.
-        self.held_back_by: Callable[[], Awaitable[str | None]] = _nothing
+        """`folder` is the kubelet's device plugin folder; `devices` holds an encoded list for each resource to offer.
+
+        `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
+        """
+        self._held_back_by = held_back_by
         self._on_state = on_state
         self._timing = timing or LinkTiming()
         self._registered, self._free = asyncio.Event(), asyncio.Event()
@@ -104,7 +109,7 @@ class KubeletLink:
         return self._registered.is_set()
 
     @property
-    def states(self) -> dict[Kind, LinkState]:
+    def states(self) -> dict[Resource, LinkState]:
         return {kind: resource.state for kind, resource in self._resources.items()}
 
     async def wait_registered(self) -> None:
@@ -120,7 +125,7 @@ class KubeletLink:
                 self._daemons.append(group.create_task(forever(name, resource.keep), name=name))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run`; calls under way may take `grace_seconds`, then the streams end, and the sockets are removed."""
+        """Ends `run`; running calls may take `grace_seconds`, then the streams are ended and the sockets removed."""
         for daemon in self._daemons:
             daemon.cancel()
         if self._daemons:
@@ -128,17 +133,17 @@ class KubeletLink:
         await asyncio.gather(*(resource.drain(grace_seconds) for resource in self._resources.values()))
 
     async def _wait_until_free(self) -> None:
-        told = None
-        while (reason := await self.held_back_by()) is not None:
-            if reason != told:
+        logged = None
+        while self._held_back_by is not None and (reason := await self._held_back_by()) is not None:
+            if reason != logged:
                 _log.warning("registration_waits", reason=reason)
                 for resource in self._resources.values():
                     resource.hold_back(reason)
-            told = reason
+            logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
         self._free.set()
 
-    def _changed(self, kind: Kind, state: LinkState) -> None:
+    def _changed(self, kind: Resource, state: LinkState) -> None:
         if all(resource.state.registered for resource in self._resources.values()):
             self._registered.set()
         else:
@@ -146,25 +151,21 @@ class KubeletLink:
         self._on_state(kind, state)
 
 
-async def _nothing() -> None:
-    """Nothing holds us back."""
-
-
 class _ResourceLink:
-    """One resource's socket and registration."""
+    """The socket and the registration of one resource."""
 
     def __init__(
         self,
         folder: Path,
-        kind: Kind,
+        kind: Resource,
         make_plugin: Callable[[], DevicePlugin],
         timing: LinkTiming,
-        on_state: Callable[[Kind, LinkState], None],
+        on_state: Callable[[Resource, LinkState], None],
         random: Random,
         free: asyncio.Event,
     ) -> None:
         """`free`: nothing is registered before it is set."""
-        self._kind: Kind = kind
+        self._kind: Resource = kind
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._own_socket = folder / SOCKET_NAMES[kind]
         self._make_plugin = make_plugin
@@ -172,17 +173,17 @@ class _ResourceLink:
         self._on_state = on_state
         self._random, self._free = random, free
         self._server: PluginServer | None = None
-        self._log = _log.bind(resource=RESOURCE_OF[kind])
+        self._log = _log.bind(resource=RESOURCE_NAMES[kind])
         self.state = LinkState()
 
     async def keep(self) -> None:
-        """Registers, waits until that no longer holds, and again. Never returns."""
+        """Registers, waits until the registration is lost, and repeats. Never returns."""
         await self._free.wait()
         retry_seconds = self._timing.first_retry_seconds
         first_watch_seconds = self._timing.first_watch_seconds
         kubelet = None
         while True:
-            before, kubelet = kubelet, identity(self._kubelet_socket)
+            before, kubelet = kubelet, FileIdentity.at(self._kubelet_socket)
             if kubelet != before:
                 retry_seconds = self._timing.first_retry_seconds
             try:
@@ -208,13 +209,13 @@ class _ResourceLink:
         self._become(replace(self.state, registered=False))
 
     async def _register(self) -> None:
-        """One attempt: a proven socket first, then Register. Raises KubeletError."""
+        """One attempt: checks that the own socket answers, then calls Register. Raises KubeletError."""
         server = await self._serve()
         await server.probe()
         request = RegisterRequest(
             version="v1beta1",
             endpoint=self._own_socket.name,
-            resource_name=RESOURCE_OF[self._kind],
+            resource_name=RESOURCE_NAMES[self._kind],
             options=DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True),
         )
         async with UnixChannel(self._kubelet_socket) as channel:
@@ -223,12 +224,12 @@ class _ResourceLink:
                     "/v1beta1.Registration/Register", request, bytes, timeout_seconds=self._timing.register_timeout_seconds
                 )
             except CALL_FAILURES as error:
-                raise kubelet_error(f"register {RESOURCE_OF[self._kind]}", self._kubelet_socket, error) from error
+                raise kubelet_error(f"register {RESOURCE_NAMES[self._kind]}", self._kubelet_socket, error) from error
         self._become(LinkState(registered=True, registrations=self.state.registrations + 1))
         self._log.info("registered", registrations=self.state.registrations)
 
     async def _serve(self) -> PluginServer:
-        """The server on the socket that is in place: the running one, or a new one which takes over from it."""
+        """The server of the socket: the running one if its socket is still in place, else a new one that replaces it."""
         old = self._server
         if old is not None:
             await old.end_watches(self._timing.handover_seconds)
@@ -245,8 +246,8 @@ class _ResourceLink:
                 await old.drain(self._timing.handover_seconds)
         return self._server
 
-    async def _until_lost(self, kubelet: Identity | None, first_watch_seconds: float) -> tuple[str, bool]:
-        """Why the registration no longer holds, and whether anybody ever watched."""
+    async def _until_lost(self, kubelet: FileIdentity | None, first_watch_seconds: float) -> tuple[str, bool]:
+        """Waits until the registration is lost. Returns the reason, and whether a stream was ever open."""
         loop = asyncio.get_running_loop()
         was_watched = False
         last_watched = loop.time()
@@ -254,7 +255,7 @@ class _ResourceLink:
             await asyncio.sleep(self._timing.poll_seconds)
             if self._server is None or not self._server.in_place:
                 return "own_socket_removed", was_watched
-            if identity(self._kubelet_socket) != kubelet:
+            if FileIdentity.at(self._kubelet_socket) != kubelet:
                 return "kubelet_restarted", was_watched
             if self._server.watchers:
                 was_watched = True
@@ -262,11 +263,11 @@ class _ResourceLink:
             elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):
                 return "nobody_watches", was_watched
 
-    async def _pause(self, seconds: float, kubelet: Identity | None) -> None:
-        """Waits, but no longer than until a new kubelet.sock appears."""
+    async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
+        """Waits until the time has passed or a new kubelet.sock appears."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while identity(self._kubelet_socket) == kubelet:
+        while FileIdentity.at(self._kubelet_socket) == kubelet:
             left = deadline - loop.time()
             if left <= 0:
                 return

@@ -1,7 +1,6 @@
-"""One resource's unix socket: bound, proven, watched for removal, drained and unlinked."""
+"""The unix socket of one resource: binds it, checks that it answers and is in place, drains it and removes it."""
 
-import os
-import stat
+import errno
 from pathlib import Path
 from typing import Final
 
@@ -9,32 +8,19 @@ from gpumgr.deviceplugin.plugin import OPTIONS, SERVICE, DevicePlugin
 from gpumgr.errors import KubeletError
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.rpc.server import DrainingServer
+from gpumgr.unix_socket import UnixSocket
 
-#: sun_path of Linux's sockaddr_un, less the closing zero.
-MAX_PATH_BYTES: Final = 107
 _PROBE_TIMEOUT_SECONDS: Final = 5.0
-
-#: Device, inode and time of change of a file: a re-created one differs, even if it got the old inode's number.
-Identity = tuple[int, int, int]
-
-
-def identity(path: Path) -> Identity | None:
-    """What tells this socket file from its successors; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return (found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
 class PluginServer:
-    """A DevicePlugin service on its socket. A server serves once; a new socket takes a new server."""
+    """A DevicePlugin service on its socket. A server is started once; a new socket requires a new server."""
 
     def __init__(self, path: Path, plugin: DevicePlugin) -> None:
         self.path = path
         self._plugin = plugin
         self._server = DrainingServer([plugin])
-        self._inode: tuple[int, int] | None = None
+        self._socket = UnixSocket(path)
 
     @property
     def watchers(self) -> int:
@@ -43,32 +29,23 @@ class PluginServer:
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket file is there and is ours. A restarting kubelet deletes it; the listening socket notices nothing."""
-        found = identity(self.path)
-        return found is not None and found[:2] == self._inode
+        """Whether the socket file is still that of this server. A restarting kubelet deletes it, while the socket stays open."""
+        return self._socket.in_place
 
     async def start(self) -> None:
-        """Binds and listens; a stale socket of an earlier process is replaced, any other file is left alone.
+        """Binds and listens. A socket of an earlier process is replaced, any other file is kept.
 
         Raises KubeletError if the path is too long or can't be bound.
         """
-        size = len(os.fsencode(self.path))
-        if size > MAX_PATH_BYTES:
-            raise KubeletError(
-                f"can't listen on {self.path}: the path has {size} bytes and a unix socket allows {MAX_PATH_BYTES}; "
-                "use a folder with a shorter path"
-            )
         try:
-            await self._server.start(path=str(self.path))
-            self.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            await self._server.start(sock=self._socket.bind(replace_served=True))
         except OSError as error:
-            await self._server.cut()
-            raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}") from error
-        found = identity(self.path)
-        self._inode = found[:2] if found else None
+            await self._server.close_now()
+            remedy = "; use a folder with a shorter path" if error.errno == errno.ENAMETOOLONG else ""
+            raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
 
     async def probe(self) -> None:
-        """Dials the own socket and asks for the options, as the kubelet will in the middle of Register. Raises KubeletError."""
+        """Connects to the own socket and requests the options, as the kubelet does during Register. Raises KubeletError."""
         async with UnixChannel(self.path) as channel:
             try:
                 options = await channel.unary(
@@ -80,13 +57,12 @@ class PluginServer:
             raise KubeletError(f"another program answers on {self.path}: stop it, or give gpumgr another folder")
 
     async def end_watches(self, patience_seconds: float) -> None:
-        """Ends the ListAndWatch streams once the running calls are through, and goes on serving."""
+        """Ends the ListAndWatch streams after the running calls, for which it waits `patience_seconds` at most, and goes on serving."""
         if self.watchers:
-            await self._server.quiet(patience_seconds)
+            await self._server.wait_idle(patience_seconds)
             self._plugin.end_streams()
 
     async def drain(self, grace_seconds: float) -> None:
-        """Ends the service in order (see DrainingServer.drain) and removes the socket file, unless a newer one took its place."""
-        if self.in_place:
-            self.path.unlink(missing_ok=True)
+        """Ends the service in order (see DrainingServer.drain) and removes the socket file, unless a newer one has replaced it."""
+        self._socket.remove()
         await self._server.drain(grace_seconds, self._plugin.end_streams)

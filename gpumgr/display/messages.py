@@ -7,13 +7,15 @@ or empty are left out; entries of maps and lists never are. An answer of which n
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
+from gpumgr.allocator.ids import count
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.pods import PodView
 from gpumgr.topology.devices import Gpu
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
-from gpumgr.usage.picture import ContainerUse
+from gpumgr.usage.node_use import ContainerUse
 
 _MIB = 1 << 20
 
@@ -30,34 +32,27 @@ def version_message(version: str) -> Message:
     return _filled({"version": version})
 
 
-def usage_message(picture: Picture, pods: Pods) -> Message:
-    """UsageResponse: who uses what, by pod and container.
+def usage_message(report: NodeReport, pods: Pods) -> Message:
+    """UsageResponse: the use of GPUs by pod and container.
 
-    A pod stands under its UID as the API server has it (of a static pod the mirror's); one whose UID nobody knows under
-    "namespace/name"; one of which neither is known is left out. A container without a known name stands under its allocation's.
-    An init container is there only while it runs something, and a GPU only while the driver shows it, as with gpu-manager.
+    A pod's key is its UID in the API server (of a static pod the mirror's), or "namespace/name" if the UID is unknown; a pod without
+    either is left out. A container without a known name has its allocation's id as key. An init container is listed only while it has
+    a process, and a GPU only while the driver lists it, as with gpu-manager.
     """
-    if picture.use is None or not picture.nvml_up:
-        return {}  # numbers from before the driver went away would look like news
-    ledger = picture.view.ledger
-    gpus = picture.view.inventory.gpus(ledger.cards)
+    if report.use is None or not report.nvml_up:
+        return {}  # the last numbers are outdated
+    ledger = report.view.ledger
+    gpus = report.view.inventory.gpus(ledger.gpu_registry)
     by_pod: dict[str, list[ContainerUse]] = {}
     views: dict[str, PodView | None] = {}
-    for use in picture.use.of(ledger.allocations).containers.values():
+    for use in report.use.of(ledger.allocations).containers.values():
         idle_init = ledger.allocations[use.allocation].init and not use.processes
-        view = _view(use, pods)
+        view = find_pod(pods, use.pod, use.pod_uid)
         name = view.uid if view else use.pod_uid or "/".join(use.pod or ())
         if name and use.gpu in gpus and not idle_init:
             by_pod.setdefault(name, []).append(use)
             views[name] = view
     return _filled({"usage": {name: _pod(by_pod[name], views[name], ledger, gpus) for name in sorted(by_pod)}})
-
-
-def _view(use: ContainerUse, pods: Pods) -> PodView | None:
-    """The pod as the API server has it, unless that is another life of its name."""
-    view = pods.by_uid(use.pod_uid) if use.pod_uid else None
-    view = view or (pods.get(use.pod) if use.pod else None)
-    return view if view and use.pod_uid in (None, view.uid, view.runtime_uid) else None
 
 
 def _pod(uses: Iterable[ContainerUse], view: PodView | None, ledger: Ledger, gpus: Mapping[GpuName, Gpu]) -> Message:
@@ -70,7 +65,7 @@ def _pod(uses: Iterable[ContainerUse], view: PodView | None, ledger: Ledger, gpu
         stat.setdefault(container, {"dev": []})["dev"].append(_device(use, gpus[use.gpu]))
         namespace = namespace or (use.pod or ("",))[0]
         allocation = ledger.allocations[use.allocation]
-        requests[container] = allocation.core_count, allocation.block_count
+        requests[container] = count(allocation.held("core")), count(allocation.held("memory"))
     for spec in view.containers if view else ():
         if spec.kind == "app" or spec.name in stat:
             requests[spec.name] = spec.cores, spec.memory_blocks
@@ -86,9 +81,9 @@ def _pod(uses: Iterable[ContainerUse], view: PodView | None, ledger: Ledger, gpu
 
 
 def _spec(cores: int, blocks: int, devices: Message | None) -> Message:
-    """Spec. Who asked for no memory has all that its GPUs have."""
-    on_them = sum(device.get("device_mem", 0) for device in devices["dev"]) if devices else 0
-    return _filled({"gpu": _short(cores / CORES_PER_GPU), "mem": blocks * (BLOCK_BYTES // _MIB) or on_them})
+    """Spec. Without requested memory a container has all of its GPUs."""
+    of_gpus = sum(device.get("device_mem", 0) for device in devices["dev"]) if devices else 0
+    return _filled({"gpu": _short(cores / CORES_PER_GPU), "mem": blocks * (BLOCK_BYTES // _MIB) or of_gpus})
 
 
 def _device(use: ContainerUse, gpu: Gpu) -> Message:
@@ -106,7 +101,7 @@ def _device(use: ContainerUse, gpu: Gpu) -> Message:
 
 
 def _short(number: float) -> float:
-    """Without the noise of binary fractions; a whole number is written as one."""
+    """Rounded to 4 digits; a whole number as an int."""
     rounded = round(number, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 

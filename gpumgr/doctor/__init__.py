@@ -1,1 +1,1 @@
-"""`gpumgr doctor`: looks at everything that the agent needs of a node, and says what is wrong and what to do. It changes nothing."""
+"""`gpumgr doctor`: checks everything that the agent needs on a node and prints problems with their remedies. It changes nothing."""

@@ -1,4 +1,4 @@
-"""All checks of a node, in the order in which a person would look: from the driver upwards."""
+"""All checks of a node, from the driver upwards."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.doctor import (
+    backends,
     choice,
     folders,
     gpus,
@@ -14,8 +15,7 @@ from gpumgr.doctor import (
     http,
     kubelet,
     ledger,
-    mechanisms,
-    neighbours,
+    other_programs,
     rights,
     runtime,
     takeover,
@@ -25,15 +25,15 @@ from gpumgr.doctor.finding import Check
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
 
-#: What a peer may take to answer, so that the sentence about its silence is its own and not that of the time limit.
+#: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Where the host shows itself; a simulated node has a library and a sysfs of its own, no kernel module and no device nodes.
+    """Where the checks find the host's files. A simulated node has its own library and sysfs, no kernel module and no device nodes.
 
-    `in_pod`: we look from a container, which has folders of its own.
+    `in_pod`: the command runs in a container, which has its own folders.
     """
 
     library_path: str | None = None
@@ -44,7 +44,7 @@ class Host:
 
 
 def checks_for(settings: Settings, host: Host, *, before_start: bool = False) -> tuple[Check, ...]:
-    """`before_start`: an agent with these settings is about to start here."""
+    """`before_start`: an agent with these settings is about to start on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     seen = gpus.Gpus(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
     words = folders.backend_words(settings)
@@ -82,14 +82,14 @@ def _of_kubelet(settings: Settings) -> Iterator[Check]:
 
 def _of_place(settings: Settings, host: Host, *, before_start: bool) -> Iterator[Check]:
     plugin_dir = settings.kubelet.device_plugin_dir
-    plugins = partial(neighbours.look_at_plugins, plugin_dir)
-    agent = partial(neighbours.look_at_agent, settings.process.lock_path, plugin_dir, before_start=before_start)
+    plugins = partial(other_programs.look_at_plugins, plugin_dir)
+    agent = partial(other_programs.look_at_agent, settings.process.lock_path, plugin_dir, before_start=before_start)
     paths = partial(host_paths.look_at_host_paths, dict(_host_folders(settings)), host.proc_root, in_pod=host.in_pod)
     places = partial(folders.look_at_folders, dict(folders.written(settings)))
     checkpoint = partial(ledger.look_at_checkpoint, settings.checkpoint.dir)
     theirs = partial(takeover.look_at_take_over, settings, timeout_seconds=_SECONDS)
-    yield Check(name="plugins", look=plugins, if_hung=neighbours.IF_HUNG)
-    yield Check(name="agent", look=agent, if_hung=neighbours.IF_HUNG)
+    yield Check(name="plugins", look=plugins, if_hung=other_programs.IF_HUNG)
+    yield Check(name="agent", look=agent, if_hung=other_programs.IF_HUNG)
     yield Check(name=host_paths.NAME, look=paths, if_hung=host_paths.IF_HUNG)
     yield Check(name=folders.NAME, look=places, if_hung=folders.IF_HUNG)
     yield Check(name=ledger.NAME, look=checkpoint, if_hung=ledger.IF_HUNG)
@@ -97,7 +97,7 @@ def _of_place(settings: Settings, host: Host, *, before_start: bool) -> Iterator
 
 
 def _host_folders(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """What the kubelet, the runtime, other containers or the agent's next life must find again."""
+    """Folders that must be the host's: the kubelet, the runtime, other containers or the restarted agent read them."""
     yield "kubelet.device_plugin_dir", settings.kubelet.device_plugin_dir
     yield "kubelet.pod_resources_socket", settings.kubelet.pod_resources_socket.parent
     yield from folders.written(settings)
@@ -117,9 +117,9 @@ def _of_runtime(settings: Settings, host: Host, words: Collection[str]) -> Itera
 
 def _of_mechanisms(settings: Settings, host: Host, words: Collection[str]) -> Iterator[Check]:
     hami_core, vcuda, run_dir = settings.hami_core, settings.vcuda, settings.enforcement.run_dir
-    mps = partial(mechanisms.look_at_mps, settings.mps, words, run_dir=run_dir, in_pod=host.in_pod, timeout_seconds=_SECONDS)
-    first = partial(mechanisms.look_at_library, "hami-core", hami_core.library_path, hami_core.library_sha256, words)
-    second = partial(mechanisms.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
-    yield Check(name="mps", look=mps, if_hung=mechanisms.IF_HUNG)
-    yield Check(name="hami-core", look=first, if_hung=mechanisms.IF_HUNG)
-    yield Check(name="vcuda", look=second, if_hung=mechanisms.IF_HUNG)
+    mps = partial(backends.look_at_mps, settings.mps, words, run_dir=run_dir, in_pod=host.in_pod, timeout_seconds=_SECONDS)
+    first = partial(backends.look_at_library, "hami-core", hami_core.library_path, hami_core.library_sha256, words)
+    second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
+    yield Check(name="mps", look=mps, if_hung=backends.IF_HUNG)
+    yield Check(name="hami-core", look=first, if_hung=backends.IF_HUNG)
+    yield Check(name="vcuda", look=second, if_hung=backends.IF_HUNG)

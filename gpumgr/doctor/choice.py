@@ -1,4 +1,4 @@
-"""Which mechanisms shares of this node would get, and what stands in the way of the others. The agent's own rules are asked."""
+"""The enforcement backends that shares on this node would get, and why the others are not available. Uses the agent's own rules."""
 
 import tempfile
 import time
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.doctor.finding import Finding, error, ok, warning
 from gpumgr.doctor.gpus import Gpus
 from gpumgr.enforcement.backend import Backend
-from gpumgr.enforcement.choice import NOTHING, Choice, choose
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.nothing import Nothing
+from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.errors import NvmlError
 from gpumgr.settings import Settings
@@ -26,8 +26,10 @@ NAME: Final = "enforcement"
 
 
 async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Finding:
-    """`in_pod`: we look from a pod, as an agent in one would."""
-    with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:  # MPS remembers its protocol; not on behalf of a look
+    """`in_pod`: the command runs in a pod, as the agent would."""
+    with tempfile.TemporaryDirectory(
+        prefix="gpumgr-doctor-"
+    ) as scratch:  # MPS records its protocol in its folder; a check must not do so in the real one
         backends = _backends(settings, gpus, Path(scratch), in_pod=in_pod)
         obstacles: dict[str, str | None] = {}
         for backend in backends:
@@ -37,12 +39,12 @@ async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Fin
                 )
             except NvmlError as exception:
                 obstacles[backend.name] = str(exception)
-    choice = choose(settings.enforcement.backend, obstacles)
+    choice = choose_mechanisms(settings.enforcement.backend, obstacles)
     return judge_choice(settings.enforcement.backend, choice, choice.describe({each.name: each.limits for each in backends}))
 
 
-def judge_choice(setting: str, choice: Choice, described: str) -> Finding:
-    """`setting`: enforcement.backend; `described`: the choice in words."""
+def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Finding:
+    """`setting`: enforcement.backend; `described`: the choice as text."""
     lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
     if lost:
         return error(
@@ -52,11 +54,11 @@ def judge_choice(setting: str, choice: Choice, described: str) -> Finding:
         )
     others = {name: why for name, why in choice.obstacles.items() if name not in choice.mechanisms}
     beside = f"; not: {_told(others)}" if others else ""
-    if choice.mechanisms == NOTHING:
-        told = f"nothing keeps shares within their limits (enforcement.backend is {setting})"
+    if choice.mechanisms == NO_MECHANISM:
+        unlimited = f"no backend enforces the limits of shares (enforcement.backend is {setting})"
         if setting != "auto":
-            return warning(NAME, told, "set enforcement.backend to auto")
-        return warning(NAME, f"{told}{beside}", "mend one of these")
+            return warning(NAME, unlimited, "set enforcement.backend to auto")
+        return warning(NAME, f"{unlimited}{beside}", "fix one of these")
     return ok(NAME, f"{described}{beside}")
 
 
@@ -94,7 +96,7 @@ def _backends(settings: Settings, gpus: Gpus, scratch: Path, *, in_pod: bool) ->
             clock=time.monotonic,
             in_pod=in_pod,
         ),
-        Nothing(_ignore),
+        Unlimited(_ignore),
     )
 
 
@@ -106,5 +108,5 @@ def _none(_container: Container) -> tuple[int, ...]:
     return ()
 
 
-def _ignore(_tenant: Tenant, _message: str) -> None:
-    """No container starts while somebody looks."""
+def _ignore(_tenant: GpuShare, _message: str) -> None:
+    """No container starts during a check."""

@@ -1,4 +1,4 @@
-"""Runs checks side by side, none longer than its time, whatever it waits for."""
+"""Runs checks concurrently, each with a time limit."""
 
 import asyncio
 import functools
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`findings` in the order of the checks. `hung`: something did not come back, and may hold up an orderly end of the process."""
+    """`findings` are in the order of the checks. `hung`: a check did not end and may delay the exit of the process."""
 
     findings: tuple[Finding, ...]
     hung: bool
@@ -29,7 +29,7 @@ class Report:
 
 
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
-    """Never raises because of a check. One that does not even end when it is cancelled is left behind."""
+    """Never raises because of a check. A check that does not end even when it is cancelled is abandoned."""
     tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
     _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
     for task in hung:
@@ -51,7 +51,7 @@ def _finding(check: Check, task: "asyncio.Task[Finding]", limit_seconds: float) 
 
 
 async def aside(fn: Callable[[], T]) -> T:
-    """`fn` on a thread of its own that holds up neither the loop nor the end of the process, unlike those of asyncio.to_thread."""
+    """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -65,7 +65,7 @@ async def aside(fn: Callable[[], T]) -> T:
             done = functools.partial(answer.set_result, result)
         except Exception as failure:
             done = functools.partial(answer.set_exception, failure)
-        with suppress(RuntimeError):  # the loop was closed meanwhile
+        with suppress(RuntimeError):  # the loop is already closed
             loop.call_soon_threadsafe(settle, done)
 
     threading.Thread(target=work, name="doctor", daemon=True).start()

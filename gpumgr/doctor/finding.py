@@ -1,17 +1,17 @@
-"""What a check found, and what a check is. Pure."""
+"""A check and its result. Pure."""
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: warning: the agent runs, but something will be missing. error: something that the settings ask for can't work. skipped: nobody needs
-#: it here.
+#: warning: the agent runs, but something will be missing. error: something that the settings require cannot work. skipped: not needed
+#: with these settings.
 State = Literal["ok", "warning", "error", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`message` is what is the case, `remedy` what to do about it (None: nothing)."""
+    """`message` states the fact, `remedy` what to do about it (None: nothing)."""
 
     check: str
     state: State
@@ -24,9 +24,9 @@ Look = Callable[[], Coroutine[Any, Any, Finding]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One look at one thing. `if_hung`: what to do when `look` does not come back in time.
+    """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
 
-    `look` may raise GpumgrError or OSError; that is an error with the exception's text.
+    `look` may raise GpumgrError or OSError; the result is then an error with the exception's text.
     """
 
     name: str
@@ -51,7 +51,7 @@ def skipped(check: str, message: str) -> Finding:
 
 
 def error_of(check: str, exception: Exception, remedy: str, state: State = "error") -> Finding:
-    """For exceptions that say themselves, after a semicolon, what to do; if not, `remedy`."""
+    """For an exception with the remedy in its text, after a semicolon; otherwise `remedy` is used."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return Finding(check=check, state=state, message=message, remedy=said or remedy)

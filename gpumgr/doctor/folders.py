@@ -1,4 +1,4 @@
-"""The folders that the agent writes: can they be made, and written?"""
+"""Whether the folders that the agent writes can be created and written."""
 
 import errno
 import os
@@ -14,20 +14,20 @@ from gpumgr.settings import Settings
 NAME: Final = "folders"
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
 _REMEDY: Final = "set them to folders on a file system that the agent may write to"
-_AS_ROOT: Final = "run this as root, as the agent runs: another user can't tell what root may write"
-#: What root would not be told where only the user's rights are missing.
+_AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may write"
+#: Errors that root gets only where the file system refuses writes to everyone.
 _WANT_OF_RIGHTS: Final = frozenset({errno.EACCES, errno.EPERM})
-#: File systems that know no nameless files, and kernels that take the flag for something else. Source: open(2), O_TMPFILE.
+#: File systems without unnamed files, and kernels that read the flag differently. Source: open(2), O_TMPFILE.
 _NO_NAMELESS: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 
 def backend_words(settings: Settings) -> frozenset[str]:
-    """What the settings say of backends, "auto" among them."""
+    """The backends that the settings name, "auto" included."""
     return frozenset({settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)})
 
 
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Setting -> folder."""
+    """Setting -> folder that the agent writes."""
     yield "checkpoint.dir", settings.checkpoint.dir
     yield "process.lock_path", settings.process.lock_path.parent
     yield "container.allocation_dir", settings.container.allocation_dir
@@ -38,7 +38,7 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 async def look_at_folders(folders: Mapping[str, Path]) -> Finding:
-    """`folders`: setting -> the folder that it means. Nothing is left behind in them, and none is made."""
+    """`folders`: setting -> its folder. The check creates no folder and leaves no file."""
     obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := _obstacle(path))])
     if obstacles:
         said = ", ".join(f"{what}: {why.sentence}" for what, why in obstacles)
@@ -53,7 +53,7 @@ class _Obstacle(NamedTuple):
 
 
 def _obstacle(folder: Path) -> _Obstacle | None:
-    """Why nothing can be made in it, or it itself can't be made."""
+    """The reason why nothing can be created in the folder, or why the folder itself cannot be created."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         _write_in(nearest)
@@ -64,7 +64,7 @@ def _obstacle(folder: Path) -> _Obstacle | None:
 
 
 def _write_in(folder: Path) -> None:
-    """Raises OSError where nothing can be made in the folder."""
+    """Raises OSError if nothing can be created in the folder."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     except OSError as exception:

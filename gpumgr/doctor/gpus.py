@@ -1,4 +1,4 @@
-"""The driver: its kernel module, its library, its device nodes."""
+"""Checks of the driver: its kernel module, its library, its device nodes."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Gpus:
-    """NVML for checks that run side by side: a process has one session at a time, so their questions wait for one another."""
+    """NVML for concurrent checks. A process has one NVML session at a time, so the checks use it one after another."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
@@ -33,7 +33,7 @@ class Gpus:
         self._snapshot: asyncio.Task[NodeSnapshot] | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """What `question` answers, which may use `nvml`: it is open meanwhile. Raises NvmlError."""
+        """Returns the result of `question`, which may use `nvml`; it is open during the call. Raises NvmlError."""
         async with self._asking:
             try:
                 await self.nvml.open()
@@ -42,14 +42,14 @@ class Gpus:
                 await self.nvml.close()
 
     async def snapshot(self) -> NodeSnapshot:
-        """Read once for all checks. Raises NvmlError."""
+        """The snapshot, read once for all checks. Raises NvmlError."""
         if self._snapshot is None:
             self._snapshot = asyncio.create_task(self.ask(self.nvml.snapshot))
         return await asyncio.shield(self._snapshot)
 
 
 async def look_at_driver(proc_root: Path, *, simulated: bool) -> Finding:
-    """The kernel module, as the driver itself shows it under /proc."""
+    """The kernel module, as the driver shows it under /proc."""
     if simulated:
         return skipped("driver", "a simulated node has none")
     return await aside(lambda: _driver(proc_root))
@@ -66,7 +66,7 @@ def _driver(proc_root: Path) -> Finding:
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
-        devices = ["nvidia-uvm"]  # nothing is known
+        devices = ["nvidia-uvm"]  # the versions are not available
     if "nvidia-uvm" not in devices:
         return warning(
             "driver", f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`"
@@ -104,7 +104,7 @@ def _models(gpus: tuple[Gpu, ...]) -> str:
 
 
 async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool) -> Finding:
-    """Those that containers get: one for each GPU that NVML shows, and the common ones."""
+    """The device nodes that containers get: one per GPU that NVML shows, and the common ones."""
     name = "device-nodes"
     if simulated:
         return skipped(name, "a simulated node has none")
@@ -116,7 +116,7 @@ async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool
 
 
 def _device_nodes(root: Path, minors: list[int] | None) -> Finding:
-    """`minors` None: NVML does not tell; then some GPU's node must be there."""
+    """`minors` None: NVML does not report them; then at least one GPU's node must exist."""
     name = "device-nodes"
     found = [entry for entry in _entries(root) if re.fullmatch(r"nvidia\d+", entry)]
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]

@@ -1,4 +1,4 @@
-"""In a pod: are the folders that must be the host's mounted from it?"""
+"""In a pod: whether the folders that must be the host's are mounted from it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,20 +11,20 @@ from gpumgr.doctor.finding import Finding, error, ok, skipped
 
 NAME: Final = "host-paths"
 IF_HUNG: Final = "look whether the mounts of this container answer (`cat /proc/self/mountinfo`)"
-#: In the path of a volume that lives as long as its pod.
+#: Part of the path of a volume that is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """A line of /proc/PID/mountinfo: what of a file system (`root`) is mounted at `point`."""
+    """A line of /proc/PID/mountinfo: the part of a file system (`root`) that is mounted at `point`."""
 
     point: str
     root: str
 
 
 async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> Finding:
-    """`folders`: setting -> the folder that it means. `in_pod`: we look from a pod's container."""
+    """`folders`: setting -> its folder. `in_pod`: the command runs in a pod's container."""
     if not in_pod:
         return skipped(NAME, "not in a pod")
     text = await aside((proc_root / "self/mountinfo").read_text)
@@ -32,7 +32,7 @@ async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in
 
 
 def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Finding:
-    by_point = {mount.point: mount for mount in mounts}  # of several at one point the last one counts
+    by_point = {mount.point: mount for mount in mounts}  # of several mounts at one point the last one is visible
     own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, by_point)]
     if not own:
         return ok(NAME, f"{len(folders)} folders are mounted from the host")
@@ -44,7 +44,7 @@ def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Fi
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """Source: proc(5), /proc/PID/mountinfo. Lines that can't be read are left out."""
+    """Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped."""
     mounts = []
     for line in text.splitlines():
         fields = line.split()
@@ -54,12 +54,12 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def _is_own(path: Path, by_point: Mapping[str, Mount]) -> bool:
-    """Whether it lies in the container's own file system, or in a volume of its pod's."""
+    """Whether the folder is in the container's own file system, or in a volume of its pod."""
     places = [str(path), *map(str, PurePosixPath(path).parents)]
     mount = next((by_point[place] for place in places if place in by_point), None)
     return mount is None or mount.point == "/" or _EMPTY_DIR in f"{mount.root}/"
 
 
 def _plain(text: str) -> str:
-    """Blanks, tabs and backslashes are octal there."""
+    """Decodes blanks, tabs and backslashes, which mountinfo writes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

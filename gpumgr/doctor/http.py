@@ -1,4 +1,4 @@
-"""The web server, as the agent will start it: its files, and its address."""
+"""The web server as the agent would start it: its files and its address."""
 
 import errno
 import os
@@ -10,21 +10,20 @@ from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error_of, ok
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import HttpSettings
-from gpumgr.web.door.credentials import Certificates, TokenFile
-from gpumgr.web.door.listening import ListenError, listen_tcp
+from gpumgr.web.credentials import Certificates, TokenFile
+from gpumgr.web.listening import ListenError, listen_tcp
 
 NAME: Final = "http"
 IF_HUNG: Final = (
     "look whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
 )
-_AS_ROOT: Final = "run this as root, as the agent runs: another user can't tell what root may do"
+_AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may do"
 
 
 async def look_at_http(http: HttpSettings) -> Finding:
-    """What the agent itself would say: its own readers of the files are asked, and its own way to listen.
+    """Reports what the agent itself would report: it uses the agent's readers of these files and its function to listen.
 
-    To find out whether an address is free is to take it for an instant: an agent that starts in that very instant ends with code 2 and
-    is started again.
+    The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
     """
     try:
         await aside(lambda: _read(http))
@@ -56,12 +55,12 @@ def _read(http: HttpSettings) -> None:
 
 
 def _answered(path: Path) -> bool:
-    """Whether an agent serves that unix socket; who may not ask takes one that is there for an agent's."""
+    """Whether a process serves that unix socket. If the check has no permission to connect, an existing socket counts as served."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.setblocking(False)
         try:
             asking.connect(str(path))
-        except (BlockingIOError, PermissionError):  # the former: its backlog is full, so it listens
+        except (BlockingIOError, PermissionError):  # BlockingIOError: the backlog is full, so a process listens
             return True
         except OSError:
             return False

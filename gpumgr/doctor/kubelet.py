@@ -1,4 +1,4 @@
-"""The kubelet: its folder for device plugins, and its PodResources API."""
+"""The kubelet: its device plugin folder and its PodResources API."""
 
 import asyncio
 import os
@@ -14,17 +14,17 @@ from gpumgr.doctor.finding import Finding, error, error_of, ok
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: A constant in Kubernetes' own kubelet (pkg/kubelet/cm/devicemanager); some distributions' kubelets have another.
+#: A constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List it has no effect on the kubelet, so that it disturbs no admission beside a running agent. Asked for no pod, every kubelet
-#: answers with an error; those before 1.27 that there is no such method.
+#: Unlike List, Get has no effect on the kubelet, so it disturbs no admission beside a running agent. Called without a pod, every kubelet
+#: answers with an error; kubelets before 1.27 answer that the method does not exist.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 
 async def look_at_folder(folder: Path) -> Finding:
-    """We must be able to make sockets there, and the kubelet must listen at its own."""
+    """The agent must be able to create sockets in the folder, and the kubelet must listen at its own socket."""
     name = "kubelet"
     if not await aside(folder.is_dir):
         return error(
@@ -49,8 +49,8 @@ async def look_at_folder(folder: Path) -> Finding:
 
 
 async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> Finding:
-    """Whether the kubelet is there and new enough. `needs_cdi`: answers to it name CDI devices, which kubelets take since 1.28, behind a
-    gate, and by default since 1.29."""
+    """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
+    since 1.28 with a feature gate, and by default since 1.29."""
     name = "pod-resources"
     channel = UnixChannel(socket)
     try:

@@ -1,7 +1,7 @@
-"""The agent's checkpoint: can this gpumgr use it? Read as `gpumgr checkpoint show` reads it.
+"""Whether this gpumgr can use the agent's checkpoint. It is read as `gpumgr checkpoint show` reads it.
 
-Nothing that it says is changed, and no file is made. sqlite may make its index of the log (-shm) anew after a killed agent; so does the
-next agent. A copy would do without, but beside a running agent it could be one of two states.
+The check changes no content and creates no file. sqlite may rebuild its shared-memory index (-shm) after a killed agent, as the next
+agent would. A copy would avoid that, but beside a running agent a copy could mix two states.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the agent's account may do in the API server."""
+"""The rights of the agent's account in the API server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _EVICT: Final = Right(verb="create", resource="pods", subresource="eviction")
 
 
 def needed(settings: Settings) -> Iterator[Right]:
-    """Rights without which something that the settings ask for does not work."""
+    """Rights without which something that the settings require does not work."""
     for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
     if settings.enforcement.evict:
@@ -31,7 +31,7 @@ def needed(settings: Settings) -> Iterator[Right]:
 
 
 def for_people(settings: Settings) -> Iterator[Right]:
-    """Rights without which people are told less, and nothing else is different."""
+    """Rights without which annotations, events or labels are missing, and nothing else changes."""
     kubernetes = settings.kubernetes
     if kubernetes.annotate_pods:
         yield Right(verb="patch", resource="pods")
@@ -46,7 +46,7 @@ def for_people(settings: Settings) -> Iterator[Right]:
 
 
 def for_drains(settings: Settings) -> Iterator[Right]:
-    """What only `gpumgr gpu drain --evict` needs: whether people may do that is the operator's choice, and no fault if not."""
+    """Rights that only `gpumgr gpu drain --evict` needs. Granting them is the operator's choice; their absence is no problem."""
     if not settings.enforcement.evict:
         yield _EVICT
 
@@ -70,8 +70,8 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Findi
         return error(name, f"the API server can't be asked: {reason}", _REACH)
     missing = [right for right in (*must, *wished) if right not in granted]
     if missing:
-        told = warning if granted.issuperset(must) else error
-        return told(name, f"not allowed: {', '.join(map(str, missing))}", _GRANT)
+        finding = warning if granted.issuperset(must) else error
+        return finding(name, f"not allowed: {', '.join(map(str, missing))}", _GRANT)
     without = "".join(
         f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
     )

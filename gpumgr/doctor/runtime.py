@@ -1,4 +1,4 @@
-"""The container runtime and what it stands on: CRI, cgroups, CDI."""
+"""The container runtime and what it uses: CRI, cgroups, CDI."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from gpumgr.errors import CriError
 
 IF_HUNG: Final = "the container runtime hangs: look at its log (`journalctl -u containerd`) and restart it"
 SET_SOCKET: Final = "start the container runtime, or set cri.socket to the socket that the kubelet uses"
-#: Where runtimes look for CDI specs unless told otherwise.
+#: The default folders in which runtimes look for CDI specs.
 _CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
 
 
@@ -35,7 +35,7 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> Finding:
 
 
 async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> Finding:
-    """`needs_v2`: the settings name a mechanism that works with cgroup v2 alone."""
+    """`needs_v2`: the settings name a backend that works with cgroup v2 only."""
     name = "cgroups"
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
@@ -71,7 +71,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
 
 
 def judge_cdi(runtime: Runtime, cdi_dir: Path) -> Finding:
-    """What a runtime's version tells. containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on."""
+    """Judges by the runtime's version. containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on."""
     name, about = "cdi", f"{runtime.name} {runtime.version}"
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     version = (int(found[1]), int(found[2])) if found else None
@@ -87,14 +87,14 @@ def judge_cdi(runtime: Runtime, cdi_dir: Path) -> Finding:
     if runtime.name == "containerd" and version < (2, 0):
         return warning(
             name,
-            f"{about} has CDI, but off by default, and does not tell whether it is on",
+            f"{about} has CDI, but off by default, and does not report whether it is on",
             'set enable_cdi = true under [plugins."io.containerd.grpc.v1.cri"] in /etc/containerd/config.toml and restart containerd',
         )
     return ok(name, f"{about} has CDI on by default; specs go to {cdi_dir}")
 
 
 def _can_write(folder: Path) -> bool:
-    """Into the folder, or into the nearest one above it that exists, where it would be made."""
+    """Whether the folder, or the nearest existing one above it, is writable."""
     nearest = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 

@@ -1,7 +1,7 @@
-"""gpu-manager's running pods: would the agent know which GPUs they have? It offers nothing as long as it does not.
+"""Whether the agent would know which GPUs gpu-manager's running pods hold. It offers nothing while it does not.
 
-Asked as the agent asks (gpumgr.app.takeover), but for who still runs: the kubelet's API tells the agent. To list there makes the kubelet
-forget pods that ended, and a look changes nothing; so the container runtime is asked.
+The check follows the agent's rules (gpumgr.app.takeover), except for the list of running containers: the agent asks PodResources, and its
+List makes the kubelet drop ended pods. A check must change nothing, so it asks the container runtime.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, warning
 from gpumgr.errors import CheckpointError, CriError, InputError, KubeletError
 from gpumgr.settings import Settings
-from gpumgr.units import KIND_OF
+from gpumgr.units import RESOURCE_BY_NAME
 from gpumgr.usage.containers import Container
 
 NAME: Final = "take-over"
 IF_HUNG: Final = "look whether the disks under kubelet.device_plugin_dir and checkpoint.gpu_manager_checkpoint answer (`df`)"
-#: So many containers a sentence names.
+#: At most this many containers are named in a sentence.
 _NAMED: Final = 5
 _REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
@@ -34,9 +34,10 @@ _IF_ALIVE: Final = f"see what is said of cri, then look again; nothing is offere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What the files come to. `holders`: the number of containers with ids of gpu-manager's, as the kubelet has it; `left`: those of them
-    whose GPUs neither gpu-manager's checkpoint nor ours tells. `unread`: why gpu-manager's can't be read; None if it can, or is missing."""
+class Records:
+    """What the files say. `holders`: number of containers that hold ids of gpu-manager, according to the kubelet; `left`: those of them
+    with GPUs that neither gpu-manager's checkpoint nor the ledger names. `unread`: why gpu-manager's checkpoint cannot be read; None if it
+    can, or is missing."""
 
     path: Path
     holders: int = 0
@@ -51,24 +52,28 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Fi
         return error_of(
             NAME, exception, "run this as root; the agent starts without it, and knows of nobody who has GPUs", "warning"
         )
-    told = await aside(lambda: _told(settings.checkpoint.gpu_manager_checkpoint, settings.checkpoint.dir, entries))
-    return judge_take_over(told, await _containers(settings.cri.socket, timeout_seconds) if told.left else ())
+    records = await aside(lambda: _read_records(settings.checkpoint.gpu_manager_checkpoint, settings.checkpoint.dir, entries))
+    return judge_take_over(records, await _containers(settings.cri.socket, timeout_seconds) if records.left else ())
 
 
-def judge_take_over(told: Told, containers: Sequence[Container] | None) -> Finding:
-    """`containers`: all of this node's; None if that is not known, which the check of the runtime says."""
-    if not told.left and told.unread is not None:
-        return error_of(NAME, told.unread, "nothing, if no pod of gpu-manager's runs", "warning")
-    if not told.left:
-        known = f"{told.holders} containers have GPUs from gpu-manager, and it is known which" if told.holders else None
+def judge_take_over(records: Records, containers: Sequence[Container] | None) -> Finding:
+    """`containers`: all containers of this node; None if they are not known, which the check of the runtime reports."""
+    if not records.left and records.unread is not None:
+        return error_of(NAME, records.unread, "nothing, if no pod of gpu-manager's runs", "warning")
+    if not records.left:
+        known = f"{records.holders} containers have GPUs from gpu-manager, and it is known which" if records.holders else None
         return ok(NAME, known or "the kubelet knows nobody who has GPUs from gpu-manager")
-    why = str(told.unread).partition("; ")[0] if told.unread is not None else f"{told.path} is missing or does not tell which"
+    why = (
+        str(records.unread).partition("; ")[0]
+        if records.unread is not None
+        else f"{records.path} is missing or does not say which"
+    )
     if containers is None:
-        listed = _listed(sorted(told.left), {})
+        listed = _listed(sorted(records.left), {})
         return warning(NAME, f"{listed} had GPUs from gpu-manager, and {why}; whether they run still can't be known", _IF_ALIVE)
     running = {each.pod_uid for each in containers if each.running}
-    alive = [holder for holder in sorted(told.left) if holder[0] in running]
-    listed = _listed(alive or sorted(told.left), {each.pod_uid: "/".join(each.pod) for each in containers})
+    alive = [holder for holder in sorted(records.left) if holder[0] in running]
+    listed = _listed(alive or sorted(records.left), {each.pod_uid: "/".join(each.pod) for each in containers})
     if alive:
         return error(NAME, f"nothing would be offered: {listed} hold GPUs from gpu-manager, and {why}", _REMEDY)
     return warning(
@@ -78,25 +83,25 @@ def judge_take_over(told: Told, containers: Sequence[Container] | None) -> Findi
     )
 
 
-def _told(path: Path, checkpoint_dir: Path, entries: Iterable[CheckpointEntry]) -> Told:
-    held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in KIND_OF]
-    told: set[tuple[str, str]] = set()
-    with suppress(CheckpointError):  # the check of our checkpoint says so
+def _read_records(path: Path, checkpoint_dir: Path, entries: Iterable[CheckpointEntry]) -> Records:
+    held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in RESOURCE_BY_NAME]
+    named: set[tuple[str, str]] = set()
+    with suppress(CheckpointError):  # the check of the agent's checkpoint reports this
         allocations = read_checkpoint(checkpoint_dir).ledger.allocations.values()
-        told |= {(a.uid, a.container) for a in allocations if a.uid and a.container}
+        named |= {(a.uid, a.container) for a in allocations if a.uid and a.container}
     unread = None
     try:
-        told |= {(record.pod_uid, record.container) for record in read_gpu_manager_checkpoint(path) if record.minors}
+        named |= {(record.pod_uid, record.container) for record in read_gpu_manager_checkpoint(path) if record.minors}
     except InputError as exception:
         unread = exception
-    return Told(path=path, holders=len(foreign(held, ())), left=foreign(held, told), unread=unread)
+    return Records(path=path, holders=len(foreign(held, ())), left=foreign(held, named), unread=unread)
 
 
 async def _containers(socket: Path, timeout_seconds: float) -> Sequence[Container] | None:
     client = CriClient(socket, timeout_seconds=timeout_seconds)
     try:
         return await client.list()
-    except CriError:  # the check of the runtime says so
+    except CriError:  # the check of the runtime reports this
         return None
     finally:
         client.close()

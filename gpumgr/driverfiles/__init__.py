@@ -1,1 +1,1 @@
-"""The driver's libraries and programs, mirrored for containers that get no NVIDIA runtime (gpu-manager's volume manager)."""
+"""A mirror of the driver's libraries and programs for containers without NVIDIA's runtime (gpu-manager's volume manager)."""

@@ -1,4 +1,4 @@
-"""What an ELF file says about itself, as far as a mirror of libraries wants to know. Every offset and count is mistrusted.
+"""Reads from an ELF file what a mirror of libraries needs. Every offset and count is checked.
 
 Source of the layouts: System V ABI, chapters 4 and 5; of the ABI note: Linux Standard Base, "Note Sections".
 """
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from gpumgr.errors import GpumgrError
 
-#: (offset, count) -> exactly `count` bytes; raises ElfError if the file has not as many.
+#: (offset, count) -> exactly `count` bytes; raises ElfError if the file is shorter.
 Read = Callable[[int, int], bytes]
 
 _MAGIC: Final = b"\x7fELF"
@@ -40,7 +40,7 @@ class ElfError(GpumgrError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elf:
-    """One program or library. `bits` is 32 or 64, `abi` the oldest kernel that its ABI note asks for, as (major, minor, sub)."""
+    """One program or library. `bits` is 32 or 64, `abi` the oldest kernel of its ABI note, as (major, minor, sub)."""
 
     bits: int
     machine: str
@@ -64,9 +64,9 @@ def read_elf(path: Path) -> Elf:
             total = os.fstat(descriptor).st_size
 
             def read(offset: int, count: int) -> bytes:
-                _check_room(offset, count, total)
+                _check_bounds(offset, count, total)
                 content = os.pread(descriptor, count, offset)
-                _check_room(offset, count, offset + len(content))
+                _check_bounds(offset, count, offset + len(content))
                 return content
 
             return parse(read)
@@ -80,15 +80,15 @@ def parse_bytes(content: bytes) -> Elf:
     """Raises ElfError."""
 
     def read(offset: int, count: int) -> bytes:
-        _check_room(offset, count, len(content))
+        _check_bounds(offset, count, len(content))
         return content[offset : offset + count]
 
     return parse(read)
 
 
-def _check_room(offset: int, count: int, total: int) -> None:
+def _check_bounds(offset: int, count: int, total: int) -> None:
     if offset + count > total:
-        raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it speaks of")
+        raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it refers to")
 
 
 def parse(read: Read) -> Elf:
@@ -122,7 +122,7 @@ def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:
 def _segments(read: Read, order: str, bits: int, table: int, entry_bytes: int, count: int) -> Iterator[_Segment]:
     layout = struct.Struct(f"{order}IIQQQQ" if bits == 64 else f"{order}IIIIII")
     if count > _MAX_SEGMENTS or (count and entry_bytes < layout.size):
-        raise ElfError("has a program header that can't be")
+        raise ElfError("has an invalid program header")
     for i in range(count):
         values = _unpack(layout, read, table + i * entry_bytes)
         # 64 bits: type, flags, offset, address, physical address, size in the file; 32 bits: the flags come later.
@@ -147,7 +147,7 @@ def _dynamic(read: Read, order: str, bits: int, segments: list[_Segment]) -> tup
     if not wanted:
         return None, ()
     if _DT_STRTAB not in first or _DT_STRSZ not in first:
-        raise ElfError("has names, but no table of them")
+        raise ElfError("has names, but no string table")
     start, size = _offset_of(first[_DT_STRTAB], segments), first[_DT_STRSZ]
     names = [(tag, _name(read, start, size, index)) for tag, index in wanted]
     soname = next((name for tag, name in names if tag == _DT_SONAME), None)
@@ -156,33 +156,33 @@ def _dynamic(read: Read, order: str, bits: int, segments: list[_Segment]) -> tup
 
 def _part(read: Read, segment: _Segment) -> bytes:
     if segment.size > _MAX_PART_BYTES:
-        raise ElfError(f"has a part of {segment.size} bytes where {_MAX_PART_BYTES} are more than enough")
+        raise ElfError(f"has a part of {segment.size} bytes and {_MAX_PART_BYTES} are the limit")
     return read(segment.offset, segment.size)
 
 
 def _offset_of(address: int, segments: list[_Segment]) -> int:
-    """Where in the file the bytes of a memory address lie."""
+    """The offset in the file of a memory address."""
     for segment in segments:
         if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
             return segment.offset + address - segment.address
-    raise ElfError("has its names outside of what is loaded")
+    raise ElfError("has its names outside of the loaded segments")
 
 
 def _name(read: Read, start: int, size: int, index: int) -> str:
     if index >= size:
-        raise ElfError("has a name outside of its table of names")
+        raise ElfError("has a name outside of its string table")
     text, end, _ = read(start + index, min(size - index, _MAX_NAME_BYTES)).partition(b"\0")
     try:
         name = text.decode("ascii")
     except UnicodeDecodeError as error:
         raise ElfError("has a name that is not ASCII") from error
     if not end or not name.isprintable():
-        raise ElfError("has a name without an end, or one that can't be printed")
+        raise ElfError("has an unterminated or unprintable name")
     return name
 
 
 def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, int] | None:
-    """The GNU ABI note. Notes that make no sense end the search: they have nothing to say about how to load the file."""
+    """The GNU ABI note; None if there is none. Malformed notes end the search, since they do not affect loading."""
     head = struct.Struct(f"{order}III")
     for segment in segments:
         if segment.kind != _PT_NOTE:

@@ -1,7 +1,7 @@
-"""Where a root (the host's own, or a driver container's) has libraries and programs.
+"""Finds libraries and programs below a root (the host's, or a driver container's).
 
-Libraries are what `ldconfig -p` tells of the root's cache: that is the list that the loader itself goes by, and ldconfig knows every
-format that the cache ever had. Without ldconfig or a cache the usual folders are looked through.
+Libraries are those that `ldconfig -p` prints from the root's cache, which is the list that the loader uses; ldconfig reads every format
+of the cache. Without ldconfig or a cache the usual folders are searched.
 """
 
 import os
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpumgr.driverfiles.rooted import resolve
+from gpumgr.driverfiles.root_path import resolve
 
 _LDCONFIG_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 _LDCONFIG_TIMEOUT_SECONDS: Final = 30.0
 _CACHE_LINE: Final = re.compile(r"\s+(?P<name>\S+) \((?P<flags>[^)]*)\) => (?P<path>/.*)")
-#: ldconfig's word for the machine of a library; none: the 32-bit one of the PC. Source: glibc, elf/cache.c.
+#: ldconfig's name of a library's machine; without one it is i386. Source: glibc, elf/cache.c.
 _MARKERS: Final = {"x86-64": "x86-64", "AArch64": "aarch64", "hard-float": "arm", "x32": "x32", "64bit": "ppc64le"}
 _LIBRARY_FOLDERS: Final = (
     "/usr/lib64",
@@ -42,7 +42,7 @@ _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of a cache. `path` is as the root sees it; `machine` None if only a look into the file can tell."""
+    """One line of a cache. `path` is relative to the root; `machine` None if only the file itself shows it."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """One file, without links in its path, and all names by which the loader finds it."""
+    """One file, as a path without links, and all names by which the loader finds it."""
 
     path: Path
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Library:
 
 
 def parse_cache(text: str) -> tuple[Entry, ...]:
-    """The lines of `ldconfig -p` in their order, which is the loader's. Lines that mean something else are no entries."""
+    """The lines of `ldconfig -p` in their order, which is the loader's. Other lines are left out."""
     return tuple(
         Entry(name=line["name"], path=line["path"], machine=_machine(line["flags"]))
         for line in map(_CACHE_LINE.fullmatch, text.splitlines())
@@ -70,7 +70,7 @@ def parse_cache(text: str) -> tuple[Entry, ...]:
 
 
 def _machine(flags: str) -> str | None:
-    """From "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is a PC's 32 bits."""
+    """From "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is i386."""
     words = [word.strip() for word in flags.split(",")]
     if words[0] not in ("libc6", "ELF"):
         return None
@@ -78,12 +78,12 @@ def _machine(flags: str) -> str | None:
 
 
 def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Library, ...]:
-    """The root's libraries whose name begins with one of `prefixes`, each file once, in the loader's order.
+    """The root's libraries with names that begin with one of `prefixes`, each file once, in the loader's order.
 
-    `machines`: libraries that the cache knows to be for others are left out.
+    Libraries that the cache lists for a machine not in `machines` are left out.
     """
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
-    # A cache that has none of them is older than the driver, or the driver's folder is not among the loader's.
+    # A cache without any of them is older than the driver, or the driver's folder is not one of the loader's.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
 
 
@@ -107,7 +107,7 @@ def _resolve_all(root: Path, entries: Iterable[Entry]) -> tuple[Library, ...]:
 
 
 def _read_cache(root: Path) -> str:
-    """What ldconfig prints; nothing where there is no ldconfig that can, or no cache."""
+    """The output of ldconfig; empty without a working ldconfig or a cache."""
     program = shutil.which("ldconfig", path=_LDCONFIG_PATH)
     if program is None:
         return ""
@@ -123,7 +123,7 @@ def _read_cache(root: Path) -> str:
 
 
 def _scan(root: Path) -> list[Entry]:
-    """Every library in the usual folders, by folder and then by name. Folders that are links to others come up twice, files don't."""
+    """Every library in the usual folders, by folder and then by name. Folders that are links to others are listed twice, files are not."""
     entries: list[Entry] = []
     for folder in _LIBRARY_FOLDERS:
         try:

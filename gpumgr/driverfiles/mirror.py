@@ -1,10 +1,10 @@
-"""A volume on disk. A version is made beside its place, complete and durable, before a name leads to it; then it is never changed.
+"""A volume on disk. A version is made under a temporary name, complete and durable, before a link points to it, and never changed.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
-A container's mount follows the link once, when it starts: it keeps its version until it ends. The modification time of a version's
-folder is the last time at which it was known to be in use. One agent per node, one call at a time.
+A container's mount follows the link when the container starts, so it keeps its version until it ends. The modification time of a
+version's folder is the last time at which it was in use. One agent per node, one call at a time.
 """
 
 import errno
@@ -19,26 +19,27 @@ from typing import Final
 
 import structlog
 
-from gpumgr.driverfiles.errors import DriverFilesError
-from gpumgr.driverfiles.plan import File, Plan
-from gpumgr.driverfiles.rooted import is_file
-from gpumgr.driverfiles.source import Identity, Source
+from gpumgr.driverfiles.root_path import is_file
+from gpumgr.driverfiles.source import Source
+from gpumgr.driverfiles.volume_plan import File, VolumePlan
+from gpumgr.errors import DriverFilesError
+from gpumgr.files import FileIdentity, sync_folder
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")
-#: Begins the names of folders that are not complete: half made, or half removed.
+#: Prefix of folders that are incomplete: not made, or not removed, to the end.
 _PARTIAL: Final = "."
 _CHUNK_BYTES: Final = 1 << 20
-#: Where no hard link can be, a copy can.
+#: Errors after which a file is copied instead of linked.
 _NO_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP})
 
 _log = structlog.get_logger(__name__)
 
 
-def build(plan: Plan, base: Path) -> bool:
-    """Makes the plan's version, unless it is there. True: it was made. Raises DriverFilesError, and then nothing has changed.
+def build(plan: VolumePlan, base: Path) -> bool:
+    """Makes the plan's version unless it exists; returns whether it was made. If it raises DriverFilesError, nothing has changed.
 
-    A version that somebody damaged is renamed, so that containers which have it mounted keep what is left of it.
+    A damaged version is renamed, so that containers that have it mounted keep the rest of it.
     """
     versions = base / VERSIONS
     place = versions / plan.version
@@ -54,7 +55,7 @@ def build(plan: Plan, base: Path) -> bool:
             place.rename(damaged)
             _log.warning("driver_files_damaged", volume=plan.volume, kept=str(damaged))
         fresh.rename(place)
-        _sync(versions)
+        sync_folder(versions)
     except OSError as error:
         raise _failed(base, error) from error
     finally:
@@ -62,10 +63,10 @@ def build(plan: Plan, base: Path) -> bool:
     return True
 
 
-def switch(plan: Plan, link: Path, *, now_seconds: float) -> bool:
-    """Lets `link` lead to the plan's version, which was made in the link's folder. True: it did not before. Raises DriverFilesError.
+def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
+    """Points `link` to the plan's version in the link's folder; returns whether it changed. Raises DriverFilesError.
 
-    What is there and is no link, such as gpu-manager's folder, is renamed: its containers keep it.
+    Anything else at that path, such as gpu-manager's folder, is renamed: containers keep it.
     """
     base, target = link.parent, f"{VERSIONS}/{plan.version}/{plan.volume}"
     fresh = base / f".{link.name}.new"
@@ -80,7 +81,7 @@ def switch(plan: Plan, link: Path, *, now_seconds: float) -> bool:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(target)
         fresh.replace(link)
-        _sync(base)
+        sync_folder(base)
         left = _version_in(before) if before is not None else None
         if left and (base / VERSIONS / left).is_dir():
             os.utime(base / VERSIONS / left, (now_seconds, now_seconds))
@@ -89,8 +90,8 @@ def switch(plan: Plan, link: Path, *, now_seconds: float) -> bool:
     return True
 
 
-def is_current(place: Path, plan: Plan) -> bool:
-    """True if the version's folder has all files and links of the plan; contents are taken on trust, sizes are not."""
+def is_current(place: Path, plan: VolumePlan) -> bool:
+    """True if the version's folder has all files and links of the plan; sizes are compared, contents are not."""
     volume = place / plan.volume
     try:
         files = all(
@@ -103,9 +104,9 @@ def is_current(place: Path, plan: Plan) -> bool:
 
 
 def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seconds: float) -> tuple[str, ...]:
-    """Removes versions that no link leads to, that are not `in_use` (names), and that were not for `grace_seconds`; tells which.
+    """Removes versions without a link that are not `in_use` (names) and were not for `grace_seconds`; returns their names.
 
-    The grace is for a container that is being started: its mount was looked up, and no process has it yet. Raises DriverFilesError.
+    The grace covers a container that is being started: its mount was resolved, and no process has it yet. Raises DriverFilesError.
     """
     versions = base / VERSIONS
     removed: list[str] = []
@@ -119,7 +120,7 @@ def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seco
             if name in kept:
                 os.utime(version, (now_seconds, now_seconds))
             elif now_seconds - version.stat().st_mtime > grace_seconds:
-                # Renamed first: half a version must not pass for a whole one.
+                # Renamed first, so that an incomplete version is not taken for a complete one.
                 partial = versions / f"{_PARTIAL}removing-{name}"
                 version.rename(partial)
                 shutil.rmtree(partial)
@@ -130,7 +131,7 @@ def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seco
 
 
 def _linked(base: Path) -> set[str]:
-    """Versions that links in `base` lead to."""
+    """Versions that links in `base` point to."""
     targets = (os.readlink(path) for path in base.iterdir() if path.is_symlink())
     return {version for target in targets if (version := _version_in(target))}
 
@@ -141,13 +142,13 @@ def _version_in(target: str) -> str | None:
 
 
 def _clear_partial(versions: Path) -> None:
-    """What an earlier life of the agent left half made or half removed."""
+    """Removes what an earlier process of the agent left incomplete."""
     for name in os.listdir(versions):
         if name.startswith(_PARTIAL):
             shutil.rmtree(versions / name)
 
 
-def _fill(plan: Plan, fresh: Path) -> None:
+def _fill(plan: VolumePlan, fresh: Path) -> None:
     volume = fresh / plan.volume
     for folder in (fresh, volume, *(volume / name for name in _FOLDERS)):
         _folder(folder)
@@ -156,11 +157,11 @@ def _fill(plan: Plan, fresh: Path) -> None:
     for link in plan.links:
         (volume / link.target).symlink_to(link.to)
     for folder in (*(volume / name for name in _FOLDERS), volume, fresh):
-        _sync(folder)
+        sync_folder(folder)
 
 
 def _place(file: File, target: Path) -> None:
-    """A hard link if it can be, else a copy. A program that gives its user more rights is copied, without that power."""
+    """Makes a hard link if possible, else a copy. A setuid or setgid program is copied without that bit."""
     source = file.source
     if not file.copied and not source.mode & (stat.S_ISUID | stat.S_ISGID):
         try:
@@ -169,7 +170,7 @@ def _place(file: File, target: Path) -> None:
             if error.errno not in _NO_LINK:
                 raise
         else:
-            _check(source, Identity.of(target.lstat()))
+            _check(source, FileIdentity.of(target.lstat()))
             return
     _copy(source, target)
 
@@ -180,7 +181,7 @@ def _copy(source: Source, target: Path) -> None:
         while chunk := original.read(_CHUNK_BYTES):
             copy.write(chunk)
             digest.update(chunk)
-        _check(source, Identity.of(os.fstat(original.fileno())))
+        _check(source, FileIdentity.of(os.fstat(original.fileno())))
         if source.sha256 not in (None, digest.hexdigest()):
             raise _changed(source)
         copy.flush()
@@ -188,17 +189,17 @@ def _copy(source: Source, target: Path) -> None:
         os.fsync(copy.fileno())
 
 
-def _check(source: Source, found: Identity) -> None:
+def _check(source: Source, found: FileIdentity) -> None:
     if found != source.identity:
         raise _changed(source)
 
 
 def _changed(source: Source) -> DriverFilesError:
-    return DriverFilesError(f"{source.path} changed while it was mirrored (is a driver being installed?); it is tried again")
+    return DriverFilesError(f"{source.path} changed while it was mirrored (is a driver being installed?); this is retried")
 
 
 def _folder(path: Path) -> None:
-    """Open to be read by all, whatever the umask is: containers may run as any user."""
+    """Makes a folder that all users can read, independent of the umask: containers run as any user."""
     if not path.is_dir():
         path.mkdir(parents=True)
         path.chmod(0o755)
@@ -209,16 +210,8 @@ def _free_name(path: Path, suffix: str) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _failed(base: Path, error: OSError) -> DriverFilesError:
     return DriverFilesError(
         f"the driver's files can't be mirrored in {base}: {error.filename or 'its file system'}: {error.strerror or error}; "
-        "the folder must be writable for the agent and have room for a copy of the driver's libraries"
+        "the folder must be writable for the agent, with free space for a copy of the driver's libraries"
     )

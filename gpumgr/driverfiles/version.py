@@ -4,13 +4,13 @@ import re
 from typing import Final
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)+"
-#: The first dotted number of the line: how libcuda-control.so finds the suffix of the libraries that it loads.
+#: The first dotted number of the line, which libcuda-control.so uses as the suffix of the libraries that it loads.
 _IN_TEXT: Final = re.compile(_NUMBER)
 _IN_NAME: Final = re.compile(rf"\.so\.({_NUMBER})$")
 
 
 def parse_proc_version(text: str) -> str | None:
-    """From the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it doesn't tell."""
+    """From the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it has none."""
     for line in text.splitlines():
         if line.startswith("NVRM version:") and (found := _IN_TEXT.search(line)):
             return found[0]

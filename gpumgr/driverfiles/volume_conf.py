@@ -3,8 +3,8 @@
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are beginnings of file names. `mode` has no meaning, there as here, and `base` none for the two volumes whose folders are
-settings (`nvidia` and `origin`). Without a file the built-in lists hold.
+`libraries` are prefixes of file names. `mode` has no effect, as in gpu-manager, nor has `base` for the two volumes with folders in the
+settings (`nvidia` and `origin`). Without a file the built-in lists apply.
 """
 
 import json
@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from gpumgr.errors import SettingsError
 
-#: The volume whose libcuda and libnvidia-ml are the limiting library, and gpu-manager's name for the driver as it is (as all others are).
+#: The volume with the limiting library as libcuda and libnvidia-ml, and gpu-manager's name of the volume with the driver's own files.
 SHARE: Final = "nvidia"
 WHOLE: Final = "origin"
-#: What the share volume gets from elsewhere, not from the driver.
+#: Files of the share volume that are not the driver's.
 CLIENT: Final = "gpu-client"
 SHIM: Final = "libcuda-control.so"
 
@@ -35,7 +35,7 @@ _BINARIES: Final = (
     "nvidia-persistenced",
     "nvidia-smi",
 )
-#: The second part is what drivers brought along since gpu-manager's list was written.
+#: The second part was added by drivers after gpu-manager's list was written.
 _STEMS: Final = """
     libnvidia-ml libcuda libnvidia-ptxjitcompiler libnvidia-fatbinaryloader libnvidia-opencl libnvidia-compiler
     libvdpau_nvidia libnvidia-encode libnvcuvid libnvidia-fbc libnvidia-ifr libGL libGLX libOpenGL libGLESv1_CM libGLESv2
@@ -50,8 +50,8 @@ _LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """One volume, which containers see at /usr/local/nvidia: `base`/`name`, unless settings say where. `libraries` are
-    beginnings of names."""
+    """One volume, which containers get at /usr/local/nvidia: at `base`/`name`, unless a setting has another path. `libraries` are
+    prefixes of names."""
 
     name: str
     base: Path
@@ -61,8 +61,8 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeConf:
-    """All volumes. `warnings`: sentences about what was overlooked. `source` None: the built-in lists, which name more than any
-    one driver has, so that what is missing is no news."""
+    """All volumes. `warnings`: sentences about ignored keys. `source` None: the built-in lists, which name more files than any one
+    driver has, so that missing ones are not reported."""
 
     volumes: tuple[Volume, ...]
     warnings: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class VolumeConf:
 
 
 def built_in(base: Path) -> VolumeConf:
-    """The lists that hold without a file."""
+    """The lists without a file."""
     return VolumeConf(
         volumes=(
             Volume(name=SHARE, base=base, binaries=(*_BINARIES, CLIENT), libraries=_LIBRARIES),
@@ -96,7 +96,7 @@ def load(path: Path, base: Path) -> VolumeConf:
 
 
 def parse(content: bytes, path: Path, base: Path) -> VolumeConf:
-    """The volumes in a file's content. Raises SettingsError that names every mistake with file, place and what is allowed."""
+    """The volumes in a file's content. Raises SettingsError with file, key and allowed values of every mistake."""
     try:
         document = json.loads(content.decode())
     except UnicodeDecodeError as error:
@@ -104,7 +104,7 @@ def parse(content: bytes, path: Path, base: Path) -> VolumeConf:
     except json.JSONDecodeError as error:
         raise SettingsError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not JSON that can be used: {error}") from error
+        raise SettingsError(f"{path}: not valid JSON: {error}") from error
     reading = _Reading(path)
     volumes = reading.volumes(document, base)
     if reading.mistakes:
@@ -113,7 +113,7 @@ def parse(content: bytes, path: Path, base: Path) -> VolumeConf:
 
 
 class _Reading:
-    """Walks a document; collects mistakes and unknown keys on the way."""
+    """Reads a document and collects mistakes and unknown keys."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,7 +148,7 @@ class _Reading:
             self._wrong(place or "the document", "a JSON object")
             return {}
         self.warnings += [
-            f"{self._path}: {place + '.' if place else ''}{key}: unknown key, overlooked" for key in value if key not in known
+            f"{self._path}: {place + '.' if place else ''}{key}: unknown key, ignored" for key in value if key not in known
         ]
         return value
 

@@ -1,1 +1,1 @@
-"""Limits that hold: the mechanisms that keep a container within its share of a GPU, behind one interface (`backend.Backend`)."""
+"""The mechanisms that keep a container within its share of a GPU, behind one interface (`backend.Backend`)."""

@@ -1,8 +1,8 @@
-"""Injection by CDI: the answer to the kubelet names a device, and a file tells the runtime what that device brings.
+"""Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
-One file and one device for each allocation. It is written at container start, when both calls of the container are answered, and
-depends, as they do, on the allocation alone. (Container Device Interface specification 0.6.0; the runtime reads the folder again
-when it meets a name that it does not know.)
+One file with one device for each allocation. It is written at container start, when Allocate of both resources was answered, and
+depends on the allocation alone. Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name
+that it does not have.
 """
 
 import json
@@ -25,14 +25,14 @@ def file_name(allocation: AllocationId) -> str:
 
 
 def allocation_of(name: str) -> AllocationId | None:
-    """The allocation of a file that `file_name` named; None for every other file."""
+    """The allocation of a file with a name of `file_name`; None for another file."""
     prefix, suffix = "gpumgr.io-gpu-", ".json"
     inside = name.startswith(prefix) and name.endswith(suffix)
     return name[len(prefix) : -len(suffix)] if inside else None
 
 
 def spec(allocation: AllocationId, response: ContainerResponse) -> bytes:
-    """The spec file that brings environment, device nodes and mounts of `response`; annotations are not CDI's."""
+    """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations."""
     edits: dict[str, Any] = {
         "env": [f"{key}={value}" for key, value in sorted(response.envs.items())],
         "deviceNodes": [

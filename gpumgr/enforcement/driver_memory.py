@@ -1,17 +1,17 @@
 """Backend "nvml-memory": the driver's own limit on the GPU memory of a container's cgroup.
 
 The NVIDIA driver (615 and newer) accounts all device memory to cgroups through the kernel's dmem controller: beyond the hard limit an
-allocation fails with CUDA's out-of-memory error, whatever the container does, and cuMemGetInfo shows the limit as the total. Nothing
-is put into the container. Cores are not limited, nor is managed memory while it lies in the host's (both are the driver's limits).
+allocation fails with CUDA's out-of-memory error, which the container can't prevent, and cuMemGetInfo shows the limit as the total. Nothing
+is put into the container. The driver limits neither cores nor managed memory that is in the host's memory.
 
-Only the hard limit is set. A soft one, a guarantee, would be added up through the ancestors, who give it back only when somebody sets
-it to 0 before the cgroup goes; the runtime removes that in the instant in which a container ends. The guarantee is not missed: shares
-add up to no more than the GPU has, and all who have one have a hard limit. A soft limit that is found is set to 0. The hard limit
-vanishes with the cgroup.
+Only the hard limit is set. A soft limit, which is a guarantee, is added up in the ancestors, and is subtracted only if it is set to 0
+before the cgroup is removed, which the runtime does as soon as the container ends. The guarantee is not needed: shares add up to no
+more than the GPU has, and each has a hard limit. A soft limit that is found is set to 0. The hard limit goes with the cgroup.
 
-The cgroup exists only once the container does, so the limit comes with the first look at the running container. Memory that it took
-before stays its own: the kernel refuses, silently, a limit below what is in use, so what was set is read back. A container that the
-runtime does not show never gets its limit: no container starts while the runtime can't be asked, and one that is not found is told.
+The cgroup exists only when the container does, so the limit is set when the running container is first listed. Memory that it
+allocated before stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the
+runtime does not list never gets its limit: no container starts while the runtime is not available, and one that is not listed is
+reported.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
@@ -25,28 +25,28 @@ from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import BackendName, Finding, Running
-from gpumgr.enforcement.leftovers import mounted
+from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import NvmlError, Refusal
 from gpumgr.topology.devices import MemoryLimit
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
-#: How often a limit that stands is read back: others may set it too, and a driver that was loaded anew has forgotten it.
+#: Interval at which a limit in force is read back: other programs may change it, and a reloaded driver has lost it.
 _RECHECK_SECONDS: Final = 10.0
-#: A started container is seen within a second or two; one that is not after so long is looked for.
-_SEEN_WITHIN_SECONDS: Final = 30.0
+#: A started container is listed within a second or two; one that is not listed after this time is searched for in /proc.
+_LISTED_WITHIN_SECONDS: Final = 30.0
 
 log = structlog.get_logger(__name__)
 
 
 class MemoryLimits(Protocol):
-    """What the driver offers. All raise NvmlError; `cgroup` is the full path of the cgroup's folder."""
+    """The driver's functions. All raise NvmlError; `cgroup` is the full path of the cgroup's folder."""
 
     async def memory_limits_supported(self) -> str | None:
-        """Why the driver can limit no cgroup's memory, and what to do; None if it can."""
+        """Why the driver can't limit the memory of cgroups, and what to do; None if it can."""
         ...
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None: ...
@@ -55,8 +55,8 @@ class MemoryLimits(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    """The limit of one container. `obstacle`: in the driver's words, why it does not stand; `due`: when to look at it again."""
+class _Limit:
+    """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back."""
 
     allocation: AllocationId
     uuid: str
@@ -71,23 +71,23 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Unseen:
-    """A start whose container was not seen yet. `due`: when to look whether it runs."""
+class _Unlisted:
+    """A started container that the runtime has not listed. `due`: when to check whether it runs."""
 
-    tenant: Tenant
+    tenant: GpuShare
     since: float
     due: float
 
 
 class DriverMemory:
-    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` counts seconds.
+    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
 
-    `runtime_obstacle` says why the container runtime can't be asked for containers (None: it can). `in_use` tells which allocations
-    have a process, by their mounts; it is called in a thread.
+    `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which allocations a
+    process has mounted; it is called on a thread.
     """
 
     name: Final[BackendName] = "nvml-memory"
-    limits: Final[frozenset[Kind]] = frozenset({"memory"})
+    limits: Final[frozenset[Resource]] = frozenset({"memory"})
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class DriverMemory:
         *,
         cgroup_root: Path = Path("/sys/fs/cgroup"),
         runtime_obstacle: Callable[[], str | None] = lambda: None,
-        in_use: Callable[[Collection[str]], Collection[str]] = mounted,
+        in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver, self._cgroup_root, self._clock = driver, cgroup_root, clock
         self._runtime_obstacle, self._in_use = runtime_obstacle, in_use
-        self._held: dict[str, _Held] = {}  # by container id
-        self._seen: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
-        self._unplaced: frozenset[str] = frozenset()  # ... and those of them whose cgroup was not known
-        self._unseen: dict[AllocationId, _Unseen] = {}
+        self._limits: dict[str, _Limit] = {}  # by container id
+        self._listed: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
+        self._unplaced: frozenset[str] = frozenset()  # ... and those of them with an unknown cgroup
+        self._unlisted: dict[AllocationId, _Unlisted] = {}
 
     async def unavailable(self) -> str | None:
         try:
@@ -130,109 +130,109 @@ class DriverMemory:
             )
         return None
 
-    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:  # noqa: ARG002
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         return ContainerResponse()
 
-    async def start(self, tenant: Tenant) -> None:
+    async def start(self, tenant: GpuShare) -> None:
         obstacle = await self.unavailable()
         if obstacle is not None:
-            raise Refusal("internal", f"the GPU memory of {tenant.describe()} can't be limited any more: {obstacle}")
+            raise Refusal("internal", f"the GPU memory of {tenant.describe()} can't be limited: {obstacle}")
         self._expect(tenant)
 
-    def _expect(self, tenant: Tenant) -> None:
+    def _expect(self, tenant: GpuShare) -> None:
         now = self._clock()
-        self._unseen[tenant.allocation] = _Unseen(tenant, since=now, due=now + _SEEN_WITHIN_SECONDS)
+        self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
 
     async def vacate(self, uuids: Collection[str]) -> None:
         pass
 
-    async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        found = [(each.tenant, _retried(why)) for each in running if (why := self._obstacle(each)) is not None]
-        found += [(tenant, _NOT_SEEN) for tenant in await self._overdue({each.tenant.allocation for each in running})]
-        return [Finding(allocation=tenant.allocation, code="broken", message=_broken(tenant, why)) for tenant, why in found]
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        found = [(each.tenant, _retried(reason)) for each in running if (reason := self._obstacle(each)) is not None]
+        found += [(tenant, _NOT_LISTED) for tenant in await self._overdue({each.tenant.allocation for each in running})]
+        return [Finding(allocation=tenant.allocation, code="broken", message=_broken(tenant, reason)) for tenant, reason in found]
 
-    async def _overdue(self, here: Collection[AllocationId]) -> list[Tenant]:
-        """Those that run and were never seen, each once. One that does not run may have ended, or be slow: it is looked for again
-        when as much time has passed once more."""
+    async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
+        """Containers that run and were never listed, each once. One that does not run may have ended, or be slow: it is checked again
+        when the same time has passed once more."""
         now = self._clock()
-        due = [name for name, unseen in self._unseen.items() if now >= unseen.due and name not in here]
+        due = [name for name, unlisted in self._unlisted.items() if now >= unlisted.due and name not in here]
         if not due:
             return []
         try:
             alive = await asyncio.to_thread(self._in_use, due)
-        except OSError:  # who can't be looked at is taken for running
+        except OSError:  # if that can't be read, all count as running
             alive = due
-        late = [self._unseen.pop(name).tenant for name in due if name in alive and name in self._unseen]
-        for unseen in (self._unseen[name] for name in due if name in self._unseen):
-            unseen.due = now + (now - unseen.since)
+        late = [self._unlisted.pop(name).tenant for name in due if name in alive and name in self._unlisted]
+        for unlisted in (self._unlisted[name] for name in due if name in self._unlisted):
+            unlisted.due = now + (now - unlisted.since)
         return late
 
-    def _obstacle(self, each: Running) -> str | None:
+    def _obstacle(self, each: RunningContainer) -> str | None:
         if each.container.cgroup is None:
             return "its cgroup is not known" if each.container.id in self._unplaced else None
-        held = self._held.get(each.container.id)
-        return None if held is None else held.obstacle
+        limit = self._limits.get(each.container.id)
+        return None if limit is None else limit.obstacle
 
-    async def adjust(self, running: Sequence[Running]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:
         present = frozenset(each.container.id for each in running)
-        for gone in [container for container in self._held if container not in present]:
-            del self._held[gone]
+        for gone in [container for container in self._limits if container not in present]:
+            del self._limits[gone]
         for each in running:
-            if each.container.id not in self._seen:
-                self._unseen.pop(each.tenant.allocation, None)
-        self._seen = present
+            if each.container.id not in self._listed:
+                self._unlisted.pop(each.tenant.allocation, None)
+        self._listed = present
         self._unplaced = frozenset(each.container.id for each in running if each.container.cgroup is None)
         for each in running:
             if each.container.cgroup is not None and each.tenant.memory_bytes:
                 await self._keep(each.tenant, each.container.id, each.container.cgroup)
 
-    async def _keep(self, tenant: Tenant, container: str, cgroup: str) -> None:
-        held = self._held.get(container)
-        if held is None:
-            held = self._held[container] = _Held(
+    async def _keep(self, tenant: GpuShare, container: str, cgroup: str) -> None:
+        limit = self._limits.get(container)
+        if limit is None:
+            limit = self._limits[container] = _Limit(
                 allocation=tenant.allocation,
                 uuid=tenant.uuid,
                 cgroup=self._cgroup_root / cgroup.lstrip("/"),
                 memory_bytes=tenant.memory_bytes,
             )
-        if self._clock() < held.due:
+        if self._clock() < limit.due:
             return
         try:
-            held.obstacle = await self._bring(held)
+            limit.obstacle = await self._set(limit)
         except NvmlError as error:
-            held.obstacle = str(error)
-        if held.obstacle is None:
-            held.due = self._clock() + _RECHECK_SECONDS
+            limit.obstacle = str(error)
+        if limit.obstacle is None:
+            limit.due = self._clock() + _RECHECK_SECONDS
 
-    async def _bring(self, held: _Held) -> str | None:
-        """Has the limit stand; None, or why it does not. One that stands already (of an earlier life, too) is left alone."""
-        cgroup, wanted = str(held.cgroup), held.wanted
-        before = await self._driver.memory_limit(held.uuid, cgroup)
+    async def _set(self, limit: _Limit) -> str | None:
+        """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
+        cgroup, wanted = str(limit.cgroup), limit.wanted
+        before = await self._driver.memory_limit(limit.uuid, cgroup)
         if before == wanted:
             return None
-        await self._driver.set_memory_limit(held.uuid, cgroup, wanted.soft_bytes, wanted.hard_bytes)
-        found = await self._driver.memory_limit(held.uuid, cgroup)
+        await self._driver.set_memory_limit(limit.uuid, cgroup, wanted.soft_bytes, wanted.hard_bytes)
+        found = await self._driver.memory_limit(limit.uuid, cgroup)
         if found != wanted:
-            return f"the driver took it and has {_words(found)}; more than that may be in use already"
+            return f"the driver accepted it and reports {_text_of(found)}; more than that may be in use already"
         log.info(
             "memory_limited",
-            allocation=held.allocation,
-            gpu=held.uuid,
+            allocation=limit.allocation,
+            gpu=limit.uuid,
             cgroup=cgroup,
-            bytes=held.memory_bytes,
-            before=_words(before),
+            bytes=limit.memory_bytes,
+            before=_text_of(before),
         )
         return None
 
     def remains(self) -> Collection[AllocationId]:
-        return {*tuple(self._unseen), *(held.allocation for held in tuple(self._held.values()))}
+        return {*tuple(self._unlisted), *(limit.allocation for limit in tuple(self._limits.values()))}
 
     async def cleanup(self, allocation: AllocationId) -> None:
-        self._unseen.pop(allocation, None)
-        self._held = {container: held for container, held in self._held.items() if held.allocation != allocation}
+        self._unlisted.pop(allocation, None)
+        self._limits = {container: limit for container, limit in self._limits.items() if limit.allocation != allocation}
 
-    async def recover(self, tenants: Sequence[Tenant]) -> None:
-        """Limits live in the kernel, under cgroups that are known once their containers are: the first `adjust` reads them back."""
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        """The kernel has the limits, and cgroups are known when their containers are listed: the first `adjust` reads them back."""
         for tenant in tenants:
             self._expect(tenant)
 
@@ -240,25 +240,23 @@ class DriverMemory:
         return ()
 
     async def close(self) -> None:
-        """Limits go on without us."""
+        """Limits stay in force."""
 
 
-#: Why, and what to do.
-_NOT_SEEN: Final = (
-    f"it runs, but the container runtime did not tell within {_SEEN_WITHIN_SECONDS:g} s which of its containers it is; until it does "
-    "the container may use what the GPU has: see to cri.socket, and delete the pod if this stays"
+#: The reason in a finding, and what to do.
+_NOT_LISTED: Final = (
+    f"it runs, but the container runtime did not list it within {_LISTED_WITHIN_SECONDS:g} s; until it does the container may use all "
+    "free memory of the GPU: check cri.socket, and delete the pod if this persists"
 )
 
 
-def _retried(why: str) -> str:
-    return (
-        f"{why}; it is tried again every second, and until then it may use what the GPU has: restart the container if this stays"
-    )
+def _retried(reason: str) -> str:
+    return f"{reason}; this is retried every second, and until then it may use all free memory of the GPU: restart it if this persists"
 
 
-def _broken(tenant: Tenant, why: str) -> str:
-    return f"the GPU memory of {tenant.describe()} can't be limited to {tenant.memory_bytes >> 20} MiB: {why}"
+def _broken(tenant: GpuShare, reason: str) -> str:
+    return f"the GPU memory of {tenant.describe()} can't be limited to {tenant.memory_bytes >> 20} MiB: {reason}"
 
 
-def _words(limit: MemoryLimit) -> str:
+def _text_of(limit: MemoryLimit) -> str:
     return "no limit" if limit.hard_bytes is None else f"{limit.soft_bytes >> 20}/{limit.hard_bytes >> 20} MiB (soft/hard)"

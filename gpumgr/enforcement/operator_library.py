@@ -1,7 +1,7 @@
-"""A shared library that the operator supplies and pins by its SHA-256: checked, then installed under the name of its content.
+"""A shared library that the operator supplies and pins by its SHA-256: checked, then installed in a folder named by its hash.
 
-Containers mount the installed copy, so what the operator does to the original never reaches a running one. Everything here blocks:
-call it in a thread.
+Containers mount the installed copy, so a change of the original does not affect running ones. All functions block: call them on a
+thread.
 """
 
 import functools
@@ -9,14 +9,14 @@ import hashlib
 import os
 import platform
 import stat
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from gpumgr.errors import GpumgrError
+from gpumgr.files import FileIdentity, replacing
 
 _CHUNK_BYTES: Final = 1 << 20
 #: ELF header, System V ABI chapter 4: e_ident[0:4], [EI_CLASS], [EI_DATA]; then e_type at 16 and e_machine at 18, two bytes each.
@@ -25,42 +25,33 @@ _ELF_CLASS_64: Final = 2
 _ELF_LITTLE_ENDIAN: Final = 1
 _ELF_SHARED_OBJECT: Final = 3
 _ELF_HEADER_BYTES: Final = 64
-#: What the kernel calls a machine -> e_machine of its programs.
+#: The kernel's name of a machine -> e_machine of its programs.
 _ELF_MACHINE: Final = {"x86_64": 62, "aarch64": 183}
 _MACHINE_NAME: Final = {62: "x86-64", 183: "arm64"}
 
 
 class LibraryError(GpumgrError):
-    """The operator's library can't be used; says which file, why, and what to do."""
+    """The operator's library can't be used. The text says which file, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedLibrary:
-    """A file that was found to be a library for this machine with this SHA-256 (lower-case hex)."""
+    """A library for this machine with this SHA-256 (lower-case hex)."""
 
     path: Path
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Identity:
-    """A file's content, as far as the file system can tell without reading it."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    mtime_nanoseconds: int
-
-
 def check(path: Path, sha256: str) -> CheckedLibrary:
-    """The library at `path`, if it is readable, made for this machine, and has this SHA-256. A file is read once.
+    """The library at `path`, if it is readable, made for this machine, and has this SHA-256. The digest of an unchanged file
+    is cached.
 
-    Raises LibraryError, also where the disk fails in the middle of the file.
+    Raises LibraryError, also for an error of the disk.
     """
     try:
         with _reading(path) as descriptor:
             _check_elf(path, os.pread(descriptor, _ELF_HEADER_BYTES, 0))
-            found = _digest(path, _identity(descriptor))
+            found = _digest(path, FileIdentity.of(os.fstat(descriptor)))
     except OSError as error:
         raise _unreadable(path, error) from error
     if found != sha256.lower():
@@ -71,14 +62,14 @@ def check(path: Path, sha256: str) -> CheckedLibrary:
 
 
 def installed_path(folder: Path, sha256: str, name: str) -> Path:
-    """Where `install` puts a library; known without looking at any file."""
+    """The path at which `install` puts a library. Reads no file."""
     return folder / sha256.lower() / name
 
 
 def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
-    """Path of a copy below `folder`, for everyone to read and run; it is there in full or not at all. Raises LibraryError.
+    """Copies the library below `folder`, atomically and with mode 0755, and returns the path. Raises LibraryError.
 
-    A good copy that is there already stays as it is. Never writes into a file that a container may have mapped.
+    An intact copy is kept. A file that a container may have mapped is never written to.
     """
     target = installed_path(folder, checked.sha256, name)
     if _is_installed(target, checked.sha256):
@@ -88,53 +79,28 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
         with _reading(checked.path) as source, replacing(target, mode=0o755) as copy:
             found = _copy(source, copy)
             if found != checked.sha256:
-                raise LibraryError(
-                    f"{checked.path} changed while it was copied (SHA-256 {found}); it is tried again at the next start"
-                )
+                raise LibraryError(f"{checked.path} changed while it was copied (SHA-256 {found}); the next start retries")
     except OSError as error:
         raise LibraryError(f"can't install {checked.path} as {target}: {error.strerror or error}") from error
     return target
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, for everyone to enter whatever the umask is. Raises OSError."""
+    """Makes the folder with mode 0755, independent of the umask. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
 
 
 @contextmanager
-def replacing(target: Path, *, mode: int) -> Iterator[int]:
-    """A descriptor to write; afterwards what was written is durably at `target`, unless the body raised. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        try:
-            yield descriptor
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(name, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-@contextmanager
 def _reading(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; a FIFO there does not block. Raises LibraryError; what reads may raise OSError."""
+    """A descriptor of the regular file at `path`; a FIFO does not block. Raises LibraryError; reading may raise OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise LibraryError(f"{path} is no regular file; put the library itself there")
+            raise LibraryError(f"{path} is not a regular file; put the library itself there")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -146,41 +112,36 @@ def _unreadable(path: Path, error: OSError) -> LibraryError:
 
 def _check_elf(path: Path, header: bytes) -> None:
     if len(header) < _ELF_HEADER_BYTES or header[:4] != _ELF_MAGIC:
-        raise LibraryError(f"{path} is no ELF file; put the shared library there")
+        raise LibraryError(f"{path} is not an ELF file; put the shared library there")
     if header[4] != _ELF_CLASS_64 or header[5] != _ELF_LITTLE_ENDIAN:
-        raise LibraryError(f"{path} is no 64-bit little-endian ELF file; build the library for {platform.machine()}")
+        raise LibraryError(f"{path} is not a 64-bit little-endian ELF file; build the library for {platform.machine()}")
     if int.from_bytes(header[16:18], "little") != _ELF_SHARED_OBJECT:
-        raise LibraryError(f"{path} is an ELF file, but no shared library")
+        raise LibraryError(f"{path} is an ELF file, but not a shared library")
     machine, host = int.from_bytes(header[18:20], "little"), platform.machine()
     if host not in _ELF_MACHINE:
-        raise LibraryError(f"this host is a {host}; libraries like {path} are known for x86_64 and aarch64")
+        raise LibraryError(f"this host is {host}; libraries like {path} are supported on x86_64 and aarch64")
     if machine != _ELF_MACHINE[host]:
         built_for = _MACHINE_NAME.get(machine, f"ELF machine {machine}")
         raise LibraryError(f"{path} is built for {built_for}, this host is {host}: build it for this host")
 
 
-def _identity(descriptor: int) -> _Identity:
-    found = os.fstat(descriptor)
-    return _Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
 @functools.lru_cache(maxsize=32)
-def _digest(path: Path, identity: _Identity) -> str:
-    """SHA-256 of the file's content, remembered while file and time stamp stay the same. Raises LibraryError, OSError."""
+def _digest(path: Path, identity: FileIdentity) -> str:
+    """SHA-256 of the file's content, cached while the file's identity stays the same. Raises LibraryError, OSError."""
     with _reading(path) as descriptor:
         digest = hashlib.sha256()
         for chunk in _chunks(descriptor):
             digest.update(chunk)
-        if _identity(descriptor) != identity:
-            raise LibraryError(f"{path} changes while it is read; move a finished file there instead of writing into it")
+        if FileIdentity.of(os.fstat(descriptor)) != identity:
+            raise LibraryError(f"{path} changes while it is read; move a complete file there instead of writing to it")
     return digest.hexdigest()
 
 
 def _is_installed(target: Path, sha256: str) -> bool:
     try:
         with _reading(target) as descriptor:
-            as_wanted = stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o755
-            return as_wanted and _digest(target, _identity(descriptor)) == sha256
+            right_mode = stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o755
+            return right_mode and _digest(target, FileIdentity.of(os.fstat(descriptor))) == sha256
     except (LibraryError, OSError):
         return False
 
@@ -197,7 +158,7 @@ def _copy(source: int, target: int) -> str:
 
 
 def _chunks(descriptor: int) -> Iterator[bytes]:
-    """The file's bytes from its beginning; an error says that the disk failed. Raises OSError."""
+    """The file's bytes from its beginning. Raises OSError if the disk fails."""
     offset = 0
     while chunk := os.pread(descriptor, _CHUNK_BYTES, offset):
         offset += len(chunk)

@@ -1,14 +1,14 @@
-"""What a request sees of each GPU."""
+"""The free capacity of a GPU, as an evaluator gets it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCapacity:
-    """One GPU's free room in the eyes of one request.
+    """One GPU's free capacity for one request.
 
     `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are. A GPU with `healthy` False is no
-    candidate; `note` says why ("XID 79", "MIG enabled"). `label` is what refusals call it, GPU<index> by default.
+    candidate; `note` has the reason ("XID 79", "MIG enabled"). `label` is its name in refusals, GPU<index> by default.
     """
 
     index: int

@@ -1,14 +1,15 @@
-"""link: several whole GPUs. Source of the rule: README, "Placement rules".
+"""link: several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
 
 Of the sets T of k entirely free GPUs, the one with the highest score(T) plus the best score of a partition of the remaining free
 GPUs into sets of k (one short set allowed), so that what is left stays good for the next pod. Then, in order: the higher score(T),
 the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 
-Exact as long as the search is small enough, which every node of up to 16 GPUs is. Beyond that, with hardly any symmetry, the
-candidates are the sets grown from each GPU by the best gain, and the rest is split in the same manner: good, not proven best.
+Exact as long as the search is short enough (see `partition`), which it is on every node of up to 12 GPUs and on boards of 16. Beyond
+that, with hardly any symmetry, the candidates are the sets grown from each GPU by the best gain, and the rest is split in the same
+manner: good, not proven best.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import lru_cache
 
 from gpumgr.evaluators.partition import PartitionSearch, TooManySets
@@ -21,13 +22,13 @@ from gpumgr.topology.tree import Group, build_tree, enclosing_group, groups_smal
 def choose_set(
     topology: Topology, free: tuple[int, ...], k: int, required: tuple[int, ...], blocks: tuple[int, ...], blocks_needed: int
 ) -> tuple[int, ...] | None:
-    """The set that the link rule takes, ascending; None where no set of k holds `required` and `blocks_needed`.
+    """The set that the link rule chooses, ascending; None if no set of k holds `required` and `blocks_needed`.
 
     `free` are the entirely free GPUs, ascending; `blocks` their free memory blocks; `required` is ascending and lies within `free`.
     """
-    if k > len(free) or len(required) > k:
-        return None
     room = dict(zip(free, blocks, strict=True))
+    if not has_room(room, k, required, blocks_needed):
+        return None
     scores, tree = score_matrix(topology), build_tree(topology)
     free_mask = mask_of(free)
 
@@ -45,11 +46,19 @@ def choose_set(
         best = search.best_sets(feasible if scarce else None)
     except TooManySets:
         best = _grown_sets(scores, free, k, required, room if scarce else {}, blocks_needed if scarce else 0)
-    return min(best, key=preference)[1] if best else None
+    return min(best, key=preference)[1]
+
+
+def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_needed: int) -> bool:
+    """Whether some set of `k` GPUs holds `required` and `blocks_needed`. `room`: the free blocks of each entirely free GPU."""
+    if not len(required) <= k <= len(room) or not room.keys() >= set(required):
+        return False
+    others = sorted((room[gpu] for gpu in room if gpu not in required), reverse=True)
+    return sum(room[gpu] for gpu in required) + sum(others[: k - len(required)]) >= blocks_needed
 
 
 def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
-    """What must not be exchanged though it scores alike: GPUs of different groups, and of unlike memory where that decides."""
+    """The key of each GPU that may be exchanged only for GPUs of the same key: its group, and its memory if that decides."""
     home = {
         child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
     }
@@ -65,19 +74,24 @@ def _grown_sets(
         chosen = _grow(scores, free, k, list(required) if seed in required or len(required) == k else [*required, seed])
         if room:
             chosen = _with_room(scores, free, chosen, required, room, blocks_needed)
-        if chosen:
+        gpus = tuple(sorted(chosen))
+        if gpus not in found:
             rest = [gpu for gpu in free if gpu not in chosen]
-            found[tuple(sorted(chosen))] = set_score(scores, chosen) + _grown_partition(scores, rest, k)
-    best = max(found.values(), default=0)
+            found[gpus] = set_score(scores, gpus) + _grown_partition(scores, rest, k)
+    best = max(found.values())
     return [(set_score(scores, gpus), gpus) for gpus, total in found.items() if total == best]
 
 
 def _grow(scores: Scores, free: Sequence[int], k: int, chosen: list[int]) -> list[int]:
     """`chosen`, filled up to k with the GPU that adds most each time; ties go to the lowest index."""
+    gains = {gpu: sum(scores[gpu][a] for a in chosen) for gpu in free if gpu not in chosen}
     while len(chosen) < k:
-        chosen.append(
-            max((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (sum(scores[gpu][a] for a in chosen), -gpu))
-        )
+        best = max(gains, key=gains.__getitem__)
+        del gains[best]
+        chosen.append(best)
+        row = scores[best]
+        for gpu in gains:
+            gains[gpu] += row[gpu]
     return chosen
 
 
@@ -94,12 +108,12 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """`chosen` with its smallest GPUs exchanged for the largest outside until it has `blocks_needed`; empty if it can't have them."""
+    """`chosen` with its smallest GPUs exchanged for the largest outside until it has `blocks_needed`, which some set has."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]
-        if sum(room[gpu] for gpu in chosen) >= blocks_needed or not movable:
+        if sum(room[gpu] for gpu in chosen) >= blocks_needed:
             break
         chosen.remove(min(movable, key=lambda gpu: (room[gpu], -gpu)))
         chosen.append(larger)
-    return chosen if sum(room[gpu] for gpu in chosen) >= blocks_needed else []
+    return chosen

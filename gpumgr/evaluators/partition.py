@@ -7,7 +7,10 @@ The rest is split into sets of k, and one short set for the remainder. Two ideas
 * Scores are turned into losses: what a set misses of the k-1 best scores that each member could have. Losses are never negative
   and sum up to the same optimum, so candidates sorted by loss can be cut as soon as one alone is worse than the best answer.
 
-Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction tells whether a set fits.
+Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits.
+
+The search runs on the event loop, so its length is bounded by a number of steps. A number and not a time, so that the same
+question has the same answer on every machine.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,17 +18,17 @@ from typing import Final
 
 from gpumgr.topology.scores import Scores
 
-#: Sets tried before the exact search gives up (about two seconds). Random matrices of 16 took up to 3,000,000.
-WORK_LIMIT: Final = 5_000_000
-#: Different sets of one size, counted by class, that are worth listing. 16 GPUs have at most 12,870.
-LIST_LIMIT: Final = 50_000
-#: What opening a state costs, in sets tried.
-_EXPANSION_WORK: Final = 20
+#: Steps before the search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case). Enough for every node of
+#: up to 12 GPUs, and for 16 GPUs with the symmetry of real boards.
+STEP_LIMIT: Final = 200_000
+#: The cost in steps of listing one set (and a quarter for each GPU in it and each class), and of opening one state of the rest.
+_STEPS_PER_SET: Final = 40
+_STEPS_PER_STATE: Final = 20
 _NO_LOSS_YET: Final = 1 << 60
 
 
 class TooManySets(Exception):
-    """The exact search would take too long: many more than 16 GPUs with hardly any symmetry."""
+    """The exact search would take more than STEP_LIMIT steps: many GPUs with hardly any symmetry."""
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
@@ -49,7 +52,7 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 class PartitionSearch:
     """One search over the free GPUs of a node, `k` of which make a set.
 
-    `required` GPUs must be in T. `kind` tells GPUs apart that score alike and still must not be exchanged.
+    `required` GPUs must be in T. GPUs with another `kind` must not be exchanged, even if they score alike.
     Only sets of the lowest indices of each class are made: any other set has an equal among them that wins the last tie.
     """
 
@@ -57,6 +60,7 @@ class PartitionSearch:
         self, scores: Scores, free: Sequence[int], k: int, required: Sequence[int], kind: Mapping[int, Hashable]
     ) -> None:
         self._scores, self._k, self._required = scores, k, required
+        self._steps_left = STEP_LIMIT
         self._potential = {a: sum(sorted((scores[a][b] for b in free if b != a), reverse=True)[: k - 1]) for a in free}
         classes = interchangeable(scores, free, {gpu: (gpu in required, kind[gpu]) for gpu in free})
         self._classes = [members for members in classes if members[0] not in required]
@@ -70,7 +74,6 @@ class PartitionSearch:
         self._full_by_first = self._by_first_class(self._partition_sets(k if self._rest_size >= k else 0))
         self._short = self._partition_sets(self._short_size)
         self._short_by_first = self._by_first_class(self._short)
-        self._work = 0
 
     def best_sets(self, feasible: Callable[[tuple[int, ...]], bool] | None = None) -> list[tuple[int, tuple[int, ...]]]:
         """All sets T that reach the optimum, as (score, GPUs ascending); empty where no set is feasible. Raises TooManySets."""
@@ -80,6 +83,7 @@ class PartitionSearch:
         for loss, packed, score in self._sets(self._k - len(self._required), self._required):
             if loss > best:
                 break
+            self._spend(_STEPS_PER_SET)
             gpus = self._unpack(packed)
             if feasible is not None and not feasible(gpus):
                 continue
@@ -120,10 +124,13 @@ class PartitionSearch:
             left = guarded - packed
             if left & guards == guards:
                 best = min(best, loss + self._loss_of_rest(left ^ guards, size, best - loss - 1))
-        self._work += tried + _EXPANSION_WORK
-        if self._work > WORK_LIMIT:
-            raise TooManySets
+        self._spend(tried + _STEPS_PER_STATE)
         return best
+
+    def _spend(self, steps: int) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise TooManySets
 
     def _partition_sets(self, size: int) -> list[tuple[int, int]]:
         """All sets of `size` as (loss, counts), the least loss first; each is noted as the way to split itself."""
@@ -132,7 +139,7 @@ class PartitionSearch:
         return made
 
     def _by_first_class(self, sets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The sets filed under the first class that they take from: a partition is built from its first GPU on."""
+        """The sets by the first class that they take from: a partition is built from its first GPU on."""
         filed: list[list[tuple[int, int]]] = [[] for _ in self._classes]
         for loss, packed in sets:
             filed[((packed & -packed).bit_length() - 1) // self._width].append((loss, packed))
@@ -143,13 +150,18 @@ class PartitionSearch:
         score = sum(self._scores[a][b] for a in fixed for b in fixed if a < b)
         potential = sum(self._potential[gpu] for gpu in fixed)
         gains = [sum(self._scores[members[0]][gpu] for gpu in fixed) for members in self._classes]
-        made: list[tuple[int, int, int]] = []
-        for packed, set_score, set_potential in self._grow(0, size, 0, score, potential, gains):
-            made.append((set_potential - 2 * set_score, packed, set_score))
-            if len(made) > LIST_LIMIT:
-                raise TooManySets
-        made.sort()
-        return made
+        self._spend(self._number_of_sets(size) * (_STEPS_PER_SET + size * len(self._classes) // 4))
+        return sorted(
+            (set_potential - 2 * set_score, packed, set_score)
+            for packed, set_score, set_potential in self._grow(0, size, 0, score, potential, gains)
+        )
+
+    def _number_of_sets(self, size: int) -> int:
+        """How many sets of `size` GPUs there are, counted by class."""
+        numbers = [1] + [0] * size
+        for members in self._classes:
+            numbers = [sum(numbers[max(0, total - len(members)) : total + 1]) for total in range(size + 1)]
+        return numbers[size]
 
     def _grow(
         self, position: int, size: int, packed: int, score: int, potential: int, gains: list[int]

@@ -1,7 +1,10 @@
-"""The door to the evaluators: which one answers a request, and what a request that fits nowhere is told.
+"""Selects the evaluator of a request, and words the refusal of a request that fits nowhere.
 
-More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Everything is a pure function with a total
-order, so the same question has the same answer on the node and in a scheduler.
+More than 100 cores (a multiple of 100): link. Exactly 100: fragment. 1 to 99: share. Every function is pure and has a total order, so
+the same request has the same answer on the node and in a scheduler.
+
+share is a best fit. binpack: of the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
+memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,8 +13,7 @@ from typing import Final, Literal
 
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
-from gpumgr.evaluators.link import choose_set
-from gpumgr.evaluators.share import Policy, choose_shared
+from gpumgr.evaluators.link import choose_set, has_room
 from gpumgr.topology.devices import Topology
 from gpumgr.topology.scores import score_matrix, set_score
 from gpumgr.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
@@ -20,13 +22,14 @@ from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOU
 __all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "place"]
 
 Evaluator = Literal["link", "fragment", "share"]
+Policy = Literal["binpack", "spread"]
 
 _LISTED_GPUS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a request goes. `gpus` are ascending indices, `score` the set's under link, `why` a short sentence for the log."""
+    """The GPUs chosen for a request. `gpus` are ascending indices, `score` the set's under link, `why` a short sentence for the log."""
 
     evaluator: Evaluator
     gpus: tuple[int, ...]
@@ -35,14 +38,14 @@ class Placement:
 
 
 def evaluator_for(cores: int) -> Evaluator | None:
-    """Whose request this is; None for no cores at all."""
+    """The evaluator of a request for so many cores; None for no cores."""
     if cores < 1:
         return None
     return "share" if cores < CORES_PER_GPU else "fragment" if cores == CORES_PER_GPU else "link"
 
 
 def check_request(cores: int, memory_blocks: int) -> None:
-    """Raise Refusal("invalid_request") for numbers that no node can grant: see README, "What a request means"."""
+    """Raise Refusal("invalid_request") for numbers that no node can grant: see docs/user-guide.md, "Requests"."""
     if cores < 0 or memory_blocks < 0:
         raise Refusal("invalid_request", f"{_asked(cores, memory_blocks)} asked: neither can be less than 0")
     if cores == 0 and memory_blocks == 0:
@@ -73,7 +76,7 @@ def place(
     """Choose GPUs of `gpus` for one container; `policy` concerns share only.
 
     `required`: indices that the answer must contain; the choice is the best of those that do. Memory beside whole GPUs is checked
-    against what the granted GPUs have together. Memory 0 in a share is taken as "not known yet".
+    against what the granted GPUs have together. Memory 0 in a share means that it is not known yet.
     Raises Refusal: "invalid_request"; "gpu_unhealthy" where only unhealthy GPUs have the room; "no_fit" with what is free where.
     """
     _check_cores(cores)
@@ -82,11 +85,7 @@ def place(
     if placement is not None:
         return placement
     text = f"{_wanted(cores, memory_blocks, frozenset(required), gpus)}; {_free_where(gpus, cores)}"
-    recovered = [_as_if_healthy(gpu) for gpu in gpus]
-    sick = (
-        len(healthy) < len(gpus) and _choose(topology, recovered, cores, memory_blocks, policy, frozenset(required)) is not None
-    )
-    raise Refusal("gpu_unhealthy" if sick else "no_fit", text)
+    raise Refusal("gpu_unhealthy" if _would_fit(gpus, cores, memory_blocks, frozenset(required)) else "no_fit", text)
 
 
 def _choose(
@@ -106,7 +105,12 @@ def _share(
     gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, policy: Policy, required: frozenset[int]
 ) -> Placement | None:
     candidates = [gpu for gpu in gpus if required <= {gpu.index}]
-    gpu = choose_shared(candidates, cores, memory_blocks, policy)
+    sign = 1 if policy == "binpack" else -1
+    gpu = min(
+        (gpu for gpu in candidates if _fits(gpu, cores, memory_blocks)),
+        key=lambda gpu: (sign * gpu.cores_free, sign * gpu.memory_blocks_free, gpu.index),
+        default=None,
+    )
     if gpu is None:
         return None
     order = "least" if policy == "binpack" else "most"
@@ -154,13 +158,16 @@ def _check_cores(cores: int) -> None:
         )
 
 
-def _as_if_healthy(gpu: GpuCapacity) -> GpuCapacity:
-    return GpuCapacity(
-        index=gpu.index,
-        cores_free=gpu.cores_free,
-        memory_blocks_free=gpu.memory_blocks_free,
-        entirely_free=gpu.entirely_free,
-    )
+def _fits(gpu: GpuCapacity, cores: int, memory_blocks: int) -> bool:
+    return gpu.cores_free >= cores and gpu.memory_blocks_free >= memory_blocks
+
+
+def _would_fit(gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, required: frozenset[int]) -> bool:
+    """Whether the request would fit if all GPUs were healthy."""
+    if cores < CORES_PER_GPU:
+        return any(required <= {gpu.index} and _fits(gpu, cores, memory_blocks) for gpu in gpus)
+    room = {gpu.index: gpu.memory_blocks_free for gpu in gpus if gpu.entirely_free}
+    return has_room(room, cores // CORES_PER_GPU, required, memory_blocks)
 
 
 def _wanted(cores: int, memory_blocks: int, required: frozenset[int], gpus: Sequence[GpuCapacity]) -> str:

@@ -1,4 +1,4 @@
-"""This node's pods as the API server tells them, and (in `writer`) what it is told.
+"""The API server's client: a cache of this node's pods, and (in `publisher`) what is written.
 
-kubernetes_asyncio is the transport only; everything above it works on plain JSON.
+kubernetes_asyncio is used for credentials and transport only; everything above it works on plain JSON.
 """

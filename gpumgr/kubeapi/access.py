@@ -1,4 +1,4 @@
-"""What the API server would let us do: SelfSubjectAccessReview, which every account may ask."""
+"""Checks the agent's rights at the API server with SelfSubjectAccessReview, which every account may create."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import ApiServer, answer_error
+from gpumgr.kubeapi.client import ApiServer
 
 _PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
@@ -32,18 +32,15 @@ class _Review(msgspec.Struct):
 
 
 async def allowed(server: ApiServer, right: Right) -> bool:
-    """Whether we have the right. Raises GpumgrError for another answer, and what `ApiServer.request` raises when there is none."""
+    """Whether the agent has the right. Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises."""
     attributes = {"verb": right.verb, "group": "", "resource": right.resource, "subresource": right.subresource}
     body = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",
         "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value is not None}},
     }
-    async with server.request("POST", _PATH, {}, body=body) as response:
-        if response.status >= 300:
-            raise await answer_error(response)
-        answer = await response.read()
+    answer = await server.read("POST", _PATH, body)
     try:
-        return msgspec.json.decode(answer, type=_Review).status.allowed
-    except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
+        return msgspec.convert(answer, type=_Review).status.allowed
+    except msgspec.ValidationError as error:
         raise GpumgrError(f"the API server's answer is no SelfSubjectAccessReview: {error}") from error

@@ -1,4 +1,4 @@
-"""This node's pods out of memory: looked up by name and UID, waited for, listened to."""
+"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners."""
 
 import asyncio
 from collections import defaultdict
@@ -7,19 +7,18 @@ from typing import Any, NoReturn
 
 from gpumgr.allocator.annotations import is_ours
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.pods import parse_pod
-from gpumgr.kubeapi.reflector import Pace, Reflector
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 
-#: (before, after); None stands for absence.
+#: Takes the pod before and after a change; None means that it does not exist.
 OnChange = Callable[[PodView | None, PodView | None], None]
 
 
 class PodCache:
-    """Pods with `spec.nodeName` = this node. `run` keeps it up to date; everything else only reads."""
+    """Pods with `spec.nodeName` = this node. `run` keeps it up to date; all other methods only read."""
 
-    def __init__(self, server: ApiServer, node_name: str, *, pace: Pace | None = None) -> None:
+    def __init__(self, server: ApiServer, node_name: str, *, watch_times: WatchTimes | None = None) -> None:
         self._server = server
         self._by_uid: dict[str, PodView] = {}
         self._by_key: dict[PodKey, PodView] = {}
@@ -27,36 +26,38 @@ class PodCache:
         self._waiting: defaultdict[PodKey, set[asyncio.Future[PodView]]] = defaultdict(set)
         self._listeners: list[OnChange] = []
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
-        self._reflector = Reflector(server, "/api/v1/pods", query, parse=self._parse, on_change=self._change, pace=pace)
+        self._reflector = Reflector(
+            server, "/api/v1/pods", query, parse=self._parse, on_change=self._change, watch_times=watch_times
+        )
 
     @property
     def synced(self) -> bool:
-        """True once all pods have been seen; a later outage does not change that."""
+        """True once all pods have been listed; a later outage does not change that."""
         return self._reflector.synced.is_set()
 
     async def wait_synced(self) -> None:
         await self._reflector.synced.wait()
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
+        """Runs until it is cancelled."""
         await self._reflector.run()
 
     def get(self, pod: PodKey) -> PodView | None:
-        """The pod that has this name now; of two lives of one name the later one."""
+        """The pod that has this name now; of two incarnations the later one."""
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
         return self._by_uid.get(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """Which of the annotations that we write this life of a pod has. Nobody hears of their changes."""
+        """The agent's annotations that this incarnation of a pod has. Listeners are not called for their changes."""
         return self._annotations.get(uid, {})
 
     def all(self) -> Iterable[PodView]:
         return self._by_uid.values()
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:
-        """The pod, as soon as it is known; None if it is not within the time."""
+        """The pod, as soon as it is in the cache; None after the timeout."""
         known = self.get(pod)
         if known is not None or timeout_seconds <= 0:
             return known
@@ -73,25 +74,17 @@ class PodCache:
                 del self._waiting[pod]
 
     def subscribe(self, listener: OnChange) -> None:
-        """`listener` hears of every change, in the loop, after the cache has it. It must neither block nor raise."""
+        """`listener` is called for every change, in the event loop, after the cache has it. It must neither block nor raise."""
         self._listeners.append(listener)
 
     async def delete_pod(self, pod: PodView) -> bool:
-        """Deletes this life of the pod (its UID is a precondition). False: it is gone already, or another has its name.
+        """Deletes this incarnation of the pod (its UID is a precondition). False: it is deleted already, or another pod has its name.
 
-        Raises GpumgrError if the API server refuses, aiohttp.ClientError, TimeoutError or OSError if it does not answer.
+        Raises AnswerError if the API server refuses, aiohttp.ClientError, TimeoutError or OSError if it does not answer.
         """
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod.uid}}
-        async with self._server.request("DELETE", path, {}, body=body) as response:
-            if response.status in (404, 409):
-                return False
-            if response.status >= 300:
-                text = (await response.content.read(4096)).decode(errors="replace")
-                raise GpumgrError(
-                    f"the API server did not delete pod {pod.namespace}/{pod.name}: HTTP {response.status}: {text[:200]}"
-                )
-        return True
+        return await self._server.send("DELETE", path, body, but=(404, 409))
 
     def _parse(self, item: Mapping[str, Any]) -> PodView:
         """Raises what `parse_pod` raises."""
@@ -121,7 +114,7 @@ class PodCache:
 
 
 class NoPods:
-    """The cache of a node without an API server: it knows nobody, and never will."""
+    """The cache of a node without an API server: always empty."""
 
     synced = False
 
@@ -142,4 +135,4 @@ class NoPods:
         return None
 
     def subscribe(self, listener: OnChange) -> None:
-        """There will be nothing to hear."""
+        """Nothing ever changes."""

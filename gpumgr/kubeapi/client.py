@@ -1,10 +1,10 @@
-"""The API server as a connection: credentials, requests, and sockets that notice a dead peer."""
+"""Connection to the API server: credentials, requests, and detection of a dead peer."""
 
 import contextlib
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -16,20 +16,22 @@ from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.kubeapi.library import load_library
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
-#: RFC 7386, or Kubernetes' own, which knows which lists are keyed by what.
+#: JSON merge patch (RFC 7386), or Kubernetes' strategic merge patch, which merges some lists by key.
 PatchKind = Literal["merge", "strategic"]
 
-#: What to do about credentials that are missing or wrong, where the agent's settings name them.
+#: The remedy for credentials that are missing or wrong, where the agent's settings name them.
 _SET_IT: Final = (
-    "set kubernetes.kubeconfig to a kubeconfig file that is there, or kubernetes.enabled to false (--standalone) for a node without "
+    "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
     "API server"
 )
-#: What the library says instead of a message, in words.
-_NO_WORDS: Final = (TypeError, KeyError, AttributeError, AssertionError)
+#: Errors of the library for a malformed kubeconfig; their texts explain nothing.
+_MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError)
 
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
+#: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
+_WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 
-#: A peer that vanished without a word (power, network) is found dead after about half a minute, not after the watch's own end.
+#: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -40,7 +42,7 @@ _TCP_OPTIONS: Final = (
 
 
 class ApiServer:
-    """Requests to the API server. Made by `connect` inside a running loop; `close` at the end."""
+    """Requests to the API server. Created by `connect` inside a running event loop; `close` at the end."""
 
     def __init__(self, kubeconfig: Path | None, client: Any, remedy: str) -> None:
         self._kubeconfig = kubeconfig
@@ -49,9 +51,9 @@ class ApiServer:
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> Self:
-        """With a kubeconfig file, or (None) the service account of the pod around us. Sends nothing yet.
+        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet.
 
-        Raises SettingsError if the credentials are missing or can't be read; `remedy` is what it says to do.
+        Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
         """
         return cls(kubeconfig, await _make_client(kubeconfig, remedy), remedy)
 
@@ -73,10 +75,10 @@ class ApiServer:
         body: Mapping[str, Any] | None = None,
         patch: PatchKind = "merge",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One request; the answer's body is not read yet, and its status may be anything. `patch` says what the body of a PATCH is.
+        """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH.
 
-        Raises aiohttp.ClientError, TimeoutError or OSError when there is no answer, SettingsError if the credentials (a token file is
-        read again every minute) have become unusable.
+        Raises aiohttp.ClientError, TimeoutError or OSError if there is no answer, SettingsError if the credentials (a token file is
+        read again every minute) have become invalid.
         """
         headers = {"Accept": "application/json"}
         if method == "PATCH":
@@ -95,13 +97,38 @@ class ApiServer:
         except (load_library().ConfigException, ValueError) as error:
             raise SettingsError(f"the credentials for the API server can't be used: {error}") from error
         async with response:
-            _notice_dead_peer(response)
+            _detect_dead_peer(response)
             yield response
+
+    async def send(
+        self, method: Method, path: str, body: Mapping[str, Any], *, but: Collection[int] = (), patch: PatchKind = "merge"
+    ) -> bool:
+        """Sends one request and checks only the status of the answer. False if that is one of `but`.
+
+        Raises AnswerError for any other refusal, and what `request` raises.
+        """
+        async with self.request(method, path, {}, _WRITE_TIMEOUT, body, patch) as response:
+            if response.status in but:
+                return False
+            if response.status >= 300:
+                raise await answer_error(response)
+        return True
+
+    async def read(self, method: Method, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
+        async with self.request(method, path, {}, _WRITE_TIMEOUT, body) as response:
+            if response.status >= 300:
+                raise await answer_error(response)
+            answer, status = await response.read(), response.status
+        try:
+            return msgspec.json.decode(answer, type=dict[str, Any])
+        except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
+            raise AnswerError(f"the API server's answer is no JSON object: {error}", status=status) from error
 
 
 class AnswerError(GpumgrError):
-    """The server answered with an error. `retry_after_seconds` is what it asks for, 0.0 if nothing; `causes` are its words for why,
-    such as "NamespaceTerminating"."""
+    """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0; `causes` are the reasons in the Status'
+    details, such as "NamespaceTerminating"."""
 
     def __init__(
         self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0, causes: frozenset[str] = frozenset()
@@ -121,18 +148,18 @@ class _Details(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """metav1.Status, as far as it explains an error."""
+    """The fields of metav1.Status that explain an error."""
 
     message: str
     details: _Details | None = None
 
 
 async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
-    """The error that an answer stands for. Reads the beginning of its body; raises what reading raises."""
+    """The error in an answer. Reads the beginning of its body; raises what reading raises."""
     body = await response.content.read(4096)
     try:
         status = msgspec.json.decode(body, type=_Status)
-    except ValueError:  # from a proxy, or longer than what was read
+    except ValueError:  # from a proxy, or longer than what is read
         status = _Status(message=body.decode(errors="replace"))
     wanted = response.headers.get("Retry-After", "")
     return AnswerError(
@@ -153,42 +180,42 @@ async def _make_client(kubeconfig: Path | None, remedy: str) -> Any:
             _check(kubeconfig)
             await library.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration, persist_config=False)
         client = library.ApiClient(configuration)
-    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, *_NO_WORDS) as error:
-        # The loader trips over malformed files with whatever comes first, and ssl over their certificates.
+    except (library.ConfigException, yaml.YAMLError, OSError, ValueError, *_MALFORMED) as error:
+        # For malformed files the loader raises various errors, and ssl for their certificates.
         place = f"kubeconfig {kubeconfig}" if kubeconfig else "pod's service account (kubernetes.kubeconfig is not set)"
-        raise SettingsError(f"the {place} can't be used: {_said(error, kubeconfig)}; {remedy}") from error
+        raise SettingsError(f"the {place} can't be used: {_message(error, kubeconfig)}; {remedy}") from error
     client.user_agent = "gpumgr"
     return client
 
 
 def _check(kubeconfig: Path) -> None:
-    """What the library does not say: it takes a file that is missing for an empty one, and warns of that in the log.
+    """Checks what the library does not: it treats a missing file as an empty one, with a warning in the log.
 
     Raises OSError, ValueError or YAMLError.
     """
     if ":" in str(kubeconfig):
-        raise ValueError("the library takes a path with a colon for several paths")
+        raise ValueError("a path with a colon means several paths")
     if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
-        raise ValueError("it is no plain file")
-    with kubeconfig.open("rb") as file:  # of a text, PyYAML's errors would quote lines, and secrets with them
+        raise ValueError("it is not a regular file")
+    with kubeconfig.open("rb") as file:  # given a text, PyYAML quotes its lines in errors, and secrets with them
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
-        raise ValueError("it holds no kubeconfig (kind: Config, with clusters, users, contexts and current-context)")
+        raise ValueError("it is not a kubeconfig (kind: Config, with clusters, users, contexts and current-context)")
 
 
-def _said(error: Exception, kubeconfig: Path | None) -> str:
-    """In one line."""
+def _message(error: Exception, kubeconfig: Path | None) -> str:
+    """The error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename in (None, str(kubeconfig)) else f"{error.filename}: {error.strerror}"
     if isinstance(error, yaml.YAMLError):
-        return f"it is no YAML ({' '.join(str(error).split())})"
-    if isinstance(error, _NO_WORDS):
-        return "it is not laid out as a kubeconfig"
+        return f"it is not YAML ({' '.join(str(error).split())})"
+    if isinstance(error, _MALFORMED):
+        return "it does not have the structure of a kubeconfig"
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
-    """Needs the connection, which is gone already when the whole answer came in one piece."""
+def _detect_dead_peer(response: aiohttp.ClientResponse) -> None:
+    """Does nothing if the connection is released already, which is so when the whole answer came in one piece."""
     transport = response.connection.transport if response.connection else None
     sock = transport.get_extra_info("socket") if transport else None
     if sock is None:

@@ -1,4 +1,4 @@
-"""A pod's JSON, cut down to what the allocator needs."""
+"""Parses a pod's JSON into what the allocator needs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,22 +16,22 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
-#: gpu-manager's name for how far a container may go beyond its share while others are idle, in percent.
+#: gpu-manager's annotation: percent of a GPU that a container may use while others are idle.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
-#: On the API server's mirror of a static pod, which nobody but the kubelet can make: the UID that the kubelet gives the pod itself.
+#: On the API server's mirror of a static pod, which only the kubelet can create: the UID that the kubelet gives the pod itself.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: gpu-manager's names for what its /usage says besides; tenants write there what they like.
+#: gpu-manager's names for further fields of its /usage; tenants may write any text there.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
-#: More of a tenant's text is not kept, nor of a kubelet's sentence.
+#: Limits in characters for a tenant's text and for a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
 
 
 def parse_pod(pod: Mapping[str, Any]) -> PodView:
-    """The pod's view. A pod that asks for no GPU has no containers in it: nobody looks for them, and most pods of a node are such.
+    """The pod's view. To save memory, it has no containers if the pod requests no GPU.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for an object that is no pod.
+    Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     annotations = metadata.get("annotations") or {}
@@ -55,19 +55,19 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
 
 
 def parse_quantity(text: str) -> int:
-    """A whole quantity: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
+    """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
     suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
         if not 0 <= value < _MAX_QUANTITY or value != int(value):
-            raise ValueError(f"quantity {text!r} is no whole number from 0")
+            raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
     except ArithmeticError as error:
         raise ValueError(f"quantity {text!r} can't be read") from error
     return int(value)
 
 
 def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:
-    """In the order in which the kubelet allocates."""
+    """The pod's containers in the order in which the kubelet allocates."""
     for container in spec.get("initContainers") or ():
         yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init")
     for container in spec.get("containers") or ():
@@ -76,7 +76,7 @@ def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:
 
 def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSpec:
     resources = container.get("resources") or {}
-    # For extended resources both are equal where both are given; the API server fills in neither from the other's absence.
+    # For extended resources requests and limits are equal where both are given; the API server does not fill in a missing one.
     wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
     return ContainerSpec(
         name=str(container["name"]),
@@ -87,13 +87,13 @@ def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSp
 
 
 def _core_limit(text: object) -> int | None:
-    """0..100, larger numbers as 100. What a tenant wrote in another way counts as nothing: it must not hide the pod from us."""
+    """0..100, larger numbers as 100. Any other text counts as none: it must not make the pod unreadable."""
     whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
     return min(int(whole[0]), 100) if whole else None
 
 
 def _submitter(spec: Mapping[str, Any]) -> str | None:
-    """As gpu-manager reads it: of the first app container, and only a value that stands there itself."""
+    """The submitter as gpu-manager reads it: from the first app container, and only a literal value."""
     for container in (spec.get("containers") or ())[:1]:
         for variable in container.get("env") or ():
             if variable.get("name") == SUBMITTER_VARIABLE:

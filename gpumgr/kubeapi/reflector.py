@@ -1,10 +1,11 @@
-"""A local copy of a list of API objects, kept up by watching: the client-go reflector's contract on plain JSON.
+"""A local copy of a list of API objects, kept up to date by a watch: the contract of client-go's reflector, on plain JSON.
 
-Law 1. The copy is what the newest resource version seen says. After an expired version everything is listed again, and what is
-       missing there counts as deleted.
-Law 2. Nothing the server does ends or blocks this for good: silence has a bound, and every failure is retried with growing,
-       jittered pauses, or after what Retry-After says. Only a watch that lived for a while is resumed at once.
-Law 3. Only what `parse` makes of an object is kept. An object that it can't read is reported; it never counts as deleted.
+Invariants:
+1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is
+   missing there counts as deleted.
+2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered
+   pauses, or after Retry-After. Only a watch that lasted for a while is resumed at once.
+3. Only the result of `parse` is kept. An object that it can't read is logged; it never counts as deleted.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from gpumgr.kubeapi.client import REQUEST_TIMEOUT, AnswerError, ApiServer, answe
 
 _log = structlog.get_logger(__name__)
 
-#: Small, since a page is in memory as a whole, and many times larger there than what is kept of it.
+#: Small, since a whole page is in memory, many times larger than what is kept of it.
 _PAGE = "100"
-#: What `parse` and a look into a malformed answer may raise.
+#: Raised by `parse` and by access to the fields of a malformed answer.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -37,26 +38,26 @@ T = TypeVar("T", bound=Keyed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """`watch_seconds`: bounds of how long a watch is asked to last. `silence_seconds`: what a watch may then be late.
+class WatchTimes:
+    """`watch_seconds`: the limits of the requested duration of a watch. `silence_seconds`: how much later than that it may end.
 
-    `lived_seconds`: a watch that lived so long is resumed at once. Pauses after failures grow from the first to the longest of
-    `pause_seconds`; Retry-After counts up to `max_retry_after_seconds`.
+    `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
+    `pause_seconds`; Retry-After is kept to up to `max_retry_after_seconds`.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
     silence_seconds: float = 15.0
-    lived_seconds: float = 10.0
+    lasted_seconds: float = 10.0
     pause_seconds: tuple[float, float] = (0.5, 30.0)
     max_retry_after_seconds: float = 120.0
 
 
 class ExpiredError(GpumgrError):
-    """Our resource version is too old (410), or the stream can't be trusted: list again."""
+    """The resource version is too old (410), or the stream is malformed: list again."""
 
 
 class Reflector(Generic[T]):
-    """`run` it forever; `on_change(before, after)` hears every difference, None standing for absence."""
+    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist."""
 
     def __init__(
         self,
@@ -66,18 +67,18 @@ class Reflector(Generic[T]):
         *,
         parse: Callable[[Mapping[str, Any]], T],
         on_change: Callable[[T | None, T | None], None],
-        pace: Pace | None = None,
+        watch_times: WatchTimes | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._server, self._path, self._query = server, path, dict(query)
         self._parse, self._on_change = parse, on_change
-        self._pace, self._sleep, self._jitter = pace or Pace(), sleep, jitter
+        self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
         #: None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None
-        self._said: str | None = None
+        self._logged: str | None = None
         self.synced = asyncio.Event()
 
     async def run(self) -> NoReturn:
@@ -92,16 +93,16 @@ class Reflector(Generic[T]):
                 await self._watch(self._version or "")
             except ExpiredError as error:
                 self._version = None
-                self._tell(str(error))
+                self._log_once(str(error))
             except AnswerError as error:
                 wanted = min(error.retry_after_seconds, self._pace.max_retry_after_seconds)
-                self._tell(str(error))
+                self._log_once(str(error))
                 if error.status == 401:
                     await self._renew()
             except (aiohttp.ClientError, TimeoutError, OSError, SettingsError) as error:
-                self._tell(f"{type(error).__name__}: {error}")
+                self._log_once(f"{type(error).__name__}: {error}")
             since = self._watching_since
-            if since is not None and loop.time() - since >= self._pace.lived_seconds:
+            if since is not None and loop.time() - since >= self._pace.lasted_seconds:
                 pause = self._pace.pause_seconds[0]
                 continue
             await self._sleep(max(wanted, pause * (0.8 + 0.4 * self._jitter())))
@@ -111,12 +112,12 @@ class Reflector(Generic[T]):
         try:
             await self._server.renew()
         except SettingsError as error:
-            self._tell(str(error))
+            self._log_once(str(error))
 
-    def _tell(self, text: str) -> None:
-        """Weather, once for each text until something works again."""
-        if text != self._said:
-            self._said = text
+    def _log_once(self, text: str) -> None:
+        """A transient error, once for each text until a request succeeds."""
+        if text != self._logged:
+            self._logged = text
             _log.warning("api_server_retries", path=self._path, error=text)
 
     # -- list --------------------------------------------------------------------------------------------------------------
@@ -133,12 +134,12 @@ class Reflector(Generic[T]):
                     if (parsed := self._parsed(item)) is not None:
                         found[parsed.uid] = parsed
             except _MALFORMED as error:
-                raise ExpiredError(f"the list can't be understood: {type(error).__name__}: {error}") from error
+                raise ExpiredError(f"the list is malformed: {type(error).__name__}: {error}") from error
             if not following:
                 break
             query = {**self._query, "limit": _PAGE, "continue": str(following)}
         before, self._objects = self._objects, found
-        self._version, self._said = version, None
+        self._version, self._logged = version, None
         for uid in before.keys() - found.keys():
             self._on_change(before[uid], None)
         for uid, after in found.items():
@@ -153,7 +154,7 @@ class Reflector(Generic[T]):
         return _object(body)
 
     def _parsed(self, item: Mapping[str, Any]) -> T | None:
-        """What is kept of an object. One that can't be read gets a line in the log, and what was known of it stays."""
+        """The result of `parse`. An object that it can't read is logged, and its last result is kept."""
         try:
             return self._parse(item)
         except _MALFORMED as error:
@@ -178,7 +179,7 @@ class Reflector(Generic[T]):
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
         async with self._server.request("GET", self._path, query, timeout) as response:
             await _check_status(response)
-            self._said, self._watching_since = None, asyncio.get_running_loop().time()
+            self._logged, self._watching_since = None, asyncio.get_running_loop().time()
             async for line in _lines(response.content):
                 self._event(_object(line))
 
@@ -190,7 +191,7 @@ class Reflector(Generic[T]):
             version, uid = str(item["metadata"]["resourceVersion"]), item["metadata"].get("uid")
             after = None if kind in ("BOOKMARK", "DELETED") else self._parsed(item)
         except _MALFORMED as error:
-            raise ExpiredError(f"an event of the watch can't be understood: {type(error).__name__}: {error}") from error
+            raise ExpiredError(f"an event of the watch is malformed: {type(error).__name__}: {error}") from error
         self._version = version
         if kind == "BOOKMARK":
             return
@@ -212,14 +213,14 @@ def _object(text: bytes) -> dict[str, Any]:
     try:
         result = json.loads(text)
     except ValueError as error:
-        raise ExpiredError(f"the server sent no JSON: {error}") from error
+        raise ExpiredError(f"the server did not send JSON: {error}") from error
     if not isinstance(result, dict):
-        raise ExpiredError(f"the server sent {type(result).__name__} where an object was due")
+        raise ExpiredError(f"the server sent {type(result).__name__} instead of an object")
     return result
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; what follows the last line break is lost, since it is a cut-off event."""
+    """Lines of any length; what follows the last line break is an incomplete event, and is dropped."""
     parts: list[bytes] = []
     async for chunk in content.iter_any():
         *ends, rest = chunk.split(b"\n")

@@ -1,24 +1,24 @@
-"""What containers hold, use and may use, as text: functions of a picture. Who has left the ledger has no series.
+"""Metrics of containers: what they hold, use and may use. Pure functions of a picture. A container that left the ledger has no series.
 
-Limits are those of shares; a container with whole GPUs has none and no series of one.
+Only shares have limits; a container with whole GPUs has no series of limits.
 """
 
 import operator
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Ledger
+from gpumgr.metrics.event_loop import yielding_gil
 from gpumgr.metrics.gpus import holdings, ratio
-from gpumgr.metrics.pace import paced
-from gpumgr.metrics.text import Block, Family, LabelTexts, block, gauge
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
-from gpumgr.usage.picture import ContainerUse
+from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, gauge, render
+from gpumgr.units import CORES_PER_GPU
+from gpumgr.usage.node_use import ContainerUse
 
 #: Of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
 
-#: How one series is made of two: lives of one name, and holders without a name yet, have the same labels.
+#: Merges two values of one series: incarnations of one pod, and containers without a name yet, have the same labels.
 Merge = Callable[[float, float], float]
 
 
@@ -32,7 +32,7 @@ def _added_ratios(one: float, other: float) -> float:
 
 _CORES: Final = _family("core_allocated_ratio", "Share of the GPU's cores that the container holds.")
 _MEMORY: Final = _family("memory_allocated_bytes", "Memory that the container holds; all of the GPU's if it has the GPU whole.")
-_OVER: Final = _family("over_limit", "1 while the container has stayed over the memory that it was granted.")
+_OVER: Final = _family("over_limit", "1 while the container stays over the memory that it was granted.")
 _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Merge], ...]] = (
     (
         _family("memory_used_bytes", "Memory that the container's processes use on the GPU, as the driver counts it."),
@@ -56,7 +56,9 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
     ),
     (_family("processes", "Processes of the container that use the GPU."), lambda use: use.process_count, operator.add),
     (
-        _family("over_limit_ratio", "Memory that the container uses, as a part of what it was granted; above 1 it is over."),
+        _family(
+            "over_limit_ratio", "Memory that the container uses, relative to what it was granted; above 1 it exceeds the grant."
+        ),
         lambda use: (
             use.memory_bytes / use.memory_limit_bytes if use.memory_limit_bytes and use.memory_bytes is not None else None
         ),
@@ -67,19 +69,19 @@ _READINGS: Final[tuple[tuple[Family, Callable[[ContainerUse], float | None], Mer
 FAMILIES: Final = (_CORES, _MEMORY, _OVER, *(family for family, _, _ in _READINGS))
 
 
-def container_blocks(picture: Picture, texts: LabelTexts) -> Iterator[Block]:
-    """`texts` are those of CONTAINER_LABELS. Families without a series are in it too."""
-    yield from _held(picture.view.ledger, texts)
-    # Numbers from before the driver went away would look like news.
-    use = picture.use.of(picture.view.ledger.allocations) if picture.use and picture.nvml_up else None
-    named = [(_labels(each, texts), each) for each in paced(use.containers.values() if use else ())]
+def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[RenderedFamily]:
+    """`texts` are those of CONTAINER_LABELS. Families without a series are included."""
+    yield from _held(report.view.ledger, texts)
+    # While the driver does not answer, old values would look current.
+    use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
+    named = [(_labels(each, texts), each) for each in yielding_gil(use.containers.values() if use else ())]
     for family, read, merge in _READINGS:
-        yield block(family, _merged(named, read, merge))
-    over = picture.over
-    yield block(_OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else use.allocation in over, max))
+        yield render(family, _merged(named, read, merge))
+    over = report.over
+    yield render(_OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else use.allocation in over, max))
 
 
-def _labels(use: ContainerUse, texts: LabelTexts) -> str:
+def _labels(use: ContainerUse, texts: LabelCache) -> str:
     namespace, pod = use.pod or ("", "")
     return texts.of(namespace, pod, use.container or "", use.uuid)
 
@@ -94,13 +96,13 @@ def _merged(
     return series
 
 
-def _held(ledger: Ledger, texts: LabelTexts) -> Iterator[Block]:
+def _held(ledger: Ledger, texts: LabelCache) -> Iterator[RenderedFamily]:
     held: dict[str, tuple[int, int]] = {}
-    for allocation in paced(ledger.allocations.values()):
+    for allocation in yielding_gil(ledger.allocations.values()):
         namespace, pod = allocation.pod or ("", "")
-        for card, cores, blocks in holdings(allocation, ledger.cards):
+        for card, cores, mebibytes in holdings(allocation, ledger.gpu_registry):
             labels = texts.of(namespace, pod, allocation.container or "", card.uuid)
-            cores_before, blocks_before = held.get(labels, (0, 0))
-            held[labels] = (cores_before + cores, blocks_before + blocks)
-    yield block(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})
-    yield block(_MEMORY, {labels: blocks * BLOCK_BYTES for labels, (_, blocks) in held.items()})
+            cores_before, memory_before = held.get(labels, (0, 0))
+            held[labels] = (cores_before + cores, memory_before + mebibytes)
+    yield render(_CORES, {labels: cores / CORES_PER_GPU for labels, (cores, _) in held.items()})
+    yield render(_MEMORY, {labels: mebibytes << 20 for labels, (_, mebibytes) in held.items()})

@@ -1,10 +1,11 @@
-"""All metrics as text, for whoever scrapes: rendered on a thread once a sample period, then handed out as ready bytes.
+"""Responses to scrapes: rendered on a thread once a sample period, then sent as ready bytes.
 
-Rule 1. A scrape of a format that was asked for lately costs nothing: its bytes are there, compressed ones if those were asked for.
-Rule 2. What nobody asks for is not rendered: a format that was not scraped for a while waits for its next scrape.
-Rule 3. No scrape touches NVML, the kubelet or a file other than the process's own in /proc.
-Rule 4. All formats of one sample period are drawn from one picture.
-Rule 5. Rendering lets the event loop through: an Allocate that comes meanwhile doesn't wait for its end.
+Invariants:
+- A scrape of a format that was scraped recently sends bytes that are rendered, and compressed, already.
+- A format that was not scraped for a while is not rendered until its next scrape.
+- No scrape calls NVML or the kubelet, or reads a file other than the process's own in /proc.
+- All formats of one sample period are rendered from one picture.
+- Rendering releases the GIL often: an Allocate call does not wait for its end.
 """
 
 import asyncio
@@ -14,14 +15,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.agent.picture import Picture
-from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.pace import paced
-from gpumgr.metrics.text import page
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.metrics.event_loop import yielding_gil
+from gpumgr.metrics.registry import Metrics
+from gpumgr.metrics.text_format import page
 
-#: A format stays rendered this long after its last scrape: longer than any usual scrape interval.
+#: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0
-#: Fastest level: it takes most of what there is to gain from such text.
+#: Fastest level: higher ones save few bytes of such text.
 _GZIP_LEVEL: Final = 1
 
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
@@ -38,71 +39,71 @@ _CLASSIC: Final = _Format("text/plain; version=0.0.4; charset=utf-8", openmetric
 _OPENMETRICS: Final = _Format("application/openmetrics-text; version=1.0.0; charset=utf-8", openmetrics=True)
 
 #: A format, and whether it is compressed.
-_Wish = tuple[_Format, bool]
+_Variant = tuple[_Format, bool]
 
 
 class Exposition:
     """Pages of the metrics. `refresh` is called once a sample period, `scrape` for each request; both on the event loop."""
 
     def __init__(
-        self, metrics: Metrics, picture: Callable[[], Picture | None], *, clock: Callable[[], float] = time.monotonic
+        self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`picture` gives the instant to draw, None as long as there is none."""
+        """`picture` returns the picture to render; None before the first."""
         self._metrics = metrics
-        self._picture = picture
+        self._picture = report
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._pages: dict[_Wish, bytes] = {}
-        self._wished_at: dict[_Wish, float] = {}
+        self._pages: dict[_Variant, bytes] = {}
+        self._scraped_at: dict[_Variant, float] = {}
 
     async def refresh(self) -> None:
-        """Renders anew what was scraped lately, and forgets the rest."""
+        """Renders the variants that were scraped recently, and drops the others."""
         async with self._lock:
             oldest = self._clock() - WANTED_SECONDS
-            self._wished_at = {wish: at for wish, at in self._wished_at.items() if at >= oldest}
-            if not self._wished_at:
+            self._scraped_at = {variant: at for variant, at in self._scraped_at.items() if at >= oldest}
+            if not self._scraped_at:
                 self._pages = {}
                 return
-            self._show()
-            self._pages = await self._render(self._wished_at)
+            self._take_picture()
+            self._pages = await self._render(self._scraped_at)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         """Headers and body, in the format and encoding that the request's headers prefer."""
-        wish = (_OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC, accepts_gzip(accept_encoding))
-        self._wished_at[wish] = self._clock()
-        headers = {"Content-Type": wish[0].content_type, "Vary": "Accept, Accept-Encoding"}
-        if wish[1]:
+        variant = (_OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC, accepts_gzip(accept_encoding))
+        self._scraped_at[variant] = self._clock()
+        headers = {"Content-Type": variant[0].content_type, "Vary": "Accept, Accept-Encoding"}
+        if variant[1]:
             headers["Content-Encoding"] = "gzip"
-        return headers, self._pages.get(wish) or await self._first(wish)
+        return headers, self._pages.get(variant) or await self._first(variant)
 
-    async def _first(self, wish: _Wish) -> bytes:
-        """A page that was not wanted until now; scrapes that come together wait for one rendering."""
+    async def _first(self, variant: _Variant) -> bytes:
+        """A page that is not rendered yet; concurrent scrapes wait for one rendering."""
         async with self._lock:
-            if wish not in self._pages:
-                if (text := self._pages.get((wish[0], False))) is not None:
-                    self._pages[wish] = await asyncio.to_thread(_compressed, text)
+            if variant not in self._pages:
+                if (text := self._pages.get((variant[0], False))) is not None:
+                    self._pages[variant] = await asyncio.to_thread(_compressed, text)
                 else:
                     if not self._pages:
-                        self._show()
-                    self._pages |= await self._render([wish])
-            return self._pages[wish]
+                        self._take_picture()
+                    self._pages |= await self._render([variant])
+            return self._pages[variant]
 
-    def _show(self) -> None:
-        if (picture := self._picture()) is not None:
-            self._metrics.show(picture)
+    def _take_picture(self) -> None:
+        if (report := self._picture()) is not None:
+            self._metrics.set_picture(report)
 
-    async def _render(self, wishes: Collection[_Wish]) -> dict[_Wish, bytes]:
-        return await asyncio.to_thread(_render_pages, self._metrics, tuple(wishes))
+    async def _render(self, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
+        return await asyncio.to_thread(_render_pages, self._metrics, tuple(variants))
 
 
-def _render_pages(metrics: Metrics, wishes: Collection[_Wish]) -> dict[_Wish, bytes]:
-    """All formats of one instant, and with each compressed one also its text."""
-    blocks = list(paced(metrics.blocks()))
-    pages: dict[_Wish, bytes] = {}
-    for wanted in {wanted for wanted, _ in wishes}:
-        text = pages[wanted, False] = page(blocks, openmetrics=wanted.openmetrics)
-        if (wanted, True) in wishes:
-            pages[wanted, True] = _compressed(text)
+def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
+    """All formats of one picture; with each compressed page also its text."""
+    families = list(yielding_gil(metrics.render()))
+    pages: dict[_Variant, bytes] = {}
+    for each in {format_ for format_, _ in variants}:
+        text = pages[each, False] = page(families, openmetrics=each.openmetrics)
+        if (each, True) in variants:
+            pages[each, True] = _compressed(text)
     return pages
 
 
@@ -122,7 +123,7 @@ def prefers_openmetrics(accept: str) -> bool:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip; one that is not there allows nothing."""
+    """Whether an Accept-Encoding header allows gzip; a missing one does not."""
     weights = {name: weight for name, weight, _ in _ranked(accept_encoding)}
     return weights.get("gzip", weights.get("*", 0.0)) > 0
 

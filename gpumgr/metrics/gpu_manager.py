@@ -1,22 +1,22 @@
-"""gpu-manager's four gauges, with exactly its names, helps, labels and units: percent of a card, cards, MiB used, MiB.
+"""gpu-manager's four gauges, with its names, helps, labels and units: percent of a GPU, GPUs, MiB used, MiB.
 
-Source: gpu-manager's display service. Usage has one series for each card and one called `total`; requests are totals. It tells of all
-containers of pods that ask for GPUs, with 0 for those that ask for none, but not of init containers. Without memory blocks in the
-request, the memory of the granted cards stands there.
+Source: gpu-manager's display service. Usage has one series for each GPU and one called `total`; requests are totals. All containers of
+pods that request GPUs have series, with 0 for containers without a request, except init containers. Where a request names no memory, its
+series has the memory of the granted GPUs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.metrics.event_loop import yielding_gil
 from gpumgr.metrics.gpus import ratio
-from gpumgr.metrics.pace import paced
-from gpumgr.metrics.text import Block, Family, LabelTexts, block
+from gpumgr.metrics.text_format import Family, LabelCache, RenderedFamily, render
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
-#: Of every series, before the one that tells the card.
+#: Labels of every series, before the label of the GPU.
 HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")
 
 #: A pod and its container.
@@ -33,34 +33,33 @@ _CARDS_ASKED: Final = _family("container_request_gpu_utilization", "request of g
 _MEMORY_ASKED: Final = _family("container_request_gpu_memory", "request of gpu memory in MiB", "req_of_gpu_memory")
 
 
-def gpu_manager_blocks(picture: Picture, pods: Sequence[PodView], *, node: str, texts: LabelTexts) -> Iterator[Block]:
-    """`pods` are those of the node, as far as they are known; the ledger knows the others that hold something. `texts` are those of
-    HOLDER_LABELS."""
-    yield from _used(picture, {pod.key for pod in pods if pod.ended}, node, texts)
-    cards: dict[str, float] = {}
+def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
+    """`pods` are the known pods of the node; the ledger has the others with an allocation. `texts` are those of HOLDER_LABELS."""
+    yield from _used(report, {pod.key for pod in pods if pod.ended}, node, texts)
+    gpu_registry: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
-    for (pod, container), (cores, memory_mebibytes) in paced(_asked(picture, pods).items()):
+    for (pod, container), (cores, memory_mebibytes) in yielding_gil(_asked(report, pods).items()):
         holder = texts.of(pod[1], pod[0], node, container)
-        cards[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
+        gpu_registry[f'{holder},req_of_gpu="total"'] = cores / CORES_PER_GPU
         mebibytes[f'{holder},req_of_gpu_memory="total"'] = memory_mebibytes
-    yield block(_CARDS_ASKED, cards)
-    yield block(_MEMORY_ASKED, mebibytes)
+    yield render(_CARDS_ASKED, gpu_registry)
+    yield render(_MEMORY_ASKED, mebibytes)
 
 
 def _holder(allocation: Allocation) -> Holder | None:
-    """None: gpu-manager would not tell of it, or nobody knows yet whose it is."""
+    """None: gpu-manager has no series of it, or its pod is not known yet."""
     if allocation.init or allocation.pod is None or allocation.container is None:
         return None
     return allocation.pod, allocation.container
 
 
-def _used(picture: Picture, ended: set[PodKey], node: str, texts: LabelTexts) -> Iterator[Block]:
-    allocations = picture.view.ledger.allocations
-    index_of = {gpu.uuid: gpu.index for gpu in picture.view.inventory.snapshot.gpus}
+def _used(report: NodeReport, ended: set[PodKey], node: str, texts: LabelCache) -> Iterator[RenderedFamily]:
+    allocations = report.view.ledger.allocations
+    index_of = {gpu.uuid: gpu.index for gpu in report.view.inventory.snapshot.gpus}
     percents: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
-    # Numbers from before the driver went away would look like news.
-    for use in paced(picture.use.containers.values() if picture.use and picture.nvml_up else ()):
+    # While the driver does not answer, old values would look current.
+    for use in yielding_gil(report.use.containers.values() if report.use and report.nvml_up else ()):
         allocation = allocations.get(use.allocation)
         holder = _holder(allocation) if allocation else None
         if holder is None or use.uuid not in index_of or holder[0] in ended:
@@ -72,20 +71,20 @@ def _used(picture: Picture, ended: set[PodKey], node: str, texts: LabelTexts) ->
                 _add(percents, f'{labels},gpu="{card}"', round(100 * share, 6))
             if use.memory_bytes is not None:
                 _add(mebibytes, f'{labels},gpu_memory="{card}"', use.memory_bytes >> 20)
-    yield block(_UTILIZATION, percents)
-    yield block(_MEMORY, mebibytes)
+    yield render(_UTILIZATION, percents)
+    yield render(_MEMORY, mebibytes)
 
 
 def _add(series: dict[str, float], labels: str, value: float) -> None:
     series[labels] = series.get(labels, 0) + value
 
 
-def _asked(picture: Picture, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
+def _asked(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, tuple[int, int]]:
     """Cores and MiB."""
-    granted = _granted(picture)
+    granted = _granted(report)
     known = {pod.key for pod in pods}
     asked = {holder: what for holder, what in granted.items() if holder[0] not in known}
-    for pod in paced(pods):
+    for pod in yielding_gil(pods):
         if pod.ended or not pod.wants_gpu:
             continue
         for spec in pod.containers:
@@ -96,18 +95,16 @@ def _asked(picture: Picture, pods: Sequence[PodView]) -> Mapping[Holder, tuple[i
     return asked
 
 
-def _granted(picture: Picture) -> Mapping[Holder, tuple[int, int]]:
-    """Cores and MiB, of whole cards their size; of two lives of one name, the later one's."""
-    ledger = picture.view.ledger
-    size_of = {card.name: _mebibytes(card.memory_blocks) for card in ledger.cards.cards}
-    size_of |= {name: gpu.memory_bytes >> 20 for name, gpu in picture.view.inventory.gpus(ledger.cards).items()}
+def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
+    """Cores and MiB; of whole GPUs their size; of two incarnations of one pod, those of the later."""
+    ledger = report.view.ledger
+    size_of = {card.name: _mebibytes(card.memory_blocks) for card in ledger.gpu_registry.gpus}
+    size_of |= {name: gpu.memory_bytes >> 20 for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}
     granted: dict[Holder, tuple[int, int]] = {}
-    for allocation in paced(ledger.allocations.values()):
+    for allocation in yielding_gil(ledger.allocations.values()):
         if (holder := _holder(allocation)) is not None:
-            cores = allocation.core_count
-            whole = cores >= CORES_PER_GPU
-            mebibytes = sum(size_of[gpu] for gpu in allocation.gpus) if whole else _mebibytes(allocation.block_count)
-            granted[holder] = (cores, mebibytes)
+            mebibytes = sum(size_of[gpu] if a.whole else a.memory_mebibytes for gpu, a in allocation.gpus.items())
+            granted[holder] = (allocation.cores, mebibytes)
     return granted
 
 

@@ -1,29 +1,29 @@
-"""HAMi's gauges for its dashboards, under their new and their old names, as far as one node can know them.
+"""HAMi's gauges for its dashboards, under their new and their old names.
 
-Source: HAMi's vGPUmonitor and scheduler. All carry `zone="vGPU"`, and its `_ratio` goes from 0 to 100. Left out is what only its library
-in the container knows: the parts of used memory (also as labels) and when a kernel last ran; MIG, which is not offered; quotas.
+Source: HAMi's vGPUmonitor and scheduler. All have `zone="vGPU"`, and `_ratio` goes from 0 to 100. Not included: what only HAMi's library
+in the container measures (the parts of used memory, when a kernel last ran), MIG, which is not offered, and quotas.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
-from gpumgr.metrics.gpus import held_blocks, holdings, places, ratio
-from gpumgr.metrics.pace import paced
-from gpumgr.metrics.text import Block, Family, block, label_text
+from gpumgr.metrics.event_loop import yielding_gil
+from gpumgr.metrics.gpus import granted_mebibytes, holdings, ratio
+from gpumgr.metrics.text_format import Family, RenderedFamily, label_text, render
 from gpumgr.topology.devices import Gpu, GpuSample
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
-from gpumgr.usage.picture import ContainerUse
+from gpumgr.units import CORES_PER_GPU, GpuName
+from gpumgr.usage.node_use import ContainerUse
 
 _ON_HOST: Final = ("node", "device_index", "device_uuid", "device_type")
 _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")
 _IN_CONTAINER: Final = ("namespace", "pod", "container", "vdevice_index", "device_uuid")
 _OF_POD: Final = ("namespace", "node", "pod", "container_index", "device_uuid")
 
-#: New label -> old one. In the series of pods the node's has another name.
+#: New label -> old label. In the series of pods the node's label has another name.
 _OLD_LABELS: Final = {
     "node": "nodeid",
     "device_index": "deviceidx",
@@ -38,42 +38,44 @@ _OLD_LABELS: Final = {
 }
 _OLD_LABELS_OF_POD: Final = {**_OLD_LABELS, "node": "nodename"}
 
-#: Of labels.
+#: Label values.
 Values = tuple[str, ...]
-#: None is no series.
+#: None: no series.
 Series = Mapping[Values, float | None]
 
 
-def hami_blocks(picture: Picture, pods: Iterable[PodView], *, node: str) -> Iterator[Block]:
-    """`pods` are those of the node, as far as they are known: only they tell which of its pod's containers one is."""
-    ledger = picture.view.ledger
-    shown = picture.view.inventory.gpus(ledger.cards)
-    if picture.nvml_up and picture.sample is not None:
-        yield from _on_host(picture.sample.gpus, shown, node)
+def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> Iterator[RenderedFamily]:
+    """`pods` are the known pods of the node: only they have the index of a container in its pod."""
+    ledger = report.view.ledger
+    shown = report.view.inventory.gpus(ledger.gpu_registry)
+    if report.nvml_up and report.sample is not None:
+        yield from _on_host(report.sample.gpus, shown, node)
     yield from _on_gpus(ledger, shown, node)
-    uses = picture.use.containers.values() if picture.use and picture.nvml_up else ()
+    uses = report.use.containers.values() if report.use and report.nvml_up else ()
     yield from _in_containers(uses, ledger.allocations, shown)
     yield from _of_pods(ledger, pods, node)
 
 
 def _twins(
     new: str, old: str | None, about: str, labels: tuple[str, ...], series: Series, translation: Mapping[str, str] = _OLD_LABELS
-) -> Iterator[Block]:
-    """The family under its new name and under its old one, where it has one."""
-    told = {values: value for values, value in series.items() if value is not None}
+) -> Iterator[RenderedFamily]:
+    """The family under its new name, and under its old name if it has one."""
+    known = {values: value for values, value in series.items() if value is not None}
     for name, names in ((new, labels), (old, tuple(translation[label] for label in labels))):
         if name is not None:
             family = Family(name=name, about=about, labels=(*names, "zone"))
-            yield block(family, {label_text(family.labels, (*values, "vGPU")): value for values, value in paced(told.items())})
+            yield render(
+                family, {label_text(family.labels, (*values, "vGPU")): value for values, value in yielding_gil(known.items())}
+            )
 
 
 def _type(gpu: Gpu) -> str:
-    """The product's name as HAMi registers it."""
+    """The product name as HAMi registers it."""
     model = gpu.model or ""
     return model if model.startswith("NVIDIA") else f"NVIDIA-{model}"
 
 
-def _on_host(samples: Mapping[str, GpuSample], shown: Mapping[GpuName, Gpu], node: str) -> Iterator[Block]:
+def _on_host(samples: Mapping[str, GpuSample], shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
     sampled = [((node, str(g.index), g.uuid, _type(g)), samples[g.uuid]) for g in shown.values() if g.uuid in samples]
     used: Series = {values: sample.memory_used_bytes for values, sample in sampled}
     yield from _twins("hami_host_gpu_memory_used_bytes", "HostGPUMemoryUsage", "Memory in use on the GPU.", _ON_HOST, used)
@@ -90,27 +92,27 @@ def _percent(value: float | None) -> float | None:
     return None if share is None else round(100 * share, 6)
 
 
-def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], node: str) -> Iterator[Block]:
+def _on_gpus(ledger: Ledger, shown: Mapping[GpuName, Gpu], node: str) -> Iterator[RenderedFamily]:
     labels: dict[GpuName, Values] = {name: (node, gpu.uuid, str(gpu.index), _type(gpu)) for name, gpu in shown.items()}
-    blocks, cores = held_blocks(ledger), ledger.held("core")
+    memory = granted_mebibytes(ledger)
     sizes: Series = {labels[name]: gpu.memory_bytes for name, gpu in shown.items()}
     yield from _twins("hami_gpu_memory_limit_bytes", "GPUDeviceMemoryLimit", "Memory of the GPU.", _ON_GPU, sizes)
     full: Series = dict.fromkeys(labels.values(), CORES_PER_GPU)
     yield from _twins("hami_gpu_core_limit_ratio", "GPUDeviceCoreLimit", "Cores of the GPU, in percent.", _ON_GPU, full)
     about, with_cores = "Memory that containers hold.", (*_ON_GPU[:3], "device_cores", _ON_GPU[3])
-    held: Series = {(*at[:3], str(CORES_PER_GPU), at[3]): blocks[name] * BLOCK_BYTES for name, at in labels.items()}
+    held: Series = {(*at[:3], str(CORES_PER_GPU), at[3]): memory[name] << 20 for name, at in labels.items()}
     yield from _twins("hami_gpu_memory_allocated_bytes", "GPUDeviceMemoryAllocated", about, with_cores, held)
-    holders = Counter(name for allocation in ledger.allocations.values() for name in places(allocation))
+    holders = Counter(name for allocation in ledger.allocations.values() for name in allocation.places)
     sharing: Series = {at: holders[name] for name, at in labels.items()}
     yield from _twins("hami_gpu_shared_count", "GPUDeviceSharedNum", "Containers on the GPU.", _ON_GPU, sharing)
-    taken: Series = {at: cores.get(name, 0).bit_count() for name, at in labels.items()}
+    taken: Series = {at: ledger.used(name).cores for name, at in labels.items()}
     about = "Percentage of the GPU's cores that containers hold."
     yield from _twins("hami_gpu_core_allocated_ratio", "GPUDeviceCoreAllocated", about, _ON_GPU, taken)
 
 
 def _in_containers(
     uses: Iterable[ContainerUse], allocations: Mapping[AllocationId, Allocation], shown: Mapping[GpuName, Gpu]
-) -> Iterator[Block]:
+) -> Iterator[RenderedFamily]:
     used: dict[Values, float | None] = {}
     limits: dict[Values, float | None] = {}
     busy: dict[Values, float | None] = {}
@@ -118,7 +120,7 @@ def _in_containers(
         allocation = allocations.get(use.allocation)
         if allocation is None or use.pod is None or use.gpu not in allocation.gpus:
             continue
-        values = (*use.pod, use.container or "", str(allocation.gpus.index(use.gpu)), use.uuid)
+        values = (*use.pod, use.container or "", str(list(allocation.gpus).index(use.gpu)), use.uuid)
         whole_bytes = shown[use.gpu].memory_bytes if use.gpu in shown else None
         used[values], busy[values] = use.memory_bytes, _percent(use.utilization_ratio)
         limits[values] = whole_bytes if use.memory_limit_bytes is None else use.memory_limit_bytes
@@ -131,16 +133,16 @@ def _in_containers(
     yield from _twins("hami_container_device_utilization_ratio", old, about, _IN_CONTAINER, busy)
 
 
-def _of_pods(ledger: Ledger, pods: Iterable[PodView], node: str) -> Iterator[Block]:
+def _of_pods(ledger: Ledger, pods: Iterable[PodView], node: str) -> Iterator[RenderedFamily]:
     index_of = {(pod.key, spec.name): index for pod in pods for index, spec in enumerate(pod.containers)}
     memory: dict[Values, float | None] = {}
     cores: dict[Values, float | None] = {}
     for allocation in ledger.allocations.values():
         if allocation.pod is None or (index := index_of.get((allocation.pod, allocation.container or ""))) is None:
             continue
-        for card, core_count, blocks in holdings(allocation, ledger.cards):
+        for card, core_count, mebibytes in holdings(allocation, ledger.gpu_registry):
             values = (allocation.pod[0], node, allocation.pod[1], str(index), card.uuid)
-            memory[values], cores[values] = blocks * BLOCK_BYTES, core_count
+            memory[values], cores[values] = mebibytes << 20, core_count
     about, old = "Memory that the container holds.", "vGPUMemoryAllocated"
     yield from _twins("hami_vgpu_memory_allocated_bytes", old, about, _OF_POD, memory, _OLD_LABELS_OF_POD)
     about, old = "Percentage of the GPU's cores that the container holds.", "vGPUCoreAllocated"

@@ -1,4 +1,4 @@
-"""From another GPU-sharing agent to gpumgr, one node at a time: what changes, in which order, and how to go back.
+"""Migration from another GPU-sharing agent to gpumgr, one node at a time: what changes, in which order, and the way back.
 
-Plans are pure: values in, a plan out. Nothing here deletes or stops anything; what is somebody else's goes by commands that are printed.
+Plans are pure functions of their inputs. Nothing here deletes or stops anything; the plan prints the commands for that.
 """

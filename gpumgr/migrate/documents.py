@@ -1,4 +1,4 @@
-"""Texts that are JSON or YAML, from anywhere: what comes of them is never much larger than they are."""
+"""Reads JSON or YAML from untrusted files. The result is never much larger than the text."""
 
 from typing import Any, Final
 
@@ -7,18 +7,18 @@ import yaml
 
 from gpumgr.errors import InputError
 
-#: What YAML's loaders raise for texts that are none: a value that is not what its tag says is any of these.
+#: Exceptions of YAML loaders for invalid texts: a value that does not match its tag raises any of these.
 _NO_YAML: Final = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: Levels of lists and maps in one another. Kubernetes' objects have less than half of it; libyaml takes quadratic time for many, and
-#: PyYAML's binding to it recurses until the stack ends.
+#: Maximum nesting of lists and maps. Kubernetes objects have less than half of it; libyaml takes quadratic time for deep nesting, and
+#: PyYAML's binding to it recurses until the stack overflows.
 _MAX_DEPTH: Final = 100
 
 
 def read_documents(text: bytes | str) -> list[Any]:
-    """All documents but empty ones. JSON, which is YAML too, is read as such first: that takes a hundredth of the time.
+    """All non-empty documents of a text. JSON, which is also YAML, is tried first: that takes a hundredth of the time.
 
-    Raises InputError with the reason alone; the caller knows what the text is.
+    Raises InputError with the reason only; the caller knows the name of the text.
     """
     try:
         return [document for document in (msgspec.json.decode(text),) if document is not None]
@@ -32,7 +32,7 @@ def read_documents(text: bytes | str) -> list[Any]:
 
 
 def _check(text: bytes | str) -> None:
-    """Before anything is made of it. Raises InputError, or what stands in _NO_YAML."""
+    """Checks the events before any object is built. Raises InputError, or an exception of _NO_YAML."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):

@@ -1,6 +1,6 @@
-"""The plan of a node that goes from gpu-manager to gpumgr. Pure, but for the files that gpu-manager's flags name.
+"""The plan for a node that moves from gpu-manager to gpumgr. Pure, except for the files that gpu-manager's flags name.
 
-gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it: whoever has GPUs keeps them until he ends.
+gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it. Running containers keep their GPUs until they end.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.units import blocks_of
 
 _DOCKERSHIM: Final = "dockershim"
-#: Settings that gpu-manager's flags may come to, and that the chart takes for what is in the pod (its templates/_check.tpl).
+#: Settings that gpu-manager's flags may produce, and that the chart interprets inside the pod (its templates/_check.tpl).
 _IN_THE_CHART: Final = {
     "kubernetes.kubeconfig": (
         "leave it out of the chart's values: the agent uses its pod's service account; another one's file needs extraVolumes and "
@@ -30,10 +30,10 @@ _IN_THE_CHART: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What there is on the node. `live`: UIDs of the pods that the kubelet knows devices of, None if it tells of no pod (as the agent has
-    it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers that have ids of gpu-manager's, as the kubelet
-    knows. `names`: UID -> pod. `answering`: sockets of gpu-manager's at which somebody answers. `registered`: resource -> number of ids
-    that the kubelet has."""
+    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (as the
+    agent reads it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager,
+    according to the kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`:
+    resource -> number of ids that the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -46,7 +46,7 @@ class Found:
 
 
 def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
-    """Raises SettingsError for flags that gpumgr refuses, InputError for files that they name and that can't be read."""
+    """Raises SettingsError for flags that gpumgr refuses, InputError for files that the flags name and that cannot be read."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)
@@ -104,15 +104,15 @@ def _warnings(command: Command, found: Found) -> Iterator[str]:
     for resource, number in sorted(found.registered.items()):
         if found.answering or command.pid is not None:
             yield f"the kubelet has {number} ids of {resource} from it"
-    told = {(record.pod_uid, record.container) for record in found.records if record.minors}
-    if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - told)]:
+    recorded = {(record.pod_uid, record.container) for record in found.records if record.minors}
+    if left := [f"{_name(found, uid)} ({container})" for uid, container in sorted(found.holders.keys() - recorded)]:
         yield (
-            f"{', '.join(left)} hold GPUs from gpu-manager, as the kubelet has it, and {found.checkpoint} does not tell which: unless "
+            f"{', '.join(left)} hold GPUs from gpu-manager, according to the kubelet, and {found.checkpoint} does not say which: unless "
             "they have ended, gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them"
         )
     if found.live is None and found.records:
         yield (
-            "the kubelet's checkpoint can't be read or tells of no pod, so that records of pods that are gone count as well; run this on "
+            "the kubelet's checkpoint cannot be read or names no pod, so that records of pods that are gone count as well; run this on "
             "the node, as root"
         )
 

@@ -1,6 +1,6 @@
-"""With which flags gpu-manager runs: from a text, from the process itself, or from the manifest of its DaemonSet.
+"""The flags of gpu-manager: from a text, from the running process, or from the manifest of its DaemonSet.
 
-Source of its image's habits: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5.
+Source for its image: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5.
 """
 
 import os
@@ -16,14 +16,14 @@ from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, o
 from gpumgr.settings.gpu_manager_flags import split_flags
 
 PROGRAM: Final = "gpu-manager"
-#: What the image's /start.sh runs it with, before $EXTRA_FLAGS.
+#: Flags that the image's /start.sh passes before $EXTRA_FLAGS.
 _START_SH: Final = (
     "--extra-config=/etc/gpu-manager/extra-config.json --v=$LOG_LEVEL --hostname-override=$NODE_NAME --share-mode=true "
     "--volume-config=/etc/gpu-manager/volume.conf --log-dir=/var/log/gpu-manager --query-addr=0.0.0.0 $EXTRA_FLAGS"
 )
 _VARIABLE: Final = re.compile(r"\$(?:\((\w+)\)|\{(\w+)\}|(\w+))")
 _IMAGE: Final = re.compile(r"(^|/)gpu-manager([:@]|$)")
-#: Of `sh -c "..."`: where the program stands, and what ends its command.
+#: In `sh -c "..."`: where the program starts, and what ends its command.
 _IN_SCRIPT: Final = re.compile(r"(^|[\s/;&|])gpu-manager(?=\s)")
 _SHELL: Final = re.compile(r"[;&|\n]|\s[0-9]?>")
 _FILES: Final = ("extra-config", "volume-config")
@@ -31,7 +31,7 @@ _FILES: Final = ("extra-config", "volume-config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSet:
-    """Where the cluster keeps it. `selector`: labels that a node needs for it."""
+    """The DaemonSet of gpu-manager. `selector`: labels that a node needs for it."""
 
     namespace: str = "kube-system"
     name: str = "gpu-manager-daemonset"
@@ -40,8 +40,8 @@ class DaemonSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`flags` are (name, text), later ones over earlier. `root` is where its files are seen from here. `daemon_set` None: it runs as a
-    service of the host, or that is not known. `pid` if it was found running."""
+    """`flags` are (name, text); later ones override earlier ones. `root` is the folder in which its files are visible from here.
+    `daemon_set` None: it runs as a service of the host, or that is not known. `pid` if it was found running."""
 
     flags: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Command:
     pid: int | None = None
 
     def argv(self) -> tuple[list[str], list[str]]:
-        """What our own reading of gpu-manager's flags takes, with its files as they are seen from here; and notes."""
+        """Arguments for gpumgr's parser of gpu-manager flags, with file paths as they are visible from here; and notes."""
         notes, argv = list(self.notes), []
         for name, text in self.flags:
             path = self.root / text.lstrip("/")
@@ -66,13 +66,14 @@ class Command:
 
 
 def from_text(text: str) -> Command:
-    """`text` is a command line, with or without the program. Raises SettingsError, or InputError for quotes that don't match."""
+    """`text` is a command line, with or without the program. Raises SettingsError, or InputError for unbalanced quotes."""
     words = _words(text)
     return Command(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
 
 
 def from_process(proc_root: Path = Path("/proc")) -> Command | None:
-    """The one that runs on this host; None if none does, or nobody lets us see. Raises SettingsError for flags that it can't have."""
+    """The process that runs on this host; None if there is none, or /proc is not readable. Raises SettingsError for flags that it cannot
+    have."""
     for entry in sorted(os.listdir(proc_root)):
         if not entry.isdigit():
             continue
@@ -92,7 +93,7 @@ def from_process(proc_root: Path = Path("/proc")) -> Command | None:
 
 
 def from_objects(objects: Sequence[Object]) -> Command | None:
-    """Its DaemonSet's, or pod's, from a manifest; None if there is none among them. Raises SettingsError, InputError."""
+    """The flags of its DaemonSet or pod in a manifest; None if there is none among the objects. Raises SettingsError, InputError."""
     for workload in of_kind(objects, *WORKLOADS):
         spec = pod_spec(workload)
         for container in containers(spec):
@@ -113,7 +114,7 @@ def from_objects(objects: Sequence[Object]) -> Command | None:
 
 
 def _command_words(container: Object) -> list[str] | None:
-    """Its flags as they are written there; None if it is another program's container."""
+    """Its flags as the container's command contains them; None if the container runs another program."""
     given = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
     for number, word in enumerate(given):
         if PurePosixPath(word).name == PROGRAM:
@@ -124,7 +125,7 @@ def _command_words(container: Object) -> list[str] | None:
 
 
 def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Flags with the variables' values put in, less those whose values only the cluster knows; and notes about these."""
+    """Flags with variables replaced by their values, without those with values that only the cluster knows; and notes about the latter."""
     argv: list[str] = []
     notes: list[str] = []
     for word in words:
@@ -135,7 +136,7 @@ def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tu
         elif unknown == ["NODE_NAME"]:
             notes.append(f"{word} is left out: gpumgr takes $NODE_NAME, too")
         elif not word.startswith("$"):
-            notes.append(f"{word} is left out: the manifest does not tell ${unknown[0]}")
+            notes.append(f"{word} is left out: the manifest does not define ${unknown[0]}")
     return tuple(split_flags(argv)), tuple(notes)
 
 

@@ -1,6 +1,6 @@
-"""The plan of a node that goes from HAMi to gpumgr. Pure.
+"""The plan for a node that moves from HAMi to gpumgr. Pure.
 
-The resources are others, so pods can't be taken over: those that HAMi placed end before gpumgr starts, and come back with other requests.
+The resources differ, so pods cannot be taken over: pods that HAMi placed end before gpumgr starts, and are created with new requests.
 """
 
 import re
@@ -15,10 +15,10 @@ from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, 
 from gpumgr.migrate.objects import Object, containers, full_name, of_kind, pod_spec
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
-#: The label that HAMi's DaemonSet looks for, unless its chart was told otherwise.
+#: The node label that HAMi's DaemonSet selects by default.
 _LABEL: Final = {"gpu": "on"}
 _PREFIX: Final = "hami.io/"
-#: What users of HAMi may write at their pods.
+#: Annotations that users of HAMi may set on their pods.
 _USERS: Final = (
     "nvidia.com/use-gputype",
     "nvidia.com/nouse-gputype",
@@ -35,8 +35,8 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What there is: `objects` as the API server has them, sockets of its plugin at which somebody answers, folders of its on this host,
-    and its library with the library's SHA-256."""
+    """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and
+    its library with the library's SHA-256."""
 
     node: str
     objects: Sequence[Object] = ()

@@ -1,4 +1,4 @@
-"""HAMi's configuration, as far as gpumgr has something like it. Pure.
+"""The part of HAMi's configuration that gpumgr has an equivalent for. Pure.
 
 Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of
 its DaemonSet, the flags of its scheduler.
@@ -24,7 +24,7 @@ _NODE_CONFIG: Final = "config.json"
 #: Characters of a value in a note: enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
-#: Where HAMi puts its library and its containers' folders, unless HOOK_PATH says otherwise.
+#: Default folder of HAMi's library and its containers' folders; HOOK_PATH overrides it.
 _HOOK_PATH: Final = Path("/usr/local")
 
 
@@ -45,8 +45,8 @@ _Shape = TypeVar("_Shape", _DeviceConfig, _NodeConfigs)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """`settings` by dotted keys. `selector`: labels that a node needs for HAMi's plugin, empty if that is not known. `library_dir`: where
-    its library lies on the host."""
+    """`settings` by dotted keys. `selector`: labels that a node needs for HAMi's plugin, empty if they are not known.
+    `library_dir`: folder of its library on the host."""
 
     settings: Mapping[str, object]
     notes: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Config:
 
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
-    """From ConfigMaps and workloads among the objects; without them HAMi's defaults count. Raises InputError for one that is broken."""
+    """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid one."""
     nvidia, override = _device_config(objects), _node_config(objects, node)
     plugin, selector = _plugin(objects)
     settings: dict[str, object] = {"metrics.hami_names": True}
@@ -66,7 +66,7 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
     policy = _policy(objects)
     if policy is None:
         notes.append(
-            "HAMi spreads shares over GPUs unless it was told binpack, gpumgr packs them: placement.policy: spread keeps HAMi's way"
+            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them: placement.policy: spread keeps HAMi's way"
         )
     elif policy != "binpack":
         settings["placement.policy"] = "spread"
@@ -84,7 +84,7 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
 
 
 def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """`config` by keys in lower case, as both files are read."""
+    """`config` has lower-case keys, because HAMi reads both files without regard to case."""
     count = _shown(config.get("devicesplitcount", 10))
     yield f"deviceSplitCount ({count}) has no counterpart: a GPU takes shares until its cores or its memory are used up"
     if (factor := _number(config, "devicememoryscaling")) != 1:
@@ -98,11 +98,11 @@ def _scaling_notes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("filterdevices"):
         yield f"filterdevices {_shown(config['filterdevices'])}: hide these GPUs with `gpumgr gpu cordon GPU` once the agent runs"
     if config.get("preconfigureddevicememory"):
-        yield "preConfiguredDeviceMemory has no counterpart: a GPU whose memory NVML does not tell is not offered"
+        yield "preConfiguredDeviceMemory has no counterpart: a GPU is not offered if NVML does not report its memory"
 
 
 def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:
-    """Its block `nvidia`, by keys in lower case."""
+    """The block `nvidia`, with lower-case keys."""
     for config_map, text in _files(objects, _DEVICE_CONFIG):
         block = _parsed(config_map, _DEVICE_CONFIG, text, _DeviceConfig).nvidia
         if block is not None:
@@ -111,7 +111,7 @@ def _device_config(objects: Sequence[Object]) -> Mapping[str, Any]:
 
 
 def _node_config(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
-    """What config.json has for this very node."""
+    """The entry of config.json for this node."""
     for config_map, text in _files(objects, _NODE_CONFIG):
         for entry in _parsed(config_map, _NODE_CONFIG, text, _NodeConfigs).nodeconfig or ():
             if entry.get("name") == node:
@@ -163,7 +163,7 @@ def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, 
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
-    """How its scheduler chooses among GPUs; None if that scheduler is not among the objects. Its default is spread."""
+    """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
     for workload in of_kind(objects, *WORKLOADS):
         for container in containers(pod_spec(workload)):
             words = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
@@ -193,7 +193,7 @@ def _number(config: Mapping[str, Any], key: str) -> float:
 
 
 def _shown(value: object) -> str:
-    """The beginning of it, as JSON has it, as far as that can be said: YAML knows more."""
+    """The beginning of the value as JSON, or as Python text for YAML values that JSON does not have."""
     try:
         return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""What a container asked of HAMi, and what it would ask of gpumgr. Pure.
+"""What a container requested from HAMi, and the equivalent request for gpumgr. Pure.
 
-Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on GPUs of their own, gpumem is MiB and gpucores percent of each.
+Source: HAMi 2.10, pkg/device/nvidia: nvidia.com/gpu counts vGPUs on different GPUs, gpumem is MiB and gpucores percent of each.
 """
 
 import json
@@ -21,7 +21,7 @@ REGISTER: Final = "hami.io/node-nvidia-register"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """HAMi's names of its resources; all can be set in its device-config.yaml."""
+    """HAMi's resource names; all can be changed in its device-config.yaml."""
 
     count: str = "nvidia.com/gpu"
     memory: str = "nvidia.com/gpumem"
@@ -31,7 +31,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Of each of `gpus` GPUs. `memory_mebibytes` and `memory_percent` None: not said, so all of it. `cores` 0: without a limit."""
+    """A request per GPU, for `gpus` GPUs. `memory_mebibytes` and `memory_percent` None: not given, so all memory. `cores` 0: no limit."""
 
     gpus: int
     memory_mebibytes: int | None = None
@@ -40,14 +40,14 @@ class Wish:
 
     @property
     def whole(self) -> bool:
-        """HAMi's rule: who names neither memory nor cores has the GPU for himself."""
+        """HAMi's rule: a container that requests neither memory nor cores has the whole GPU."""
         everything = self.memory_mebibytes is None and self.memory_percent in (None, 100)
         return self.cores >= CORES_PER_GPU or (everything and not self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to ask of gpumgr; None: to be chosen by a person. `remarks` say what is different then."""
+    """The request to write for gpumgr; None: a person must choose. `remarks` name the differences."""
 
     cores: int | None
     memory_blocks: int | None = None
@@ -61,7 +61,7 @@ class Advice:
 
 
 def wishes(pod_spec: Object, annotations: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Wish]]:
-    """(container, wish) of those that ask for GPUs. What HAMi granted, in the pod's annotation, is more exact than what was asked."""
+    """(container, request) of the containers that request GPUs. The amounts that HAMi granted (annotation) override the requested ones."""
     granted = decode_allocated(str(annotations.get(ALLOCATED) or ""))
     for number, container in enumerate(containers(pod_spec)):
         wish = _asked(container, names)
@@ -71,9 +71,9 @@ def wishes(pod_spec: Object, annotations: Mapping[str, Any], names: Names) -> It
 
 
 def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
-    """For each container its GPUs as (UUID, MiB, cores); empty if the text is none of HAMi's.
+    """For each container its GPUs as (UUID, MiB, cores); empty if the text does not match HAMi's format.
 
-    The grammar: device "UUID,Type,MiB,cores:", container = devices + ";".
+    Grammar: device = "UUID,Type,MiB,cores:", container = devices + ";".
     """
     found: list[list[tuple[str, int, int]]] = []
     for container in text.split(";")[:-1]:
@@ -87,7 +87,7 @@ def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
 
 
 def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[str, int]:
-    """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation can't be read."""
+    """UUID -> MiB of the GPUs that HAMi registered on the node; empty if the annotation cannot be parsed."""
     try:
         listed = json.loads(str(annotations.get(REGISTER) or "[]"))
         return {str(gpu["id"]): int(int(gpu["devmem"]) / (memory_scaling if memory_scaling > 0 else 1)) for gpu in listed}
@@ -96,7 +96,7 @@ def gpu_sizes(annotations: Mapping[str, Any], memory_scaling: float) -> Mapping[
 
 
 def advise(wish: Wish, gpu_mebibytes: int | None) -> Advice:
-    """`gpu_mebibytes`: the memory of the node's GPUs (the smallest), None if that is not known."""
+    """`gpu_mebibytes`: the memory of the node's smallest GPU, None if it is not known."""
     if wish.gpus > 1 or wish.whole:
         return Advice(cores=CORES_PER_GPU * wish.gpus, remarks=tuple(_remarks_of_whole(wish, gpu_mebibytes)))
     remarks = []
@@ -121,7 +121,7 @@ def _remarks_of_whole(wish: Wish, gpu_mebibytes: int | None) -> Iterator[str]:
 
 
 def _blocks(mebibytes: int | None, gpu_mebibytes: int | None) -> int | None:
-    """Rounded up, but no more than a GPU has."""
+    """Rounded up, but at most what a GPU has."""
     if mebibytes is None:
         return None
     blocks = max(1, ceil(mebibytes / _BLOCK_MEBIBYTES))
@@ -161,5 +161,5 @@ def _quantity(text: object) -> int:
 
 
 def switched_off(container: Object) -> bool:
-    """Whether the container told HAMi's library to stay out of it."""
+    """Whether the container disabled HAMi's library."""
     return environment(container).get("CUDA_DISABLE_CONTROL", "").lower() in ("1", "t", "true")

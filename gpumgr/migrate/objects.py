@@ -1,4 +1,4 @@
-"""Kubernetes objects as kubectl prints them: JSON or YAML, one, several, or a List. What is read of them has its shape checked once."""
+"""Kubernetes objects as kubectl prints them: JSON or YAML, one, several, or a List. The parts that are read are validated once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from gpumgr.migrate.documents import read_documents
 
 Object = Mapping[str, Any]
 
-#: Kinds whose pods are described by a template.
+#: Kinds that contain a pod template.
 WORKLOADS: Final = ("DaemonSet", "Deployment", "StatefulSet", "Pod")
 _MAX_BYTES: Final = 64 << 20
 
-#: Names, and keys of labels and annotations, come to stand in commands: none may begin as an option does.
+#: Names, and keys of labels and annotations, become arguments of printed commands: none may start like an option.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*\Z")]
-#: What a program can be given.
+#: Characters that a program's argument may contain.
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
 
 
@@ -93,7 +93,7 @@ _SHAPES: Final[Mapping[str, type[_Named]]] = {
 
 
 def read_objects(path: Path) -> tuple[Object, ...]:
-    """All objects of a file, those of Lists one by one. Raises InputError."""
+    """All objects of a file; a List is split into its items. Raises InputError."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -112,8 +112,8 @@ def read_objects(path: Path) -> tuple[Object, ...]:
 
 
 def checked(each: Object, source: object) -> Object:
-    """The object, if those parts of it that we read have the shape that Kubernetes gives them. Raises InputError, which names the
-    `source`, the object and the key."""
+    """The object, if the parts that are read have the shape that Kubernetes defines. Raises InputError that names the `source`, the
+    object and the key."""
     shape = _SHAPES.get(each["kind"])
     if shape is not None:
         try:
@@ -137,7 +137,7 @@ def full_name(each: Object) -> str:
 
 
 def pod_spec(workload: Object) -> Object:
-    """Of a pod, or of the pods that a workload makes."""
+    """The spec of a pod, or of the pods that a workload creates."""
     spec = workload.get("spec") or {}
     if workload["kind"] != "Pod":
         spec = (spec.get("template") or {}).get("spec") or {}
@@ -150,7 +150,7 @@ def containers(spec: Object) -> list[Object]:
 
 
 def environment(container: Object) -> Mapping[str, str]:
-    """The variables whose values stand there themselves."""
+    """The environment variables with literal values."""
     return {
         str(each["name"]): str(each["value"] or "") for each in container.get("env") or () if "name" in each and "value" in each
     }
@@ -163,7 +163,7 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
     if not (kind.endswith("List") and isinstance(items, list)):
         yield checked(document, path)
         return
-    for item in items:  # of a typed list (PodList) the items need not say their kind
+    for item in items:  # items of a typed list (PodList) may omit their kind
         if isinstance(item, dict) and isinstance(item.setdefault("kind", kind.removesuffix("List")), str):
             yield checked(item, path)
         else:

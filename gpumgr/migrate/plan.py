@@ -1,4 +1,4 @@
-"""What a migration comes to, for people and scripts."""
+"""A migration plan, for people and scripts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ from gpumgr.settings.schema import plain, sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`settings` are those that differ from the defaults, by dotted keys, in types that YAML knows. The others are lines of text, those
-    of `stop`, `start`, `rollback` and `clean_up` commands in their order, with a comment behind "#".
+    """`settings` are those that differ from the defaults, by dotted keys, as YAML values. The other fields are lines of text:
+    those of `stop`, `start`, `rollback` and `clean_up` are commands in order, with a comment behind "#". Values from files are
+    quoted in the commands.
 
-    What comes from files stands quoted in the commands.
-
-    `pods`: what becomes of each container. `notes`: what has no counterpart, or is done otherwise. `warnings`: what stands in the way now.
+    `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the
+    migration now.
     """
 
     settings: Mapping[str, object]
@@ -31,7 +31,7 @@ class Plan:
     clean_up: tuple[str, ...] = ()
 
     def written(self, write: Callable[[str], str]) -> "Plan":
-        """With each line as `write` writes it."""
+        """The plan with each line transformed by `write`."""
         return Plan(
             settings=self.settings,
             pods=tuple(map(write, self.pods)),
@@ -44,11 +44,11 @@ class Plan:
         )
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as a JSON document."""
         return {**asdict(self), "settings": nested(self.settings)}
 
 
-#: Whether gpumgr's DaemonSet comes to a node, whatever else the node's labels say (config/helm/gpumgr/values.yaml).
+#: Whether gpumgr's DaemonSet runs on a node, independent of its other labels (config/helm/gpumgr/values.yaml).
 NODE_LABEL: Final = "gpumgr.io/node"
 HELM_INSTALL: Final = "helm upgrade --install gpumgr config/helm/gpumgr --namespace kube-system"
 
@@ -64,7 +64,7 @@ _TITLES: Final[Mapping[str, str]] = {
 
 
 def text_of(plan: Plan, to: str) -> str:
-    """The plan for people; `to` is the settings file that step 2 writes."""
+    """The plan as text; `to` is the settings file that step 2 writes."""
     return "\n\n".join(_parts(plan, to)) + "\n"
 
 
@@ -86,8 +86,7 @@ def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
 
 
 def differing(overrides: Mapping[str, object]) -> Mapping[str, object]:
-    """Those of the overrides (dotted keys, typed values or text) that say something else than the defaults, as YAML has them.
-    Raises InvalidSettingsError."""
+    """The overrides (dotted keys, typed values or text) that differ from the defaults, as YAML values. Raises InvalidSettingsError."""
     wanted, usual = load_settings(None, environ={}, overrides=overrides), flat(Settings())
     written = {f"{section}.{key}": value for section, keys in plain(wanted).items() for key, value in keys.items()}
     changed = [key for key, value in flat(wanted).items() if value != usual[key]]
@@ -104,6 +103,6 @@ def nested(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def settings_yaml(values: Mapping[str, object]) -> str:
-    """A settings file with these."""
+    """The text of a settings file with these settings."""
     document = nested(values)
     return yaml.safe_dump(document, sort_keys=False) if document else "{}\n"

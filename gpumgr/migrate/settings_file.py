@@ -1,4 +1,4 @@
-"""Writes the settings file of a migration, and nothing over somebody else's."""
+"""Writes the settings file of a migration; never overwrites another file."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from gpumgr.settings import check_settings
 
 
 def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
-    """Makes the file, and folders above it. Raises InputError if another file is there, or it can't be written."""
+    """Creates the file, and missing folders above it. Raises InputError if a different file exists, or if it cannot be written."""
     try:
         with contextlib.suppress(FileNotFoundError):
             if path.read_text(encoding="utf-8") == text:
@@ -23,7 +23,7 @@ def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
             problems = check_settings(new)
             if problems:
                 raise InputError("\n".join(map(str, problems)))
-            os.link(new, path)  # unlike a rename it never goes over a file that came meanwhile
+            os.link(new, path)  # unlike rename, link never replaces a file that was created in between
         finally:
             new.unlink()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""The door to the NVIDIA binding: the only module that imports pynvml.
+"""The only module that imports pynvml, NVIDIA's binding of NVML.
 
-It loads the library, calls functions by name, and turns what comes back into our words: errors of the binding become the errors
-below, bytes become text, capabilities that this driver lacks become None. All of it is synchronous; the worker's thread calls it.
+It loads the library, calls functions by name, and converts the answers: errors of the binding become the errors below, bytes become
+text, capabilities that this driver lacks become None. Everything is synchronous; the worker's thread calls it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import pynvml
 
 from gpumgr.errors import NvmlAbsent, NvmlError
 
-# NVML's return codes (nvmlReturn_t) that we act upon.
+# The return codes of NVML (nvmlReturn_t) that need a reaction.
 SUCCESS: Final = 0
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
@@ -32,11 +32,11 @@ LIB_RM_VERSION_MISMATCH: Final = 18
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: This driver, this GPU or this user can't do that: an answer is unknown, nothing is wrong.
+#: This driver, GPU or user can't do that: the answer is unknown, which is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver as a whole is gone.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND})
-#: Codes by which a function answers "none so far": nothing went wrong. (The binding raises even success where it finds no list.)
+#: Codes that mean "none so far", which is no failure. (The binding raises even success if it finds no list.)
 _NONE_YET: Final = frozenset(
     {("nvmlDeviceGetProcessUtilization", SUCCESS), ("nvmlDeviceGetProcessUtilization", NOT_FOUND), ("nvmlEventSetWait", TIMEOUT)}
 )
@@ -61,11 +61,11 @@ class CallError(NvmlError):
 
 
 class DriverDown(NvmlAbsent):
-    """The driver is not loaded (any more), or was loaded anew: NVML must be initialised again."""
+    """The driver is not loaded (any more), or was reloaded: NVML must be initialised again."""
 
 
 class DriverMismatchError(NvmlError):
-    """The kernel's driver is not the one that the loaded library belongs to. The library can't be loaded anew in a process."""
+    """The kernel's driver has another version than the loaded library. A process can't load the library a second time."""
 
 
 class Binding:
@@ -76,12 +76,12 @@ class Binding:
 
     def __init__(self, path: str | None = None) -> None:
         self._path = path
-        self._begun = 0
-        #: How often a function went wrong, by its name and NVML's error number. Grows for ever.
+        self._initialised = 0
+        #: Failed calls by function and NVML error number; a counter that only grows.
         self.errors: Counter[tuple[str, int]] = Counter()
 
     def open(self) -> None:
-        """Loads the library if need be and initialises NVML. Raises NvmlAbsent, DriverMismatchError or CallError."""
+        """Loads the library if it is not loaded, and initialises NVML. Raises NvmlAbsent, DriverMismatchError or CallError."""
         self._load()
         try:
             self.call("nvmlInit")
@@ -89,22 +89,22 @@ class Binding:
             if exc.code != FUNCTION_NOT_FOUND:
                 raise
             self._init_of_old()
-        self._begun += 1
+        self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down; a driver that is gone has nothing to shut down.
+        """Shuts NVML down, unless the driver is gone.
 
-        NVML counts: one left from before (a hang kept us from ending it) would keep the GPUs open as long as this process lives.
+        NVML counts initialisations: one that is left (because of a hang) would keep the GPUs open until this process ends.
         """
-        begun, self._begun = self._begun, 0
+        count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
-            for _ in range(begun):
+            for _ in range(count):
                 self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The binding's answer. Raises CallError, or DriverDown or DriverMismatchError where that is what the code means."""
+        """The binding's answer. Raises CallError, DriverDown or DriverMismatchError, depending on the code."""
         known = getattr(pynvml, function, None)
-        if known is None:  # a binding older or newer than we expect
+        if known is None:  # a binding of another version
             raise CallError(function, FUNCTION_NOT_FOUND, "unknown to the NVML binding")
         try:
             answer = known(*arguments)
@@ -122,29 +122,32 @@ class Binding:
             raise
 
     def invoke(self, function: str, *arguments: Any) -> None:
-        """Like `call`, with C's own arguments, past the binding: for functions that it has only in newer versions than we need."""
+        """Like `call`, with C arguments, for functions that only newer versions of the binding have.
+
+        The binding has no public way to call a function that it does not wrap, so this uses two of its internals.
+        """
         try:
             pynvml._nvmlCheckReturn(pynvml._nvmlGetFunctionPointer(function)(*arguments))
         except pynvml.NVMLError as exc:
             raise self._translated(function, exc) from exc
 
     def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        """What `fn` makes of this GPU's handle. A CallError names the GPU."""
+        """The result of `fn` for this GPU's handle. A CallError names the GPU."""
         try:
             return fn(self.call("nvmlDeviceGetHandleByUUID", uuid))
         except CallError as exc:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def is_capability(self, error: CallError) -> bool:
-        """Whether the error says "can't" rather than "went wrong"."""
+        """Whether the error means that the driver, GPU or user lacks the capability."""
         return error.code in _CAPABILITY
 
     def address(self, handle: Handle) -> int | None:
-        """What two handles of one GPU have in common."""
+        """The address in a handle, which all handles of one GPU share."""
         return ctypes.cast(handle, ctypes.c_void_p).value
 
     def _translated(self, function: str, error: Any) -> NvmlError:
-        # The binding's errors are unhashable and compare badly: nothing but their value is looked at.
+        # The binding's errors are unhashable and compare badly, so only their value is used.
         code = int(error.value)
         if code not in _CAPABILITY and (function, code) not in _NONE_YET:
             self.errors[function, code] += 1
@@ -159,10 +162,10 @@ class Binding:
         return CallError(function, code, str(error))
 
     def _load(self) -> None:
-        """Points the binding to our library. Its handle and its cache of functions outlast NVML's shutdown, so both are set."""
+        """Makes the binding use our library."""
         if self._path is None:
             if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
-                _use(None)  # what an earlier Binding had loaded from its path
+                _use(None)  # an earlier Binding loaded another one from its path
             return
         try:
             # CDLL gives up the interpreter's lock during calls; PyDLL would stop the whole process in a slow driver.
@@ -183,6 +186,9 @@ class Binding:
 
 
 def _use(library: ctypes.CDLL | None) -> None:
-    """The library that the binding calls from now on; None = the one that the system's loader finds at the next init."""
+    """Sets the library that the binding calls; None = the one that the system's loader finds at the next init.
+
+    The binding keeps its library and a private cache of function pointers beyond NVML's shutdown, and has no way to replace them.
+    """
     pynvml.nvmlLib = library
     pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -1,4 +1,4 @@
-"""The station's face: NVML as coroutines that never block the loop and never wait longer than they should."""
+"""NVML as coroutines, which never block the event loop and have a timeout."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: What the end of a session may take, so that a stopping process keeps its own deadline whatever the driver does.
+#: How long the end of a session may take, so that a stopping process keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
@@ -32,8 +32,8 @@ class Nvml:
     """One session with the driver's library: `open` first, `close` at the end; both may be repeated (after a driver's reload).
 
     `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process.
-    Every coroutine raises NvmlError when the driver gives an error or no answer within `timeout_seconds`, NvmlAbsent when
-    there is no driver, DriverMismatchError when only a new process can go on. `cgroup_root` is where cgroup v2 is mounted.
+    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
+    driver, DriverMismatchError if only a new process can go on. `cgroup_root` is where cgroup v2 is mounted.
     """
 
     def __init__(
@@ -52,34 +52,34 @@ class Nvml:
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
         self._opened = False
-        self._turn = asyncio.Lock()  # of those that begin and end sessions and waits for events
-        self._at_hand = asyncio.Event()
-        self._at_hand.set()
+        self._session_lock = asyncio.Lock()  # held while a session, or the wait for events, starts or ends
+        self._session_open = asyncio.Event()
+        self._session_open.set()
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the driver has left a call unanswered that was given up; 0.0 if there is none."""
+        """Seconds for which a call has run after its caller's timeout; 0.0 if there is none."""
         return self._worker.stuck_seconds
 
     @property
     def call_errors(self) -> Mapping[tuple[str, int], int]:
-        """How often a call went wrong since the start, by function and NVML error number."""
+        """The number of failed calls since the start, by function and NVML error number."""
         return dict(self._binding.errors)
 
     async def open(self) -> None:
-        """Loads the library and initialises NVML, anew if need be."""
-        async with self._turn:
+        """Loads the library and initialises NVML; closes an earlier session first."""
+        async with self._session_lock:
             await self._close_session()
             await self._open_session()
 
     @asynccontextmanager
-    async def let_go(self) -> AsyncIterator[None]:
-        """While this is entered there is no session, so that another program may have a GPU for itself; calls wait for the end of it.
+    async def without_session(self) -> AsyncIterator[None]:
+        """A block without a session, in which another program may have a GPU for itself; calls wait for its end.
 
-        Then there is a session again, without a watch for events. Raises NvmlError if a call hangs, since that can't be left.
+        Afterwards there is a session again, without a watch for events. Raises NvmlError if a call hangs, since its session can't end.
         """
-        async with self._turn:
-            self._at_hand.clear()
+        async with self._session_lock:
+            self._session_open.clear()
             try:
                 await self._close_session()
                 if self._opened or self._worker.stuck_seconds:
@@ -89,15 +89,15 @@ class Nvml:
                 finally:
                     try:
                         await self._open_session()
-                    except NvmlError as error:  # whoever calls next meets it, too
+                    except NvmlError as error:  # the next call raises it, too
                         log.warning("nvml_not_reopened", reason=str(error))
             finally:
-                self._at_hand.set()
+                self._session_open.set()
 
-    async def at_hand(self) -> None:
-        """Waits while the driver is let go."""
-        while not self._at_hand.is_set():
-            await self._at_hand.wait()
+    async def wait_for_session(self) -> None:
+        """Waits for the end of `without_session`."""
+        while not self._session_open.is_set():
+            await self._session_open.wait()
 
     async def snapshot(self) -> NodeSnapshot:
         """All GPUs, how they are joined, and the versions. A GPU that can't be described is among its `failures` only."""
@@ -109,7 +109,7 @@ class Nvml:
         return snapshot
 
     async def sample(self, *, utilization: bool = False) -> NodeSample:
-        """What the GPUs do now; with `utilization` also how busy each process kept its GPU since the sample before."""
+        """The GPUs' current use; with `utilization` also that of each process since the sample before."""
 
         def read() -> NodeSample:
             if not utilization:
@@ -118,17 +118,17 @@ class Nvml:
 
         return await self._call(read)
 
-    async def look(self) -> Mapping[str, Observation]:
-        """How each GPU is, by UUID, GPUs included that the last snapshot lacks. One that is gone altogether is not among them."""
+    async def read_health(self) -> Mapping[str, Observation]:
+        """One reading of each GPU's health, by UUID, also of GPUs that the last snapshot lacks; not of GPUs that are no longer listed."""
         return await self._call(lambda: read_health(self._binding, seen=self._seen))
 
     async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
         """From now on, until `close`, calls `on_event` on the loop for each XID and double-bit error of the last snapshot's GPUs.
 
-        Returns the UUIDs of GPUs whose errors the driver doesn't report.
+        Returns the UUIDs of GPUs for which the driver doesn't report errors.
         """
         uuids = dict(self._seen)
-        async with self._turn:
+        async with self._session_lock:
             event_set = await self._call(lambda: register_events(self._binding, uuids))
             before, self._events = self._events, None
             if event_set is not None:
@@ -138,7 +138,7 @@ class Nvml:
         return frozenset(uuids.values()) if event_set is None else event_set.unmonitored
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """Who has a context on the GPU at this moment; None if the driver does not list them, or the GPU answers with an error."""
+        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu, None))
         except CallError:
@@ -149,29 +149,28 @@ class Nvml:
         return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
 
     async def set_compute_mode(self, uuid: str, mode: int) -> None:
-        """Needs root. Stands until somebody sets another, or the driver is loaded anew."""
+        """Needs root. Stays until another mode is set, or the driver is reloaded."""
         await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
 
     async def memory_limits_supported(self) -> str | None:
-        """Why the driver can't limit the memory of cgroups on any of the node's GPUs, and what to do; None if it can."""
+        """Why the driver can't limit the memory of cgroups on any of the node's GPUs, and the remedy; None if it can."""
         return await self._call(lambda: limits_obstacle(self._binding, cgroup_root=self._cgroup_root))
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
-        """Limits what the processes of a cgroup (its folder's full path) may have on the GPU; MemoryLimit says what the numbers
-        mean. Needs root."""
+        """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""
         limit = MemoryLimit(soft_bytes=soft_bytes, hard_bytes=hard_bytes)
         await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, limit))
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
-        """What is set for the cgroup on the GPU."""
+        """The limit of the cgroup on the GPU."""
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
-    async def rest(self, seconds: float) -> None:
-        """Waits so long, or until a hanging driver answers at last."""
-        await self._worker.rest(seconds)
+    async def pause_or_recovery(self, seconds: float) -> None:
+        """Sleeps for `seconds`, or until a hanging driver answers."""
+        await self._worker.pause_or_recovery(seconds)
 
     async def close(self) -> None:
-        """Ends the session and the threads. Never waits for a driver that hangs: its threads are left to the end of the process."""
+        """Ends the session and the threads. Does not wait for a driver that hangs: those threads stay until the process ends."""
         try:
             await self._close_session()
         finally:
@@ -188,7 +187,7 @@ class Nvml:
             await self._worker.call(self._binding.close, timeout_seconds=min(self._timeout_seconds, _SHUTDOWN_SECONDS))
 
     async def _stop_events(self) -> bool:
-        # One that does not end is kept: NVML must not be shut down while it waits inside.
+        # A thread that does not end is kept: NVML must not be shut down while it waits inside.
         if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
             self._events = None
         return self._events is None
@@ -197,5 +196,5 @@ class Nvml:
         return await self._call(lambda: self._binding.on_gpu(uuid, fn))
 
     async def _call(self, fn: Callable[[], T]) -> T:
-        await self.at_hand()
+        await self.wait_for_session()
         return await self._worker.call(fn, timeout_seconds=self._timeout_seconds)

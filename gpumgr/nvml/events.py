@@ -1,6 +1,6 @@
-"""Waiting for the driver's error events on a thread of its own: the wait blocks and has no file descriptor.
+"""A thread that waits for the driver's error events: the wait blocks and has no file descriptor.
 
-The set is made on the worker's thread; this thread only waits, in slices, and frees the set when it ends.
+The worker's thread makes the event set; this thread waits on it in short intervals, and frees it at the end.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ _WAIT_MILLISECONDS: Final = 500
 _PAUSE_SECONDS: Final = 1.0
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID. None = the driver doesn't say which GPU.
+#: Called on the event loop with the GPU's UUID. None = the driver does not report which GPU.
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSet:
-    """A registered set. `unmonitored` GPUs' errors are not reported by this driver: only looks show how they are."""
+    """A registered set. The driver reports no events of the `unmonitored` GPUs; only readings show their health."""
 
     handle: Handle
     uuids: Mapping[int | None, str]
@@ -32,7 +32,7 @@ class EventSet:
 
 
 def register_events(nvml: Binding, uuids: Mapping[int, str]) -> EventSet | None:
-    """An event set for the GPUs with these indices; None if the driver knows no events at all."""
+    """An event set for the GPUs with these indices; None if the driver has no events."""
     refused: set[str] = set()
     while True:
         event_set = nvml.ask("nvmlEventSetCreate")
@@ -47,7 +47,7 @@ def register_events(nvml: Binding, uuids: Mapping[int, str]) -> EventSet | None:
                 if _register(nvml, handle, event_set):
                     monitored[nvml.address(handle)] = uuid
             except CallError:
-                # A set that met an error is spoilt (so NVML says): make a new one without this GPU.
+                # By NVML's documentation a set is unusable after an error: make a new one without this GPU.
                 nvml.ask("nvmlEventSetFree", event_set)
                 refused.add(uuid)
                 break
@@ -71,7 +71,7 @@ def _register(nvml: Binding, handle: Handle, event_set: Handle) -> bool:
 
 
 class EventThread:
-    """Waits on one set from `start` until `stop`; a daemon, so a wait that hangs holds nothing up."""
+    """Waits on one set until `stop`. It is a daemon, so a wait that hangs delays nothing."""
 
     def __init__(self, nvml: Binding, event_set: EventSet, on_event: OnEvent) -> None:
         self._nvml = nvml
@@ -97,7 +97,7 @@ class EventThread:
             try:
                 data = self._nvml.call("nvmlEventSetWait", self._set.handle, _WAIT_MILLISECONDS)
             except DriverDown:
-                break  # the set is gone with the driver; the next look finds out what happened
+                break  # the driver is gone, and its set; the next reading shows why
             except NvmlError as exc:
                 if not (isinstance(exc, CallError) and exc.code == TIMEOUT):
                     self._stop.wait(_PAUSE_SECONDS)
@@ -115,5 +115,5 @@ class EventThread:
             self._post(lambda: self._on_event(uuid, DoubleBitError()))
 
     def _post(self, fn: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(fn)

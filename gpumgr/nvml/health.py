@@ -1,16 +1,16 @@
-"""When a GPU is offered: a pure state machine, one state for each GPU.
+"""Whether a GPU is offered: a pure state machine for each GPU.
 
-    healthy    --doubtful------------> suspect      still offered; the next looks decide
-    suspect    --good look-----------> healthy
+    healthy    --doubtful------------> suspect      still offered; the next readings decide
+    suspect    --good reading--------> healthy
     suspect    --N doubtful in a row-> unhealthy
     any        --certain fault-------> unhealthy
-    unhealthy  --good look-----------> probation    not offered yet
+    unhealthy  --good reading--------> probation    not offered yet
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-What an operator holds is not offered until he releases it, whatever its state, which the looks go on judging; then a well one
-begins in probation. Not every XID is a fault of the GPU's: those that an application causes are ignored (the list that NVIDIA's
-device plugin uses), some only say that something was recorded and leave the verdict to the next look.
+A cordoned GPU is not offered until it is uncordoned, independent of its state, which readings still change; a healthy one then starts
+in probation. Not every XID is a fault of the GPU: those that applications cause are ignored (the list of NVIDIA's device plugin), and
+some only report that something was recorded, so that the next reading decides.
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from typing import Final, Literal
 State = Literal["healthy", "suspect", "unhealthy", "probation"]
 Reason = Literal["xid", "ecc", "lost", "reset", "error", "nvml_down", "mig", "operator", "missing"]
 
-#: XIDs that an application causes. Source: NVIDIA's device plugin, its default list.
+#: XIDs that applications cause. Source: the default list of NVIDIA's device plugin.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
-#: Row remapping recorded, many corrected errors, contained error, recovery action changed: the GPU may well go on.
+#: Row remapping recorded, many corrected errors, contained error, recovery action changed: the GPU may go on to work.
 DOUBTFUL_XIDS: Final = frozenset({63, 92, 94, 154})
 
 _XID_MEANINGS: Final = {
@@ -51,19 +51,19 @@ _RECOVERY_ACTIONS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthRules:
-    """`good_looks` in a row bring a GPU back, `doubtful_looks` in a row make it unhealthy. `ignored_xids` None ignores all."""
+    """`good_readings` in a row make a GPU healthy again, `doubtful_readings` in a row unhealthy. `ignored_xids` None ignores all."""
 
     ignored_xids: frozenset[int] | None = APPLICATION_XIDS
-    good_looks: int = 3
-    doubtful_looks: int = 3
+    good_readings: int = 3
+    doubtful_readings: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuHealth:
-    """`reason` is a bounded label, `message` a sentence, `since` the seconds (of the caller's clock) when `state` began.
+    """`reason` is a label of few values, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
 
-    `streak` counts the looks in a row that speak for leaving suspect or probation. `held`: why an operator holds the GPU (None: he
-    does not). `xid` is the first that was reported since it was last healthy: what the driver says later is mostly what came of it.
+    `streak` counts the readings in a row towards leaving suspect or probation. `cordon_reason`: why an operator cordoned the GPU (None:
+    it is not cordoned). `xid` is the first that was reported since it was last healthy: later errors are mostly consequences of it.
     """
 
     state: State
@@ -71,28 +71,28 @@ class GpuHealth:
     message: str = ""
     since: float
     streak: int = 0
-    held: str | None = None
+    cordon_reason: str | None = None
     xid: int | None = None
 
     @property
-    def well(self) -> bool:
-        """Whether nothing but an operator may keep this GPU from being handed out."""
+    def healthy(self) -> bool:
+        """Whether the GPU may be offered unless it is cordoned."""
         return self.state in ("healthy", "suspect")
 
     @property
     def offered(self) -> bool:
         """Whether the kubelet may hand this GPU out."""
-        return self.well and self.held is None
+        return self.healthy and self.cordon_reason is None
 
     @property
-    def word(self) -> Reason | None:
-        """Why it is not offered, or doubted; what ails the GPU itself goes before a hold."""
-        return self.reason if self.held is None or not self.well else "operator"
+    def effective_reason(self) -> Reason | None:
+        """Why it is not offered, or suspect; a fault of the GPU goes before a cordon."""
+        return self.reason if self.cordon_reason is None or not self.healthy else "operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """The GPU answered. None = the driver does not tell."""
+class HealthReading:
+    """The GPU answered. None = the driver does not report it."""
 
     mig_enabled: bool | None = None
     double_bit_errors: int | None = None
@@ -101,7 +101,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The GPU answered with an error, or is not there, or NVML as a whole isn't. Reason "error" is doubtful, others are certain."""
+    """The GPU answered with an error, is missing, or NVML as a whole is down. Reason "error" is doubtful, others are certain."""
 
     reason: Reason
     message: str
@@ -120,18 +120,18 @@ class DoubleBitError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """An operator takes the GPU out of service."""
+class Cordoned:
+    """An operator took the GPU out of service."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """An operator gives it back."""
+class Uncordoned:
+    """An operator returned the GPU to service."""
 
 
-Observation = Looked | Failed | Xid | DoubleBitError | Held | Released
+Observation = HealthReading | Failed | Xid | DoubleBitError | Cordoned | Uncordoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,32 +144,32 @@ class _Verdict:
 
 
 def new_health(now: float) -> GpuHealth:
-    """Of a GPU seen for the first time: the first look follows at once."""
+    """The health of a new GPU; its first reading follows at once."""
     return GpuHealth(state="healthy", since=now)
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
     """The next state. `now` is by any one clock; it only dates the states."""
     rules = rules or HealthRules()
-    if isinstance(observation, Held):
-        return replace(health, held=observation.message)
-    if isinstance(observation, Released):
-        released = replace(health, held=None)
-        if health.held is None or not health.well:
-            return released
-        return _turn(released, "probation", _Verdict("operator", "released by the operator"), now)
+    if isinstance(observation, Cordoned):
+        return replace(health, cordon_reason=observation.message)
+    if isinstance(observation, Uncordoned):
+        uncordoned = replace(health, cordon_reason=None)
+        if health.cordon_reason is None or not health.healthy:
+            return uncordoned
+        return _turn(uncordoned, "probation", _Verdict("operator", "released by the operator"), now)
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
-    if isinstance(observation, Xid) and health.xid is None and (health.well or verdict.certain):
+    if isinstance(observation, Xid) and health.xid is None and (health.healthy or verdict.certain):
         health = replace(health, xid=observation.number)
     if verdict.reason is None:
         return _improve(health, now, rules)
     return _worsen(health, verdict, now, rules)
 
 
-def _judge(observation: Looked | Failed | Xid | DoubleBitError, rules: HealthRules) -> _Verdict | None:
-    """None = no news."""
+def _judge(observation: HealthReading | Failed | Xid | DoubleBitError, rules: HealthRules) -> _Verdict | None:
+    """The verdict that the observation gives; None = it changes nothing."""
     match observation:
         case Xid(number=number):
             if rules.ignored_xids is None or number in rules.ignored_xids:
@@ -180,20 +180,20 @@ def _judge(observation: Looked | Failed | Xid | DoubleBitError, rules: HealthRul
             return _Verdict("ecc", "uncorrectable memory error (double-bit ECC)")
         case Failed(reason=reason, message=message):
             return _Verdict(reason, message, certain=reason != "error")
-        case Looked():
-            return _judge_look(observation)
+        case HealthReading():
+            return _judge_reading(observation)
 
 
-def _judge_look(look: Looked) -> _Verdict:
-    if look.mig_enabled:
+def _judge_reading(reading: HealthReading) -> _Verdict:
+    if reading.mig_enabled:
         return _Verdict("mig", "MIG is enabled: the GPU is not offered as vcuda")
-    if look.recovery_action:
-        need = _RECOVERY_ACTIONS.get(look.recovery_action, f"recovery action {look.recovery_action}")
+    if reading.recovery_action:
+        need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
-    if look.double_bit_errors and look.recovery_action is None:
-        # The count falls to zero with the reset that cures it. A driver that knows recovery actions says when none is needed.
+    if reading.double_bit_errors and reading.recovery_action is None:
+        # The count returns to zero with a reset. A driver with recovery actions reports when none is needed.
         return _Verdict(
-            "ecc", f"{look.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
+            "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )
     return _Verdict()
 
@@ -206,7 +206,7 @@ def _improve(health: GpuHealth, now: float, rules: HealthRules) -> GpuHealth:
             return _turn(health, "healthy", _Verdict(), now)
         case "unhealthy" | "probation":
             streak = health.streak + 1 if health.state == "probation" else 1
-            if streak >= rules.good_looks:
+            if streak >= rules.good_readings:
                 return _turn(health, "healthy", _Verdict(), now)
             return replace(health, state="probation", streak=streak, since=health.since if health.state == "probation" else now)
 
@@ -215,9 +215,9 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
     if verdict.certain or health.state == "probation":
         return _turn(health, "unhealthy", verdict, now)
     if health.state == "unhealthy":
-        return health  # a doubt adds nothing to a certainty
+        return health  # a doubtful reading adds nothing to a certain one
     streak = health.streak + 1 if health.state == "suspect" else 1
-    if streak >= rules.doubtful_looks:
+    if streak >= rules.doubtful_readings:
         return _turn(health, "unhealthy", verdict, now)
     return replace(_turn(health, "suspect", verdict, now), streak=streak)
 
@@ -225,6 +225,8 @@ def _worsen(health: GpuHealth, verdict: _Verdict, now: float, rules: HealthRules
 def _turn(health: GpuHealth, state: State, verdict: _Verdict, now: float) -> GpuHealth:
     since = health.since if health.state == state else now
     xid = health.xid if state != "healthy" else None
-    told_by_itself = verdict.reason in ("operator", "mig") or verdict.message.partition(":")[0] == f"XID {xid}"
-    message = verdict.message if xid is None or told_by_itself else f"XID {xid}, then: {verdict.message}"
-    return GpuHealth(state=state, reason=verdict.reason, message=message, since=since, held=health.held, xid=xid)
+    complete = verdict.reason in ("operator", "mig") or verdict.message.partition(":")[0] == f"XID {xid}"
+    message = verdict.message if xid is None or complete else f"XID {xid}, then: {verdict.message}"
+    return GpuHealth(
+        state=state, reason=verdict.reason, message=message, since=since, cordon_reason=health.cordon_reason, xid=xid
+    )

@@ -1,8 +1,8 @@
 """The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer).
 
-The structures are nvmlSetMemoryLimits_v1_t and nvmlGetMemoryLimits_v1_t of NVML's reference (r615); unlike most newer ones they bear
-no version word. They stand here because the Python binding has them only since 13.615. The layouts agree with that binding's; none
-of this has met a real driver yet.
+The structures are nvmlSetMemoryLimits_v1_t and nvmlGetMemoryLimits_v1_t of NVML's reference (r615); unlike most newer ones they have
+no version field. They are defined here because the Python binding has them only since 13.615. The layouts agree with that binding's;
+none of this has been tried with a real driver yet.
 
 Source of the behaviour: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
 """
@@ -18,7 +18,7 @@ from gpumgr.topology.devices import MemoryLimit
 
 #: NVML_DEVICE_MEMORY_LIMIT_MAX: as a hard limit it means that there is none.
 UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
-#: A cgroup has this file if its parent hands the dmem controller down.
+#: A cgroup has this file if its parent delegates the dmem controller.
 _LIMIT_FILE: Final = "dmem.max"
 
 
@@ -41,23 +41,23 @@ def set_limit(nvml: Binding, handle: Handle, cgroup: str, limit: MemoryLimit) ->
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    """What stands. The driver says "not found" or "not supported" where neither the cgroup nor one above it was ever limited."""
+    """The current limit. The driver answers "not found" or "not supported" if neither the cgroup nor one above was ever limited."""
     try:
-        return _ask_limit(nvml, handle, cgroup)
+        return _query_limit(nvml, handle, cgroup)
     except CallError as exc:
         if exc.code in (NOT_FOUND, NOT_SUPPORTED):
             return MemoryLimit()
         raise
 
 
-def _ask_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
+def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
     found = GetLimits(os.fsencode(cgroup))
     nvml.invoke("nvmlDeviceGetMemoryLimits_v1", handle, ctypes.byref(found))
     return MemoryLimit(soft_bytes=found.soft_bytes, hard_bytes=None if found.hard_bytes == UNLIMITED else found.hard_bytes)
 
 
 def limits_obstacle(nvml: Binding, *, cgroup_root: Path) -> str | None:
-    """Why no GPU of the node can have limits, and what to do about it; None if one can."""
+    """Why no GPU of the node can have limits, and the remedy; None if one can."""
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     obstacle = "the driver shows no GPU"
     for index in range(nvml.call("nvmlDeviceGetCount")):
@@ -66,15 +66,15 @@ def limits_obstacle(nvml: Binding, *, cgroup_root: Path) -> str | None:
             if read_mig_enabled(nvml, handle):
                 obstacle = "MIG is enabled, and the driver limits no cgroup's memory there: disable it with `nvidia-smi -mig 0`"
                 continue
-            _ask_limit(nvml, handle, str(limited or cgroup_root))
+            _query_limit(nvml, handle, str(limited or cgroup_root))
             return None
         except CallError as exc:
             if exc.code == FUNCTION_NOT_FOUND:
                 version = nvml.ask("nvmlSystemGetDriverVersion")
                 return f"the NVIDIA driver {version} has no memory limits ({exc}): install driver 615 or newer"
             if exc.code == NOT_FOUND or (exc.code == NOT_SUPPORTED and limited is None):
-                return None  # it was asked of a cgroup that has no limits to tell, so this says nothing about others
+                return None  # this cgroup has no limits, which says nothing about others
             if exc.code == NOT_SUPPORTED:
-                return f"the NVIDIA driver keeps no limits in cgroups ({exc}): take RmMemacctMode out of its options and load it anew"
-            obstacle = f"no GPU can be asked for memory limits ({exc}): see `nvidia-smi`"
+                return f"the NVIDIA driver keeps no limits in cgroups ({exc}): take RmMemacctMode out of its module options and reload it"
+            obstacle = f"no GPU supports memory limits ({exc}): see `nvidia-smi`"
     return obstacle

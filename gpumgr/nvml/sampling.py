@@ -1,4 +1,4 @@
-"""Reading what the GPUs do and how they are, again and again. Synchronous functions for the worker's thread."""
+"""Reads the use and the health of all GPUs. Synchronous functions for the worker's thread."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -14,7 +14,7 @@ from gpumgr.nvml.binding import (
     CallError,
     Handle,
 )
-from gpumgr.nvml.health import Failed, Looked, Observation, Reason
+from gpumgr.nvml.health import Failed, HealthReading, Observation, Reason
 from gpumgr.nvml.snapshot import read_mig_enabled
 from gpumgr.nvml.utilization import ProcessUtilization
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
@@ -22,7 +22,7 @@ from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 _SENSOR_DIE: Final = 0
 _UNCORRECTED: Final = 1
 _VOLATILE: Final = 0
-#: A list that grows between the question for its size and its fetch is asked for again; a fork bomb is not worth more.
+#: A list that grows between the query of its size and its fetch is fetched again, this often.
 _LIST_TRIES: Final = 3
 
 _COMPUTE: Final = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
@@ -30,7 +30,7 @@ _OTHER: Final = ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetGra
 
 
 def _handles(nvml: Binding, seen: Mapping[int, str]) -> Iterator[tuple[str, Handle | CallError]]:
-    """Each GPU's UUID with its handle, or with the error that it answers (under its UUID of before; one never seen is skipped)."""
+    """Each GPU's UUID with its handle, or with its error (under its UUID in `seen`; a GPU that is not there is skipped)."""
     for index in range(nvml.call("nvmlDeviceGetCount")):
         try:
             handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -41,7 +41,7 @@ def _handles(nvml: Binding, seen: Mapping[int, str]) -> Iterator[tuple[str, Hand
 
 
 def read_sample(nvml: Binding, *, seen: Mapping[int, str], utilization: ProcessUtilization | None = None) -> NodeSample:
-    """One round over all GPUs. `utilization` None: how busy single processes keep them is not asked."""
+    """One sample of all GPUs. `utilization` None: the utilization of processes is not read."""
     gpus: dict[str, GpuSample] = {}
     failures: dict[str, str] = {}
     for uuid, handle in _handles(nvml, seen):
@@ -82,9 +82,9 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
 
 
 def read_processes(nvml: Binding, handle: Handle, busy: Mapping[int, float] | None) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast.
+    """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast to be read.
 
-    `busy` has the ratios of those that ran something; None = nobody's is known.
+    `busy` has the ratios of those that ran something; None = unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     if compute is None:
@@ -118,19 +118,19 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> dic
 
 
 def read_health(nvml: Binding, *, seen: Mapping[int, str]) -> dict[str, Observation]:
-    """One look at each GPU, by UUID."""
-    looks: dict[str, Observation] = {}
+    """One reading of each GPU, by UUID."""
+    readings: dict[str, Observation] = {}
     for uuid, handle in _handles(nvml, seen):
         try:
-            looks[uuid] = _failed(handle) if isinstance(handle, CallError) else _look(nvml, handle)
+            readings[uuid] = _failed(handle) if isinstance(handle, CallError) else _read_one(nvml, handle)
         except CallError as exc:
-            looks[uuid] = _failed(exc)
-    return looks
+            readings[uuid] = _failed(exc)
+    return readings
 
 
-def _look(nvml: Binding, handle: Handle) -> Looked:
+def _read_one(nvml: Binding, handle: Handle) -> HealthReading:
     nvml.call("nvmlDeviceGetMemoryInfo", handle)
-    return Looked(
+    return HealthReading(
         mig_enabled=read_mig_enabled(nvml, handle),
         double_bit_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
         recovery_action=_read_recovery_action(nvml, handle),

@@ -1,6 +1,6 @@
-"""Reading what a node's GPUs are. Synchronous functions for the worker's thread; what a driver doesn't tell is None.
+"""Reads the GPUs of the node and their topology. Synchronous functions for the worker's thread; None = the driver does not report it.
 
-A GPU that can't be described becomes a GpuFailure and is left out of the matrix; errors of the driver as a whole are raised.
+A GPU that can't be described becomes a GpuFailure and is missing in the matrix; errors of the driver as a whole are raised.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Final
 
 from gpumgr.nvml.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
-from gpumgr.topology.quirks import levels_for
+from gpumgr.topology.quirks import level_of
 
 _MAX_NVLINKS: Final = 36
 _REMOTE_SWITCH: Final = 2
@@ -26,7 +26,7 @@ class _Links:
 
 
 def read_snapshot(nvml: Binding, *, sysfs_root: Path, seen: Mapping[int, str]) -> NodeSnapshot:
-    """Everything at once. `seen` names the UUIDs of earlier looks by index, for GPUs that no longer tell theirs."""
+    """The whole snapshot. `seen` has the UUIDs of earlier readings by index, for GPUs that no longer report theirs."""
     driver_version = nvml.ask("nvmlSystemGetDriverVersion")
     gpus: list[tuple[Gpu, Handle, _Links]] = []
     failures: list[GpuFailure] = []
@@ -59,7 +59,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
     if numa_node is None:
-        # sysfs is the portable source; newer drivers tell too where it is hidden.
+        # sysfs is the portable source; newer drivers report it where sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
     return Gpu(
         index=index,
@@ -75,13 +75,13 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
 
 
 def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
-    """None where the card or the driver knows no MIG."""
+    """None if the GPU or the driver has no MIG."""
     modes = nvml.ask("nvmlDeviceGetMigMode", handle)
     return None if modes is None else bool(modes[0])
 
 
 def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
-    """A PCI device's NUMA node (None: the machine has or tells none) and its chain of parents, root complex first.
+    """A PCI device's NUMA node (None: the machine has none) and its chain of parents, root complex first.
 
     `bus_id` as sysfs spells it (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
     """
@@ -99,7 +99,7 @@ def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str
 
 
 def _short_bus_id(pci: Handle) -> str:
-    """The bus id as sysfs spells it. NVML writes it with four or eight digits of domain, in either case, depending on its age."""
+    """The bus id as sysfs writes it. NVML's has four or eight digits of domain, in upper or lower case, depending on the version."""
     text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain or '0', 16):04x}:{rest.lower()}"
@@ -118,7 +118,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
                 fabric += 1
             elif (pci := nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)) is not None:
-                # On a driver that can't tell the type, a bus id that is a GPU's says enough; others are matched by nobody.
+                # If the driver can't report the type, a bus id of a GPU is enough; other ids match no GPU.
                 bus_id = _short_bus_id(pci)
                 direct[bus_id] = direct.get(bus_id, 0) + 1
         except CallError as exc:
@@ -129,7 +129,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: tuple[Gpu, Handle, _Links], other: tuple[Gpu, Handle, _Links]) -> int:
-    """NVLinks between two GPUs: those that both ends see, and as many fabric links as both have."""
+    """NVLinks between two GPUs: those that both ends report, and as many fabric links as both have."""
     a, b = one[2], other[2]
     direct = min(a.direct.get(other[0].bus_id or "", 0), b.direct.get(one[0].bus_id or "", 0))
     return direct + min(a.fabric, b.fabric)
@@ -138,7 +138,7 @@ def _shared_links(one: tuple[Gpu, Handle, _Links], other: tuple[Gpu, Handle, _Li
 def _read_levels(
     nvml: Binding, gpus: list[tuple[Gpu, Handle]], driver_version: str | None
 ) -> tuple[list[list[Level]], dict[int, str]]:
-    """All pair levels, SYS where the driver can't tell, and by index the GPUs that failed meanwhile."""
+    """The levels of all pairs, SYS if the driver can't report one, and by index the GPUs that failed while they were read."""
     levels = [[Level.PSB] * len(gpus) for _ in gpus]
     failed: dict[int, str] = {}
     for i, (one, first) in enumerate(gpus):
@@ -150,7 +150,7 @@ def _read_levels(
                 level = _read_level(nvml, first, second, driver_version)
             except CallError as exc:
                 level = Level.SYS
-                failed.update(_culprits(nvml, [gpus[i], gpus[j]], str(exc)))
+                failed.update(_failing(nvml, [gpus[i], gpus[j]], str(exc)))
             levels[i][j] = levels[j][i] = level
     return levels, failed
 
@@ -160,12 +160,12 @@ def _read_level(nvml: Binding, first: Handle, second: Handle, driver_version: st
     if number is None:
         return Level.SYS
     on_same_board = nvml.ask("nvmlDeviceOnSameBoard", first, second) if number == _INTERNAL else None
-    return levels_for(driver_version, number, None if on_same_board is None else bool(on_same_board))
+    return level_of(driver_version, number, None if on_same_board is None else bool(on_same_board))
 
 
-def _culprits(nvml: Binding, pair: list[tuple[Gpu, Handle]], reason: str) -> dict[int, str]:
-    """Which of a pair fails when a question about both does: those that don't answer for themselves either. Perhaps none: then
-    only their level is unknown."""
+def _failing(nvml: Binding, pair: list[tuple[Gpu, Handle]], reason: str) -> dict[int, str]:
+    """Which GPUs of a pair fail, after a call about both failed: those that answer no call of their own either. If none does, only
+    the level is unknown."""
     failed = {}
     for gpu, handle in pair:
         try:

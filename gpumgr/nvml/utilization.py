@@ -1,11 +1,11 @@
-"""How busy each process keeps a GPU, made from the driver's samples of single processes.
+"""The utilization of a GPU by each process, computed from the driver's samples.
 
-The driver answers with samples newer than a given instant (microseconds of the wall clock), and none for a process that ran nothing.
-Its own sampling period is a sixth of a second to a second (NVML's reference), and differs between processes of one GPU. So a process
-without a new sample is either idle or was sampled just before we asked: what was known of it stands for one such period.
+The driver returns samples newer than a given instant (microseconds of the wall clock), and none for a process that ran nothing. Its
+sampling period is a sixth of a second to a second (NVML's reference) and differs between processes of one GPU. A process without a new
+sample is either idle or was sampled just before, so its last value stays valid for one such period.
 
-Drivers are known to pad answers with entries of no process, to give percentages of billions, and to repeat themselves; the wall
-clock may be set back. Only entries that can be true and are new count.
+Drivers are known to pad answers with entries of no process, to report percentages of billions, and to repeat entries; the wall clock
+may be set back. Only plausible and new entries count.
 """
 
 import time
@@ -15,9 +15,9 @@ from typing import Final
 
 from gpumgr.nvml.binding import INSUFFICIENT_SIZE, NOT_FOUND, SUCCESS, Binding, CallError, Handle
 
-#: The driver's longest sampling period; also how far back the first look at a GPU goes.
+#: The driver's longest sampling period; also how far back the first query of a GPU goes.
 _PERIOD_MICROSECONDS: Final = 1_000_000
-#: An answer that grows between the question for its size and its fetch is asked for again.
+#: An answer that grows between the query of its size and its fetch is fetched again, this often.
 _TRIES: Final = 3
 
 #: The host's pid, the wall clock's microseconds, and percent of the time in which the process' kernels ran.
@@ -25,49 +25,49 @@ Sample = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What is known of one GPU: the instant of its newest sample, and by pid (mean ratio, when it was learnt); in microseconds."""
+class UtilizationState:
+    """One GPU: the instant of its newest sample, and by pid the mean ratio and when it was read; in microseconds."""
 
     newest: int
-    learnt: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    values: Mapping[int, tuple[float, int]] = field(default_factory=dict)
 
     def since(self, now: int) -> int:
-        """From when on samples are news. If the clock was set back, what is in its future now must not hide what comes."""
+        """The instant after which samples are new. If the clock was set back, an instant in its future must not hide new samples."""
         return min(self.newest, now)
 
 
-def advance(look: Look, samples: Iterable[Sample], now: int) -> Look:
-    """What is known after these samples: each process' mean over its new ones, or what is not older than a period."""
-    since = look.since(now)
+def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> UtilizationState:
+    """The state after these samples: each process's mean over its new ones, or its last value if that is not older than a period."""
+    since = state.since(now)
     new = {(pid, instant): percent for pid, instant, percent in samples if instant > since and 0 <= percent <= 100}
     percents: dict[int, list[int]] = {}
     for (pid, _), percent in new.items():
         percents.setdefault(pid, []).append(percent)
-    standing = {pid: (ratio, at) for pid, (ratio, at) in look.learnt.items() if 0 <= now - at < _PERIOD_MICROSECONDS}
+    standing = {pid: (ratio, at) for pid, (ratio, at) in state.values.items() if 0 <= now - at < _PERIOD_MICROSECONDS}
     fresh = {pid: (sum(each) / len(each) / 100, now) for pid, each in percents.items()}
-    return Look(newest=max((instant for _, instant in new), default=since), learnt=standing | fresh)
+    return UtilizationState(newest=max((instant for _, instant in new), default=since), values=standing | fresh)
 
 
 class ProcessUtilization:
-    """The looks at all GPUs, by UUID. For the worker's thread alone. `clock` is the wall clock, in seconds."""
+    """The state of all GPUs. For the worker's thread only. `clock` is the wall clock, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._looks: dict[str, Look] = {}
+        self._states: dict[str, UtilizationState] = {}
 
     def read(self, nvml: Binding, uuid: str, handle: Handle) -> Mapping[int, float] | None:
-        """By pid how busy it keeps the GPU (0..1), idle processes left out; None if the driver can't tell."""
+        """The utilization (0..1) by pid, without idle processes; None if the driver can't report it."""
         now = int(self._clock() * 1_000_000)
-        before = self._looks.get(uuid) or Look(newest=now - _PERIOD_MICROSECONDS)
+        before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         samples = _fetch(nvml, handle, before.since(now))
         if samples is None:
             return None
-        look = self._looks[uuid] = advance(before, samples, now)
-        return {pid: ratio for pid, (ratio, _) in look.learnt.items()}
+        after = self._states[uuid] = advance(before, samples, now)
+        return {pid: ratio for pid, (ratio, _) in after.values.items()}
 
     def forget(self) -> None:
-        """What was known is of no use: nobody asked for a while."""
-        self._looks.clear()
+        """Drops the state, which is outdated after a pause."""
+        self._states.clear()
 
 
 def _fetch(nvml: Binding, handle: Handle, since: int) -> list[Sample] | None:
@@ -79,7 +79,7 @@ def _fetch(nvml: Binding, handle: Handle, since: int) -> list[Sample] | None:
                 return []
             if exc.code == INSUFFICIENT_SIZE:
                 continue
-            # One statistic is not worth a GPU's whole sample. It is counted, and whoever is lost shows it elsewhere.
+            # A failing statistic must not cost the GPU's whole sample. It is counted, and a lost GPU shows in other calls.
             return None
         return None if samples is None else [(sample.pid, sample.timeStamp, sample.smUtil) for sample in samples]
     return None

@@ -1,9 +1,10 @@
 """One daemon thread on which every NVML call is made.
 
-1. Calls are made one after the other, never on the event loop.
-2. Nobody waits longer than he said. A call into a hung driver can't be cancelled: it keeps the thread, its caller goes on.
-3. While such a call holds the thread, later ones fail at once instead of queueing behind it; when it returns, all is well again.
-4. The thread is a daemon and no executor, so a hung call doesn't hold up the end of the process.
+Invariants:
+* Calls run one after the other, never on the event loop.
+* No caller waits longer than its timeout. A call into a hung driver can't be cancelled: it keeps the thread, and its caller goes on.
+* While such a call keeps the thread, later ones fail at once instead of queueing behind it, until it returns.
+* The thread is a daemon and no executor, so a hung call does not delay the end of the process.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class NvmlWorker:
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the driver has not answered a call that was given up; 0.0 if there is none."""
+        """Seconds for which a call has run after its caller's timeout; 0.0 if there is none."""
         job = self._running
         if job is None or job.started is None:
             return 0.0
@@ -69,8 +70,8 @@ class NvmlWorker:
         finally:
             job.given_up = True
 
-    async def rest(self, seconds: float) -> None:
-        """Waits so long, or until a hanging driver answers at last."""
+    async def pause_or_recovery(self, seconds: float) -> None:
+        """Sleeps for `seconds`, or until a hanging driver answers."""
         job = self._running
         if job is None or not self.stuck_seconds:
             await asyncio.sleep(seconds)
@@ -80,7 +81,7 @@ class NvmlWorker:
                 await job.ended.wait()
 
     def close(self) -> None:
-        """Lets the thread end once it has done what was asked before."""
+        """Ends the thread after the calls that are queued."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
@@ -103,10 +104,10 @@ class NvmlWorker:
         error: BaseException | None = None
         try:
             result = job.fn()
-        except BaseException as exc:  # whatever it is, it belongs to the caller, not to this thread
+        except BaseException as exc:  # every error is the caller's
             error = exc
         self._running = None
-        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for this any more
+        with suppress(RuntimeError):  # the loop has been closed
             job.loop.call_soon_threadsafe(_settle, job, result, error)
 
 

@@ -1,4 +1,4 @@
-"""The client's side: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send."""
+"""The client: a grpclib channel over a unix socket, with the authority that the kubelet's own clients send."""
 
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -9,15 +9,16 @@ from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 
 from gpumgr.errors import KubeletError
+from gpumgr.rpc import wire
 
 Reply = TypeVar("Reply")
 
-#: Everything that a call to a peer may raise when the peer is away, goes, hangs or says no (a timeout is an OSError).
+#: The errors of a call if the peer is unavailable, disconnects, hangs or refuses (a timeout is an OSError).
 CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
 
 
 class WireCodec(CodecBase):
-    """Messages are bytes, or generated messages where speed does not matter: the declared message type tells which."""
+    """Messages are bytes or generated messages, as the declared message type says."""
 
     __content_subtype__ = "proto"
 
@@ -25,7 +26,7 @@ class WireCodec(CodecBase):
         return bytes(message)
 
     def decode(self, data: bytes, message_type: Any) -> Any:
-        return data if message_type is bytes else message_type().parse(data)
+        return data if message_type is bytes else wire.parse(message_type, data)
 
 
 class UnixChannel(grpclib.client.Channel):
@@ -44,8 +45,11 @@ class UnixChannel(grpclib.client.Channel):
         return "localhost"
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
-        """One call, connecting included. `request` is bytes or a generated message. Raises what CALL_FAILURES lists; TimeoutError also if
-        it is the peer who keeps the deadline: it is told of it, and whose clock ends the call first is chance."""
+        """One call, connecting included. `request` is bytes or a generated message.
+
+        Raises CALL_FAILURES, or WireError if the reply can't be read. A deadline that the peer reports, since it receives it too, is
+        a TimeoutError as well.
+        """
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
                 await stream.send_message(request, end=True)
@@ -71,7 +75,7 @@ def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
         case FileNotFoundError():
             reason = "the socket does not exist (is the kubelet running?)"
         case ConnectionRefusedError():
-            reason = "nobody listens there (left behind by a kubelet that has gone?)"
+            reason = "no process listens there (did a kubelet leave the socket behind?)"
         case OSError():
             reason = error.strerror or str(error)
         case _:

@@ -1,107 +1,148 @@
-"""The server's side: grpclib's server, made to tell its peers when it goes.
+"""A gRPC server on grpclib that notifies its clients when it ends.
 
-grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers), keeps serving them, and from Python 3.12 on
-`wait_closed` then waits for ever. It answers unknown methods without a content type, which grpc-go reports as UNKNOWN.
+grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
+without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
+its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from typing import Any, Final, cast
 
+from grpclib.config import Configuration
 from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
-from grpclib.protocol import H2Protocol, Stream
-from grpclib.server import Handler, Server
+from grpclib.protocol import H2Protocol
+from grpclib.server import Server
+from h2.config import H2Configuration
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
 
 from gpumgr.rpc.channel import WireCodec
 
-#: How long the transports may take to flush once everything is said.
-_FLUSH_SECONDS = 2.0
+#: How long clients may take at the end to read what was sent to them.
+_FLUSH_SECONDS: Final = 2.0
 #: A call that ended so recently may be the first of two.
-_PAIR_SECONDS = 0.05
+_PAIR_SECONDS: Final = 0.05
 
 
 class DrainingServer(Server):
     """A gRPC server with an orderly end: running calls finish, streams end cleanly, clients get a GOAWAY."""
 
-    def __init__(self, services: Collection[Any]) -> None:
-        """`services` have grpclib's `__mapping__`. Must be called inside a running event loop."""
-        super().__init__(services, codec=WireCodec())
-        self._mapping = cast("dict[str, Method]", _Methods(self._mapping))
+    def __init__(
+        self,
+        services: Collection[Any],
+        *,
+        config: Configuration | None = None,
+        h2_config: H2Configuration | None = None,
+        flush_seconds: float = _FLUSH_SECONDS,
+    ) -> None:
+        """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
+
+        `h2_config` replaces grpclib's, which does not validate headers. `flush_seconds`: how long a client may take at the end to
+        read what was sent to it, before its connection is aborted.
+        """
+        super().__init__(services, codec=WireCodec(), config=config)
+        self._h2_override = h2_config
+        self._flush_seconds = flush_seconds
         self._connections: set[_Connection] = set()
-        self._unary_calls: set[asyncio.Task[None]] = set()
-        self._stream_calls: set[asyncio.Task[None]] = set()
+        self._none_connected = asyncio.Event()
+        self._none_connected.set()
+        self._unary_calls: set[asyncio.Task[Any]] = set()
+        self._stream_calls: set[asyncio.Task[Any]] = set()
         self._last_unary = float("-inf")
-        self._draining = False
+        self.draining = False
+        self._mapping = cast("dict[str, Method]", _Methods({path: self._counted(m) for path, m in self._mapping.items()}))
 
     @property
     def open_streams(self) -> int:
         """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
 
-    def _protocol_factory(self) -> H2Protocol:
-        self.__gc_step__()
-        handler = _Calls(self)
-        self._handlers.add(handler)
-        return _Connection(self, handler)
-
-    async def quiet(self, timeout_seconds: float) -> None:
+    async def wait_idle(self, timeout_seconds: float) -> None:
         """Waits until no unary call runs or has just ended, at most `timeout_seconds`.
 
-        The kubelet's calls for one container come in pairs: between a preference and its Allocate lies about a millisecond.
+        The kubelet's calls for one container come in pairs, about a millisecond apart: a preference and its Allocate.
         """
-        deadline = self._loop.time() + timeout_seconds
-        while (now := self._loop.time()) < deadline:
+        await asyncio.sleep(0)  # calls with headers that have just arrived start now
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        while (now := loop.time()) < deadline:
             if self._unary_calls:
                 await asyncio.wait(self._unary_calls, timeout=deadline - now)
-            elif (rest := self._last_unary + _PAIR_SECONDS - now) > 0:
-                await asyncio.sleep(min(rest, deadline - now))
+            elif (left := self._last_unary + _PAIR_SECONDS - now) > 0:
+                await asyncio.sleep(min(left, deadline - now))
             else:
                 return
 
-    def _unary_ended(self, call: "asyncio.Task[None]") -> None:
-        self._unary_calls.discard(call)
-        self._last_unary = self._loop.time()
-
     async def drain(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
-        """Stops listening, lets unary calls finish, ends streams through `end_streams`, says goodbye and disconnects.
+        """Stops listening, lets unary calls finish, ends streams through `end_streams`, sends GOAWAY and disconnects.
 
         Unary calls go first: the kubelet answers the end of ListAndWatch by closing the whole connection, and with it any
         Allocate that still runs there. What has not ended after `grace_seconds` is cancelled.
         """
-        if self._server is None or self._draining:
+        if self._server is None or self.draining:
             return
-        self._draining = True
+        self.draining = True
         self._server.close()
-        deadline = self._loop.time() + grace_seconds
-        await self.quiet(grace_seconds)
+        deadline = asyncio.get_running_loop().time() + grace_seconds
+        await self.wait_idle(grace_seconds)
         end_streams()
-        await _settle(self._stream_calls, max(0.1, deadline - self._loop.time()))
-        await self.cut()
+        await _settle(self._stream_calls, max(0.1, deadline - asyncio.get_running_loop().time()))
+        await self.close_now()
 
-    async def cut(self) -> None:
-        """Ends every connection now; calls that still run are cancelled."""
-        self._draining = True
-        if self._server is None or self._server_closed_fut is None:
+    async def close_now(self) -> None:
+        """Ends every connection; calls that still run are cancelled. A client that does not read is disconnected after
+        `flush_seconds`, since its transport would keep what it holds, and stay open."""
+        self.draining = True
+        if self._server is None:
             return
-        self._server.close()
         for connection in list(self._connections):
-            connection.goodbye()
-        calls = self._unary_calls | self._stream_calls
-        for call in calls:
-            call.cancel()
-        if not self._server_closed_fut.done():
-            self._server_closed_fut.set_result(None)
-        await _settle(calls, _FLUSH_SECONDS)
-        async with asyncio.timeout(_FLUSH_SECONDS):
-            await self._server.wait_closed()
+            connection.say_goodbye()
+        self.close()
+        await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._flush_seconds):
+                await self._none_connected.wait()
+        for connection in self._connections:
+            connection.transport.abort()
+        await self._none_connected.wait()
+
+    def connected(self, connection: "_Connection") -> None:
+        self._connections.add(connection)
+        self._none_connected.clear()
+
+    def disconnected(self, connection: "_Connection") -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._none_connected.set()
+
+    def _protocol_factory(self) -> H2Protocol:
+        made = super()._protocol_factory()
+        return _Connection(self, made, self._h2_override or made.h2_config)
+
+    def _counted(self, method: Method) -> Method:
+        """The same method; while a call of it runs, the server has the call's task."""
+        streaming = method.cardinality is Cardinality.UNARY_STREAM
+        calls = self._stream_calls if streaming else self._unary_calls
+
+        async def serve(stream: Any) -> None:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            calls.add(task)
+            task.add_done_callback(calls.discard if streaming else self._unary_ended)
+            await method.func(stream)
+
+        return method._replace(func=serve)
+
+    def _unary_ended(self, call: "asyncio.Task[Any]") -> None:
+        self._unary_calls.discard(call)
+        self._last_unary = asyncio.get_running_loop().time()
 
 
-async def _settle(calls: set[asyncio.Task[None]], timeout_seconds: float) -> None:
-    """Waits until `calls` is empty, calls that come meanwhile included."""
+async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
+    """Waits until `calls` is empty, later calls included."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
@@ -109,53 +150,35 @@ async def _settle(calls: set[asyncio.Task[None]], timeout_seconds: float) -> Non
 
 
 class _Connection(H2Protocol):
-    """One client's connection, known to its server while it lives."""
+    """One client's connection, listed by its server."""
 
-    def __init__(self, server: DrainingServer, handler: Handler) -> None:
-        super().__init__(handler, server._config, server._h2_config)
-        self._of = server
+    def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
+        super().__init__(made.handler, made.config, h2_config)
+        self._listed_by = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._of._connections.add(self)
-        if self._of._draining:
-            self.goodbye()
+        self.transport = cast("asyncio.Transport", transport)
+        self._listed_by.connected(self)
+        if self._listed_by.draining:
+            self.say_goodbye()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._of._connections.discard(self)
+        self._listed_by.disconnected(self)
         super().connection_lost(exc)
 
-    def goodbye(self) -> None:
-        """GOAWAY, then close; the transport flushes what it holds first."""
-        if self.connection.is_closing():
+    def say_goodbye(self) -> None:
+        """Sends GOAWAY and closes; the transport sends what it holds first."""
+        if self.transport.is_closing():
             return
-        try:
+        with suppress(ProtocolError):  # the connection is past sending
             self.connection._connection.close_connection(ErrorCodes.NO_ERROR)
             self.connection.flush()
-        except ProtocolError:  # the connection is past saying anything
-            pass
         self.processor.close("the server is draining")
 
 
-class _Calls(Handler):
-    """Starts the calls of one connection and enters them in the server's books."""
-
-    def __init__(self, server: DrainingServer) -> None:
-        super().__init__(server._mapping, server._codec, server._status_details_codec, server.__dispatch__)
-        self._of = server
-
-    def accept(self, stream: Stream, headers: list[tuple[str, str]], release_stream: Callable[[], Any]) -> None:
-        super().accept(stream, headers, release_stream)
-        method = self.mapping.get(dict(headers).get(":path", ""))
-        streaming = method is not None and method.cardinality is Cardinality.UNARY_STREAM
-        calls = self._of._stream_calls if streaming else self._of._unary_calls
-        task = self._tasks[stream]
-        calls.add(task)
-        task.add_done_callback(calls.discard if streaming else self._of._unary_ended)
-
-
 class _Methods:
-    """grpclib's table of methods, where an unknown one answers UNIMPLEMENTED in a form that grpc-go understands."""
+    """grpclib's table of methods; an unknown one is answered with UNIMPLEMENTED in a form that grpc-go understands."""
 
     def __init__(self, methods: dict[str, Method]) -> None:
         self._methods = methods
@@ -164,7 +187,7 @@ class _Methods:
         return self._methods.get(path) or Method(_unimplemented(path), Cardinality.STREAM_STREAM, bytes, bytes)
 
 
-def _unimplemented(path: str) -> Callable[[Any], Any]:
+def _unimplemented(path: str) -> Callable[[Any], Awaitable[None]]:
     async def refuse(_stream: object) -> None:
         raise GRPCError(Status.UNIMPLEMENTED, f"unknown method {path}")
 

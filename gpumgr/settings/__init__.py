@@ -1,4 +1,4 @@
-"""What an operator can set: one YAML file, the environment over it, flags over that; checked as a whole before anything starts."""
+"""The operator's settings: a YAML file, overridden by the environment, overridden by flags; checked as a whole before anything starts."""
 
 from gpumgr.settings.load import InvalidSettingsError, Problem, check_settings, load_settings
 from gpumgr.settings.schema import Settings

@@ -1,30 +1,30 @@
-"""gpu-manager's command line, understood: each of its flags sets one of our keys, is moot here, or is refused with a reason.
+"""Translates gpu-manager's command line: each flag sets one of our keys, has no effect here, or is refused with a reason.
 
 flag                          here
 ----------------------------  ----------------------------------------------------------------------------------------------
---driver                      `nvidia` is what we do; `dummy` and others are refused (`--sim` has nodes without GPUs)
+--driver                      `nvidia` is accepted; `dummy` and others are refused (`--sim` has nodes without GPUs)
 --extra-config                reads the JSON: `default`.devices -> container.extra_devices; gpu-manager never used other names
---volume-config               reads the JSON: where the volumes lie -> container.driver_share_dir, container.driver_whole_dir
+--volume-config               reads the JSON: folders of the volumes -> container.driver_share_dir, container.driver_whole_dir
 --query-port, --query-addr    http.port, http.address
 --kubeconfig                  kubernetes.kubeconfig (empty: the pod's service account)
 --sample-period               nvml.sample_period_seconds
---node-labels                 kubernetes.node_labels; items without `=` or, but for the GPU's model, without a value are passed over
+--node-labels                 kubernetes.node_labels; items without `=`, or without a value (except the GPU's model), are ignored
 --hostname-override           node.name (empty: this host's name)
 --virtual-manager-path        container.allocation_dir
 --device-plugin-path          kubelet.device_plugin_dir (empty: the kubelet's default)
 --checkpoint-path             checkpoint.gpu_manager_checkpoint: the file in that folder, read once for migration
 --share-mode                  placement.share_mode (gpu-manager's default is off, gpumgr's is on)
 --v                           log.level: debug from 4 on, else info
---allocation-check-period     moot: every few seconds, always
+--allocation-check-period     no effect: the interval is fixed, a few seconds
 --container-runtime-endpoint  cri.socket
---cgroup-driver               moot: the kernel tells in which cgroup a process is
---runtime-request-timeout     moot: calls of the container runtime have a bound of their own
---wait-timeout                moot: the agent probes its own sockets and retries
---logtostderr and klog's      moot: the log always goes to stderr
---addr                        display.socket: gpu-manager's packaged configuration has it, though gpu-manager knows no such flag
+--cgroup-driver               no effect: the cgroup of a process is read from the kernel
+--runtime-request-timeout     no effect: calls of the container runtime have a fixed timeout
+--wait-timeout                no effect: the agent probes its own sockets and retries
+--logtostderr and klog's      no effect: the log always goes to stderr
+--addr                        display.socket: gpu-manager's packaged configuration has it, gpu-manager itself does not
 --version                     refused: `gpumgr --version`
 
-`_` in a flag's name counts as `-`, as gpu-manager has it. A boolean flag alone means true; its value needs `=`.
+`_` in a flag's name counts as `-`, as in gpu-manager. A boolean flag alone means true; its value needs `=`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,13 +43,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuManagerFlags:
-    """What a gpu-manager command line comes to. `notes` are sentences for the log, about flags that have no effect here."""
+    """The result of a gpu-manager command line. `notes` are sentences for the log about flags without effect."""
 
     overrides: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-#: Given the flag (with dashes) and its text, what it comes to.
+#: Takes the flag (with dashes) and its text.
 _Rule = Callable[[str, str], GpuManagerFlags]
 
 
@@ -78,7 +78,7 @@ def parse_gpu_manager_flags(argv: Sequence[str]) -> GpuManagerFlags:
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each flag, in Go's pflag grammar. Raises SettingsError for what is no flag of gpu-manager's."""
+    """(name, text) of each flag, in Go's pflag grammar. Raises SettingsError for any other argument."""
     rest = iter(argv)
     for word in rest:
         if word.startswith("-v") and not word.startswith("--"):
@@ -105,7 +105,7 @@ def _sets(key: str) -> _Rule:
 
 
 def _sets_where_given(key: str) -> _Rule:
-    """As `_sets`, for what gpu-manager, too, refuses to run without."""
+    """As `_sets`, for flags that gpu-manager requires to have a value."""
 
     def rule(flag: str, text: str) -> GpuManagerFlags:
         if not text:
@@ -115,7 +115,7 @@ def _sets_where_given(key: str) -> _Rule:
     return rule
 
 
-def _moot(reason: str) -> _Rule:
+def _no_effect(reason: str) -> _Rule:
     return lambda flag, _: GpuManagerFlags(notes=(f"{flag} has no effect: {reason}",))
 
 
@@ -126,11 +126,11 @@ def _driver(flag: str, text: str) -> GpuManagerFlags:
 
 
 def _node_labels(flag: str, text: str) -> GpuManagerFlags:
-    """gpu-manager warns of items that it can't use, and labels the node with the others."""
+    """As in gpu-manager, invalid items cause a warning, and the node gets the other labels."""
     key = "kubernetes.node_labels"
     items = [item for item in text.split(",") if item]
     usable = [item for item in items if item.startswith(_MODEL_LABEL) or all(item.partition("=")[::2])]
-    notes = tuple(f"{flag}: {item!r} is passed over; wanted: key=value" for item in items if item not in usable)
+    notes = tuple(f"{flag}: {item!r} is ignored; allowed: key=value" for item in items if item not in usable)
     return GpuManagerFlags(overrides={key: parse_text(key, ",".join(usable), flag)} if usable else {}, notes=notes)
 
 
@@ -177,7 +177,7 @@ def _volume_config(flag: str, text: str) -> GpuManagerFlags:
     for volume in _read_json(flag, Path(text), _VolumeConfig, wanted).volume:
         key = "container.driver_share_dir" if volume.name == "nvidia" else "container.driver_whole_dir"
         overrides[key] = parse_text(key, f"{volume.base}/{volume.name}", f"{flag} {text}")
-    note = f"{flag}: the folders that {text} names are used as they stand; gpumgr copies no driver files into them"
+    note = f"{flag}: the folders that {text} names are used as they are; gpumgr copies no driver files into them"
     return GpuManagerFlags(overrides=overrides, notes=(note,))
 
 
@@ -187,11 +187,11 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
     except OSError as error:
         raise InputError(f"{flag}: {path} can't be read: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{flag}: {path} is not what gpu-manager reads: {error}; wanted: {wanted}") from error
+        raise InputError(f"{flag}: {path} is not what gpu-manager reads: {error}; expected: {wanted}") from error
 
 
-_STDERR: Final = "gpumgr logs to stderr; log.level and log.format say how"
-#: Its value is found out, whatever stands there.
+_STDERR: Final = "gpumgr logs to stderr, as log.level and log.format set"
+#: Its value comes from the driver; the value in the flag is ignored.
 _MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 
 _RULES: Final[Mapping[str, _Rule]] = {
@@ -208,18 +208,18 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "device-plugin-path": _sets("kubelet.device_plugin_dir"),
     "checkpoint-path": _legacy_checkpoint,
     "share-mode": _sets_where_given("placement.share_mode"),
-    "allocation-check-period": _moot("gpumgr compares its ledger with the kubelet every few seconds"),
+    "allocation-check-period": _no_effect("gpumgr compares its ledger with the kubelet every few seconds"),
     "container-runtime-endpoint": _sets("cri.socket"),
-    "cgroup-driver": _moot("the kernel tells gpumgr in which cgroup a process is, whatever driver made it"),
-    "runtime-request-timeout": _moot("gpumgr bounds its calls of the container runtime itself"),
-    "wait-timeout": _moot("gpumgr probes its own sockets before it registers, and retries in place"),
+    "cgroup-driver": _no_effect("gpumgr reads the cgroup of a process from the kernel, for every cgroup driver"),
+    "runtime-request-timeout": _no_effect("gpumgr bounds its calls of the container runtime itself"),
+    "wait-timeout": _no_effect("gpumgr probes its own sockets before it registers, and retries in place"),
     "v": _verbosity,
-    "logtostderr": _moot(_STDERR),
-    "alsologtostderr": _moot(_STDERR),
-    "stderrthreshold": _moot(_STDERR),
-    "vmodule": _moot(_STDERR),
-    "log-backtrace-at": _moot(_STDERR),
-    "log-dir": _moot(_STDERR),
+    "logtostderr": _no_effect(_STDERR),
+    "alsologtostderr": _no_effect(_STDERR),
+    "stderrthreshold": _no_effect(_STDERR),
+    "vmodule": _no_effect(_STDERR),
+    "log-backtrace-at": _no_effect(_STDERR),
+    "log-dir": _no_effect(_STDERR),
     "addr": _sets_where_given("display.socket"),
     "version": _version,
 }

@@ -1,4 +1,4 @@
-"""Which settings can change under a running agent, and what a reload comes to. Pure."""
+"""Settings that can change while the agent runs, and the result of a reload. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Final
 
 from gpumgr.settings.schema import Settings, build, sections
 
-#: What takes effect without a restart: decisions, looks and writes to come follow it, nothing that was granted changes. All else is
-#: tied to sockets, files, processes or containers that are there already.
+#: Keys that take effect without a restart: they count for later decisions, samples and writes; existing grants do not change. All other
+#: keys concern sockets, files, processes or containers that exist already.
 LIVE: Final = frozenset(
     {
         "kubernetes.pod_wait_milliseconds",
@@ -31,17 +31,17 @@ LIVE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
-    """`settings` are in force from now on: those of before, with what could be applied. The others are dotted keys in the file's
-    order: `applied` now, and `needs_restart` for what was written otherwise than what is in force."""
+    """`settings` are the previous settings with the live keys changed. `applied` and `needs_restart` are the dotted keys that differ, in
+    the file's order."""
 
     settings: Settings
     applied: tuple[str, ...]
     needs_restart: tuple[str, ...]
 
 
-def reload(in_force: Settings, written: Settings) -> Reload:
-    """What comes of settings that were read anew while others are in force."""
-    old, new = flat(in_force), flat(written)
+def reload(current: Settings, written: Settings) -> Reload:
+    """Applies the live keys of `written` to `current`."""
+    old, new = flat(current), flat(written)
     changed = [key for key in old if old[key] != new[key]]
     applied = tuple(key for key in changed if key in LIVE)
     return Reload(

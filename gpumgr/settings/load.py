@@ -1,13 +1,14 @@
-"""Settings out of three layers: file, environment, flags. Every layer is checked in full, so that one run names all mistakes.
+"""Loads the settings from three layers: file, environment, flags. Each layer is checked in full, so that all errors are reported at once.
 
-A key's environment variable is GPUMGR_<SECTION>_<KEY>. Its text needs no quotes; lists are separated by commas. `null`, in the file
-or in a variable, means the default.
+A key's environment variable is GPUMGR_<SECTION>_<KEY>. Its value needs no quotes; list items are separated by commas. `null`, in the
+file or in a variable, means the default.
 """
 
 import difflib
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,20 +17,24 @@ from typing import Any, Final
 import msgspec
 import yaml
 
+from gpumgr import tls_files
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import Settings, allowed, build, sections
-from gpumgr.settings.together import contradictions
 from gpumgr.settings.tree import UnreadableError, entries, is_null, line_of, read_tree, value_of
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: What Kubernetes sets in every container for a Service whose name begins with "gpumgr": not meant for us.
+#: sun_path of Linux's sockaddr_un, less the closing NUL.
+_MAX_SOCKET_PATH_BYTES: Final = 107
+#: Longest name of gpumgr's sockets in the device plugin folder, with its slash.
+_OUR_SOCKET_BYTES: Final = 24
+#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr": no settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One mistake. `source` is the file, or words for where it stands; `key` is dotted, None if no key is to blame."""
+    """One error. `source` is the file, or a description of the layer; `key` is dotted, None if the error concerns no key."""
 
     source: str
     line: int | None = None
@@ -42,7 +47,7 @@ class Problem:
 
 
 class InvalidSettingsError(SettingsError):
-    """Some settings are wrong; `problems` has them all, in the order of the layers."""
+    """Some settings are wrong; `problems` has all errors, in the order of the layers."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -51,7 +56,7 @@ class InvalidSettingsError(SettingsError):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value as somebody wrote it; `text` if the source knows only text."""
+    """One value of one layer; `text`: the layer has only text."""
 
     key: str
     value: object
@@ -64,9 +69,9 @@ class _Given:
 
 
 def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: Mapping[str, object]) -> Settings:
-    """Settings from a file (None: none), over it the environment, over that flags (`overrides`, dotted keys, typed values or text).
+    """Settings from a file (None: no file), the environment and flags (`overrides`: dotted key -> typed value or text); later ones win.
 
-    Raises InvalidSettingsError that names every mistake in all three.
+    Raises InvalidSettingsError with all errors of the three layers.
     """
     problems: list[Problem] = []
     values: dict[str, Any] = {}
@@ -85,14 +90,14 @@ def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: M
             values[given.key] = converted
     settings = build(values)
     if not problems:
-        problems += [written[key].problem(message) for key, message in contradictions(settings)]
+        problems += [written[key].problem(message) for key, message in _cross_check(settings)]
     if problems:
         raise InvalidSettingsError(problems)
     return settings
 
 
 def check_settings(path: Path) -> tuple[Problem, ...]:
-    """All mistakes of one file, looked at by itself."""
+    """All errors of one file, without environment and flags."""
     try:
         load_settings(path, environ={}, overrides={})
     except InvalidSettingsError as error:
@@ -101,7 +106,7 @@ def check_settings(path: Path) -> tuple[Problem, ...]:
 
 
 def parse_text(key: str, text: str, source: str) -> object:
-    """The value that `text` stands for under `key`, as for an environment variable. Raises InvalidSettingsError."""
+    """Converts `text` to the type of `key`, as for an environment variable. Raises InvalidSettingsError."""
     problems: list[Problem] = []
     value = _convert(_Given(key, text, source, text=True), problems)
     if problems:
@@ -110,7 +115,7 @@ def parse_text(key: str, text: str, source: str) -> object:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown word: the likeliest intention, or all that there is."""
+    """End of a message about an unknown word: the closest known word, or all of them."""
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
@@ -120,7 +125,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _convert(given: _Given, problems: list[Problem]) -> object:
-    """The value in its key's type; None for null, and with a problem for what can't be converted."""
+    """The value in its key's type; None for null. None too, with a problem added, for a value that can't be converted."""
     section, _, key = given.key.partition(".")
     kind = sections()[section][key]
     value = given.value
@@ -131,7 +136,7 @@ def _convert(given: _Given, problems: list[Problem]) -> object:
     try:
         _check_texts(value)
         result: object = msgspec.convert(value, kind, strict=not given.text, dec_hook=_absolute_path)
-    except (msgspec.ValidationError, ValueError):  # the latter: numbers of thousands of digits
+    except (msgspec.ValidationError, ValueError):  # ValueError: numbers of thousands of digits
         problems.append(given.problem(f"{_shown(given.value)} is not allowed; allowed: {allowed(kind)}"))
         return None
     if isinstance(result, float) and not math.isfinite(result):
@@ -149,7 +154,7 @@ def _split(text: str, kind: Any) -> object:
 
 
 def _check_texts(value: object) -> None:
-    """Raises UnicodeEncodeError, a ValueError, for texts with halves of characters: nobody can print, store or send them."""
+    """Raises UnicodeEncodeError, a ValueError, for text with lone surrogates, which cannot be printed, stored or sent."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, str | Path):
             str(item).encode()
@@ -166,7 +171,7 @@ def _absolute_path(kind: type, value: object) -> object:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # of whole numbers, Python prints 4300 digits at most
+    except ValueError:  # Python prints at most 4300 digits of an integer
         return "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
@@ -198,7 +203,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> It
 
 
 def _meant_for_us(variable: str) -> bool:
-    """A mistyped key, not just somebody's variable: it begins with one of our sections."""
+    """True for a mistyped key: the variable begins with the name of one of our sections."""
     known = tuple(f"{_PREFIX}{section.upper()}_" for section in sections())
     return variable.startswith(known) and not _SERVICE_LINK.search(variable)
 
@@ -233,16 +238,16 @@ def _from_file(path: Path, problems: list[Problem]) -> Iterator[_Given]:
 
 
 def _unknown_section(section: str) -> str:
-    homes = [name for name, keys in sections().items() if section in keys]
-    if homes:
-        return f"unknown section; the key {section!r} stands under {homes[0]!r}"
+    owners = [name for name, keys in sections().items() if section in keys]
+    if owners:
+        return f"unknown section; the key {section!r} belongs to the section {owners[0]!r}"
     return f"unknown section; {nearest(section, sections())}"
 
 
 def _entries(
     node: yaml.Node | None, path: Path, section: str | None, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value) of a mapping; null counts as an empty one, a second entry of one key as a mistake."""
+    """(key, line, value) of a mapping; null counts as an empty mapping, a second entry of one key as an error."""
     if node is None or is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):
@@ -255,8 +260,37 @@ def _entries(
         if key in first_lines:
             name = f"{section}.{key}" if section else key
             problems.append(
-                Problem(source=str(path), line=line, key=name, message=f"stands twice, first in line {first_lines[key]}")
+                Problem(source=str(path), line=line, key=name, message=f"appears twice, first in line {first_lines[key]}")
             )
             continue
         first_lines[key] = line
         yield key, line, value
+
+
+def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of each error. A key with its default value is never reported."""
+    yield from _socket_paths(settings)
+    http = settings.http
+    if (found := tls_files.missing_file(http.tls_cert_file, http.tls_key_file, http.client_ca_file)) is not None:
+        yield found
+    yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
+    yield from _twice("enforcement.overrides", settings.enforcement.overrides)
+
+
+def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
+    kubelet = settings.kubelet
+    for key, path, limit in (
+        ("kubelet.device_plugin_dir", kubelet.device_plugin_dir, _MAX_SOCKET_PATH_BYTES - _OUR_SOCKET_BYTES),
+        ("kubelet.pod_resources_socket", kubelet.pod_resources_socket, _MAX_SOCKET_PATH_BYTES),
+        ("http.socket", settings.http.socket, _MAX_SOCKET_PATH_BYTES),
+        ("display.socket", settings.display.socket, _MAX_SOCKET_PATH_BYTES),
+    ):
+        if (length := len(os.fsencode(path))) > limit:
+            yield key, f"the path has {length} bytes; allowed: {limit}, since unix sockets can't have longer names"
+
+
+def _twice(key: str, items: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Errors of a list of name=value with two values for a name, of which only the later one would take effect."""
+    names = [item.partition("=")[0] for item in dict.fromkeys(items)]
+    for name in dict.fromkeys(each for each in names if names.count(each) > 1):
+        yield key, f"{name!r} has {names.count(name)} values; allowed: one"

@@ -1,4 +1,4 @@
-"""Every setting: its name, type, bounds, default and meaning. `config/gpumgr.yaml` says the same to people; a test compares them."""
+"""Every setting: name, type, bounds, default and meaning. `config/gpumgr.yaml` documents the same; a test compares them."""
 
 import socket
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]+$", extra={"allowed": 
 
 
 def _this_host() -> str:
-    """The name that the kubelet, too, uses unless told otherwise."""
+    """The host name, which is the kubelet's default too."""
     return socket.gethostname().lower()
 
 
@@ -60,10 +60,10 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Folder of our ledger; on a local disk, kept over restarts.
+    #: Folder of the checkpoint; on a local disk that survives restarts.
     dir: Path = Path("/var/lib/gpumgr")
-    #: gpu-manager's own checkpoint: read at the first start, and where the kubelet knows containers of gpu-manager's that the ledger does
-    #: not. It may be missing.
+    #: gpu-manager's own checkpoint: read at the first start, and when the kubelet has containers of gpu-manager that the ledger lacks. It
+    #: may be missing.
     gpu_manager_checkpoint: Path = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 
 
@@ -74,15 +74,15 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     kubeconfig: Path | None = None
     #: Delete pods that the kubelet failed because of one of our refusals.
     delete_failed_pods: bool = False
-    #: How long a preference may wait for a pod that the kubelet already knows and our cache does not.
+    #: How long GetPreferredAllocation may wait for a pod that the kubelet has and our cache does not have yet.
     pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000)] = 50
-    #: Write what each pod was given into its annotations.
+    #: Write each pod's allocations into its annotations.
     annotate_pods: bool = True
     #: Events of pods and of the node: where a pod was placed and why, what was refused, GPUs that fail and come back.
     write_events: bool = True
-    #: Labels and a condition of the node that tell of its GPUs.
+    #: Write labels and a condition about the GPUs to the Node object.
     describe_node: bool = True
-    #: Further labels of the node; of gaia.tencent.com/gpu-model the value is found out.
+    #: Further labels of the node; the value of gaia.tencent.com/gpu-model is read from the driver.
     node_labels: tuple[NodeLabel, ...] = ()
 
 
@@ -91,13 +91,13 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     library_path: Path | None = None
     #: A call that takes longer counts as hung.
     call_timeout_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
-    #: How often health and utilisation are looked at.
+    #: How often health and utilisation are sampled.
     sample_period_seconds: Period = 1.0
     #: Run modprobe for the driver's modules when NVML is not there.
     load_kernel_modules: bool = False
     #: XID errors that an application causes and that leave the GPU healthy.
     ignored_xids: tuple[Xid, ...] = (13, 31, 43, 45, 68, 109)
-    #: Without a driver: how long until systemd is told READY with a status that says so.
+    #: Without a driver: how long until systemd is notified READY with a status that says so.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     #: The driver's program that resets a GPU; a name is looked up in PATH.
     smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"
@@ -106,7 +106,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Of the GPUs that fit a share, take the fullest or the emptiest.
     policy: Literal["binpack", "spread"] = "binpack"
-    #: Grant less than 100 cores at all.
+    #: Grant shares of a GPU (less than 100 cores).
     share_mode: bool = True
 
 
@@ -117,41 +117,41 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     driver_share_dir: Path = Path("/etc/gpu-manager/vdriver/nvidia")
     #: Driver files for containers with whole GPUs; mounted at /usr/local/nvidia if it exists.
     driver_whole_dir: Path = Path("/etc/gpu-manager/vdriver/origin")
-    #: One folder for each allocation is made here and mounted at /etc/vcuda.
+    #: One folder for each allocation is created here and mounted at /etc/vcuda.
     allocation_dir: Path = Path("/etc/gpu-manager/vm")
     #: Further device nodes for every container.
     extra_devices: tuple[Path, ...] = ()
 
 
 class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: What keeps containers within their shares. auto: the strongest that this node can carry.
+    #: What enforces the limits of shares. auto: the strongest backend that this node supports.
     backend: Literal["auto", "mps", "hami-core", "vcuda", "nvml-memory", "none"] = "auto"
-    #: Another mechanism, or none, for pods of a namespace or of one of its service accounts; the most exact entry counts.
+    #: Another backend, or none, for pods of a namespace or of one of its service accounts; the most specific entry counts.
     overrides: tuple[Override, ...] = ()
-    #: How containers get devices, files and environment: in the answer itself, or by the name of a CDI device.
+    #: How containers get devices, files and environment: in the Allocate response, or by the name of a CDI device.
     injection: Literal["mounts", "cdi"] = "mounts"
-    #: Where CDI specs are written; the container runtime must read that folder.
+    #: Folder of CDI specs; the container runtime must read it.
     cdi_dir: Path = Path("/var/run/cdi")
-    #: Sockets, shared memory and region files of running containers; on a tmpfs. The path is short: it is part of sockets' names.
+    #: Sockets, shared memory and region files of running containers; on a tmpfs. Keep the path short: it is part of socket paths.
     run_dir: Path = Path("/run/gpumgr")
     #: How long files of a container that is gone are kept.
     orphan_grace_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
-    #: So many samples in a row over its memory make a container an offender.
+    #: Number of consecutive samples over its memory limit after which a container counts as over its limit.
     over_limit_samples: Annotated[int, Meta(ge=1, le=3600)] = 5
-    #: Memory beyond the limit that is not held against a container (contexts, rounding).
+    #: Memory beyond the limit that is tolerated (contexts, rounding).
     over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576)] = 256
-    #: Evict the pods of offenders.
+    #: Evict pods with a container over its memory limit.
     evict: bool = False
 
 
 class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: NVIDIA's control program; a name is looked up in PATH, in the host's where the agent is a pod.
     control_program: Annotated[str, Meta(min_length=1)] = "nvidia-cuda-mps-control"
-    #: 3 where the program has it, else 2.
+    #: auto: 3 if the program supports it, else 2.
     protocol: Literal["auto", "2", "3"] = "auto"
-    #: A GPU's daemon ends so long after its last container.
+    #: How long a GPU's daemon runs on after its last container.
     idle_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    #: Put a GPU in EXCLUSIVE_PROCESS mode while it is shared, so that nobody gets past the daemon.
+    #: Put a GPU in EXCLUSIVE_PROCESS mode while it is shared, so that no process bypasses the daemon.
     exclusive_process: bool = True
 
 
@@ -169,9 +169,9 @@ class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
     library_sha256: Sha256 | None = None
     #: The program that the library runs to register its process. Null: gpumgr's own.
     client_path: Path | None = None
-    #: The list of driver files that containers get, in gpu-manager's format.
+    #: The list of driver files for containers, in gpu-manager's format.
     volume_conf: Path = Path("/etc/gpu-manager/volume.conf")
-    #: Where the driver's files are looked for; the first root that has the loaded driver's libcuda is taken.
+    #: Roots of the driver's files; the first one with the loaded driver's libcuda is used.
     driver_roots: tuple[Path, ...] = (Path("/"), Path("/run/nvidia/driver"))
 
 
@@ -187,24 +187,24 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: HostName = "127.0.0.1"
     #: 0: any free port.
     port: Port = 5678
-    #: Further connections are refused.
+    #: Limit of open connections; further ones are refused.
     max_connections: Annotated[int, Meta(ge=8, le=65535)] = 512
-    #: A file with a bearer token: who comes from beyond this host must show it. Null: from there only probes and metrics are served.
+    #: A file with a bearer token, required from other hosts. Null: other hosts get only probes and metrics.
     token_file: Path | None = None
     #: Certificate in PEM: with it the pages are served over TLS. Null: plain HTTP.
     tls_cert_file: Path | None = None
     #: The certificate's key in PEM.
     tls_key_file: Path | None = None
-    #: Certificates of who may read all pages (mTLS); needs a certificate and a key of our own.
+    #: CA certificates of clients that may read all pages (mTLS); needs tls_cert_file and tls_key_file.
     client_ca_file: Path | None = None
-    #: Unix socket of the same pages, and of what only root may do (`gpumgr usage`, `why`, `history`, `gpu`).
+    #: Unix socket of the same pages, and of the commands for root (`gpumgr usage`, `why`, `history`, `gpu`).
     socket: Path = Path("/run/gpumgr/agent.sock")
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: gpu-manager's four gauges beside our own.
+    #: Serve gpu-manager's four gauges too.
     gpu_manager_names: bool = True
-    #: HAMi's gauges, under their new and their old names.
+    #: Serve HAMi's gauges too, under their new and their old names.
     hami_names: bool = False
 
 
@@ -224,7 +224,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: After SIGTERM: how long running calls and writes may take to end.
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
-    #: Whoever holds this file locked is the node's agent.
+    #: The node's agent holds a lock on this file.
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
 
 
@@ -260,7 +260,7 @@ def sections() -> Mapping[str, Mapping[str, Any]]:
 
 
 def build(values: Mapping[str, object]) -> Settings:
-    """Settings from converted values under dotted names ("http.port"); what is missing has its default."""
+    """Settings from converted values with dotted names ("http.port"); missing keys have their defaults."""
     made = {
         section.encode_name: section.type(
             **{key: values[name] for key in sections()[section.encode_name] if (name := f"{section.encode_name}.{key}") in values}
@@ -271,13 +271,13 @@ def build(values: Mapping[str, object]) -> Settings:
 
 
 def plain(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The settings in types that YAML and JSON know."""
+    """The settings as plain types for YAML and JSON."""
     result: dict[str, dict[str, Any]] = msgspec.to_builtins(settings, enc_hook=str)
     return result
 
 
 def allowed(kind: Any) -> str:
-    """What a person may write for a key of this type."""
+    """Describes the values that a key of this type allows."""
     return _allowed(inspect.type_info(kind))
 
 

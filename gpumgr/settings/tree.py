@@ -1,6 +1,6 @@
-"""A settings file as a tree of YAML nodes, each with its line.
+"""Reads a settings file into a tree of YAML nodes with line numbers.
 
-A person wrote the file, or a broken tool, or something else stands in its place: what comes of it is a tree or one sentence.
+The result is a tree or one error sentence, for any content of the file and any other object at its path.
 """
 
 import os
@@ -13,7 +13,7 @@ import yaml
 
 from gpumgr.errors import SettingsError
 
-#: A hundred times more than anybody needs. PyYAML makes 600 bytes in memory of one of the file, and does 100 KiB a second.
+#: A hundred times the size of a complete file. PyYAML needs 600 bytes of memory for each byte, and reads 100 KiB a second.
 MAX_FILE_BYTES: Final = 128 << 10
 _MAX_NAME: Final = 60
 _MAX_SENTENCE: Final = 300
@@ -21,7 +21,7 @@ _NULL: Final = "tag:yaml.org,2002:null"
 
 
 class UnreadableError(SettingsError):
-    """The file, or a value in it, can't be read. `line` counts from 1; None if no line is to blame."""
+    """The file, or a value in it, can't be read. `line` counts from 1; None if the error concerns no line."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ def read_tree(path: Path) -> yaml.Node | None:
 
 
 def entries(node: yaml.MappingNode) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value), keys as `legible` has them. What is no text is "?"."""
+    """(key, line, value); keys pass through `legible`, and a key that is no scalar is "?"."""
     for key, value in node.value:
         yield legible(key.value) if isinstance(key, yaml.ScalarNode) else "?", line_of(key), value
 
@@ -49,19 +49,19 @@ def is_null(node: yaml.Node | None) -> bool:
 
 
 def value_of(node: yaml.Node) -> object:
-    """A scalar, or a list of such: settings hold nothing else, and what is nested can grow beyond all bounds. Raises UnreadableError."""
+    """The value of a scalar or of a list of scalars; aliases in nested values could grow without bound. Raises UnreadableError."""
     flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in flat):
         raise UnreadableError("neither a value nor a list of values")
     try:
         value: object = yaml.constructor.SafeConstructor().construct_document(node)
-    except Exception as error:  # PyYAML checks tags' contents by trying: `!!bool x` is a KeyError
+    except Exception as error:  # PyYAML raises any error for a bad tag: `!!bool x` is a KeyError
         raise UnreadableError(_sentence(error)) from error
     return value
 
 
 def legible(text: str, limit: int = _MAX_NAME) -> str:
-    """On one line, fit for logs, databases and terminals, which take neither halves of characters nor escape sequences."""
+    """The text on one line, without lone surrogates and escape sequences, which logs, databases and terminals do not accept."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return cut if cut.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
@@ -80,7 +80,7 @@ def _read(path: Path) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Who opens a FIFO otherwise waits for somebody who writes."""
+    """Without O_NONBLOCK, opening a FIFO blocks until it has a writer."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
@@ -94,11 +94,11 @@ def _compose(content: bytes) -> yaml.Node | None:
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise _no_yaml(said, mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
-        # ReaderError counts in characters or bytes of the input, whichever it failed in; line breaks are one of either.
+        # ReaderError counts characters or bytes, depending on where it failed; a line break is one of either.
         raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error
-    except Exception as error:  # what int() and chr() say to digits that PyYAML hands them unseen
+    except Exception as error:  # int() and chr() raise for digits that PyYAML passes on unchecked
         raise _no_yaml(_sentence(error), loader.line + 1 if loader is not None else None) from error
     return tree
 
@@ -108,6 +108,6 @@ def _no_yaml(why: str, line: int | None = None) -> UnreadableError:
 
 
 def _sentence(error: Exception) -> str:
-    """Errors of Python's own types say too little without their type."""
+    """The error as one sentence; an error of a built-in type needs its type's name."""
     said = str(error).partition("\n")[0]
     return legible(said if isinstance(error, yaml.YAMLError | ValueError) and said else repr(error), _MAX_SENTENCE)

@@ -1,10 +1,11 @@
-"""An embedded stand-in for the API server, as far as a node agent asks it: this node's pods, listed, watched, annotated,
-deleted and evicted.
+"""A simulated API server, with the part that a node agent uses: the pods of one node, listed, watched, patched, deleted and evicted.
 
-Law 1. Resource versions count up with every change; a watch from a version gets every change after it, in order.
-Law 2. A version older than what is remembered is answered 410 Expired, as an ERROR event inside a watch (as the real one does).
-Law 3. An outage loses nothing: what changed meanwhile is there when the server is back at the same address.
-Law 4. What `forbidden` names is answered 403, and a SelfSubjectAccessReview says so.
+Invariants:
+
+- Resource versions increase with every change. A watch from a version gets every change after it, in order.
+- A version older than the recorded history is answered 410 Expired, as an ERROR event inside a watch (as the real server does).
+- An outage loses nothing: changes during it are visible when the server is back at the same address.
+- Requests in `forbidden` are answered 403, and a SelfSubjectAccessReview reports them as not allowed.
 
 Events, the node and access reviews are in `apiserver_written`.
 """
@@ -20,7 +21,7 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.sim.apiserver_pods import document_of
 from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of, status
 from gpumgr.sim.kubelet_pods import PodStatus, SimPod
@@ -38,12 +39,12 @@ class _Event:
 
 
 class SimApiServer:
-    """Holds pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
+    """Stores pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` holds back every answer and every event. `on_delete` hears the UID of a pod that a client deleted or evicted.
-    `requests` tells what was asked, as "list", "watch", "delete", "evict", "pod" (one was patched), and the words of `Written`.
-    `forbidden` has pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods whose PodDisruptionBudget lets none go.
-    `written` is what clients wrote.
+    `delay_seconds` delays every answer and every event. `on_delete` is called with the UID of a pod that a client deleted or evicted.
+    `requests` records the requests, as "list", "watch", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has
+    pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no
+    eviction. `written` is what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
@@ -57,7 +58,7 @@ class SimApiServer:
         self._pods: dict[str, Document] = {}
         self._events: list[_Event] = []
         self._forgotten = 0
-        self._version = Latest(1)
+        self._version = LatestValue(1)
         self._port = 0
         self._runner: web.AppRunner | None = None
         self._open: dict[asyncio.Task[Any], web.Request] = {}
@@ -73,7 +74,7 @@ class SimApiServer:
 
     @property
     def url(self) -> str:
-        """Known after the first `start`, and the same ever after."""
+        """Known after the first `start`; it does not change afterwards."""
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
@@ -91,7 +92,7 @@ class SimApiServer:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Goes away: nobody listens, requests under way are cut. The pods stay."""
+        """Stops listening and cuts the open requests. The pods stay."""
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
@@ -120,7 +121,7 @@ class SimApiServer:
     # -- pods --------------------------------------------------------------------------------------------------------------
 
     def put(self, pod: SimPod, status: PodStatus = _PENDING, *, controlled: bool = False) -> None:
-        """The pod is there, with this status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
+        """Sets the pod's status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
         before = self._pods.get(pod.uid)
         created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         document = document_of(pod, status, self.node_name, created, controlled=controlled)
@@ -129,16 +130,16 @@ class SimApiServer:
         self._record("MODIFIED" if before else "ADDED", document)
 
     def remove(self, uid: str) -> None:
-        """The pod is gone. Raises KeyError if there is none."""
+        """Removes the pod. Raises KeyError if it does not exist."""
         self._record("DELETED", self._pods.pop(uid))
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """Of a pod. Raises KeyError if there is none."""
+        """Annotations of a pod. Raises KeyError if it does not exist."""
         annotations: dict[str, str] = self._pods[uid]["metadata"]["annotations"]
         return annotations
 
     def forget(self) -> None:
-        """Drops the history of changes: every version so far is too old to watch from."""
+        """Drops the history of changes: no version so far can be watched from."""
         self._forgotten = self._version.value
         self._events.clear()
 
@@ -170,7 +171,7 @@ class SimApiServer:
         return await self._watch(request) if watch else self._list(request)
 
     def _list(self, request: web.Request) -> web.Response:
-        """Everything on one page: `limit` is a wish, and a server may answer with more."""
+        """Returns everything on one page; a server may exceed `limit`."""
         items = list(self._pods.values()) if self._wanted(request) else []
         version = str(self._version.value)
         return web.json_response(
@@ -197,7 +198,7 @@ class SimApiServer:
         return response
 
     async def _send_since(self, request: web.Request, response: web.StreamResponse, sent: int) -> int:
-        """Sends what is newer than `sent`; the version of the last event."""
+        """Sends events newer than `sent`; returns the version of the last event."""
         if self._events and self._events[-1].version > sent:
             await self._delay()
         for event in [event for event in self._events if event.version > sent]:
@@ -217,7 +218,7 @@ class SimApiServer:
         return self._end(request, "create", "pods/eviction", (body.get("deleteOptions") or {}).get("preconditions"))
 
     async def _patch(self, request: web.Request) -> web.Response:
-        """The UID in a patch is a precondition, as is every field that never changes."""
+        """The UID in a patch is a precondition, like every immutable field."""
         if refused := self.written.refused(request, "pod", "patch", "pods"):
             return refused
         if (pod := self._named(request)) is None:
@@ -235,13 +236,13 @@ class SimApiServer:
         return web.json_response(changed)
 
     def _named(self, request: web.Request) -> Document | None:
-        """The later of two pods that have the name."""
+        """The later of two pods with this name."""
         key = (request.match_info["namespace"], request.match_info["name"])
         named = [pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
 
     def _end(self, request: web.Request, verb: str, resource: str, preconditions: Document | None) -> web.Response:
-        """The end of a pod, one way or the other."""
+        """Deletes or evicts a pod."""
         if (verb, resource) in self.forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
         if (pod := self._named(request)) is None:
@@ -257,7 +258,7 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _wanted(self, request: web.Request) -> bool:
-        """Whether the request's field selector means this node."""
+        """Whether the request's field selector selects this node."""
         selector = request.query.get("fieldSelector", "")
         return not selector or selector == f"spec.nodeName={self.node_name}"
 

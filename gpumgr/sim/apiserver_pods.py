@@ -1,4 +1,4 @@
-"""Simulated pods as the documents that the API server shows."""
+"""Simulated pods as documents of the API server."""
 
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod

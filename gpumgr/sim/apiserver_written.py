@@ -1,7 +1,7 @@
-"""What clients write to the stand-in for the API server: events, the node, and questions about their rights.
+"""What clients write to the simulated API server: events, the node, and access reviews.
 
-What Kubernetes refuses as invalid is refused here (source: its API validation): labels and annotations beyond their bounds, events
-that lie elsewhere than what they are about.
+It refuses what Kubernetes refuses as invalid (source: its API validation): labels and annotations beyond their limits, and events in
+another namespace than their object.
 """
 
 import re
@@ -22,8 +22,8 @@ _STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
 class Written:
-    """`events` by (namespace, name); `annotations`, `labels` and `conditions` (by type) are the node's, `managers` who else is said to
-    write there. Adds "event", "recount", "annotate", "label", "condition", "node" (it was read) and "review" to `requests`."""
+    """`events` by (namespace, name); `annotations`, `labels` and `conditions` (by type) are the node's, `managers` the field managers that
+    write there too. Appends "event", "recount", "annotate", "label", "condition", "node" (a read) and "review" to `requests`."""
 
     def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:
         self.events: dict[tuple[str, str], Document] = {}
@@ -85,7 +85,7 @@ class Written:
         return web.json_response(node)
 
     async def _patch_status(self, request: web.Request) -> web.Response:
-        """Of conditions, `type` is the key; those that the patch does not name stay, those that it deletes go."""
+        """`type` is the merge key of conditions: conditions that the patch does not name stay, conditions that it deletes go."""
         if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
             return refused
         for condition in (await request.json())["status"]["conditions"]:
@@ -125,7 +125,7 @@ class Written:
     def refused(
         self, request: web.Request, word: str, verb: str, resource: str, content_type: str = _MERGE
     ) -> web.Response | None:
-        """Notes the request; 403 or 415 if it is not to be answered."""
+        """Records the request; returns 403 or 415 if it must be refused."""
         self._requests.append(word)
         if (verb, resource) in self._forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
@@ -135,7 +135,7 @@ class Written:
 
 
 def problem_of(metadata: Mapping[str, Any]) -> str | None:
-    """What Kubernetes finds wrong with labels and annotations."""
+    """The validation error of Kubernetes for these labels and annotations, or None."""
     annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
     for key in (*annotations, *labels):
         prefix, _, name = key.rpartition("/")

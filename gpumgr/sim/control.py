@@ -1,25 +1,24 @@
-"""The live side of a simulated node: faults and scripted work, written to its control file while others read it.
+"""Faults and scripted load of a simulated node, written to its control file while other processes read it.
 
-The file is a set of facts, one a line: a verb, its subject, its value. A fact stands until it is taken back; the library reads
-the file again when it is replaced. Each change replaces it at once (rename), under a lock, so that several processes may write.
+The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed; the library reads the file
+again when it is replaced. Each change replaces the file atomically (rename), under a lock, so that several processes may write.
 
     generation N           grows when the driver is unloaded: older NVML sessions are stale then
-    loaded 0|1             whether the driver is there          driver VERSION      its version, if not the node's own
-    hang FUNCTION UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until taken back); `*` = all functions
-    latency FUNCTION MS    calls take so long                   result FUNCTION GPU CODE   calls answer so (GPU -1: for all)
+    loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
+    hang FUNCTION UNTIL    calls wait until this second of CLOCK_MONOTONIC (`inf`: until removed); `*` = all functions
+    latency FUNCTION MS    duration of calls                    result FUNCTION GPU CODE   result of calls (GPU -1: for all)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
-    process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not tell)
-    event NUMBER GPU TYPE DATA          (delivered once to each event set that was there before it)
+    process GPU PID BYTES SM_PERCENT    (bytes -1: the driver does not report them)
+    event NUMBER GPU TYPE DATA          (delivered once to each event set that existed before it)
 
-The library itself writes what callers have set, which ends only with the driver:
+The library itself writes what callers have set; it is removed when the driver is unloaded:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
 """
 
 import fcntl
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,13 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gpumgr.files import replace_file
 from gpumgr.topology.devices import MemoryLimit
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2
 _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
 
-#: How many words after the verb belong to a fact's subject; the others' is one.
+#: Number of words after the verb that belong to a fact's subject; 1 for all others.
 _SUBJECT_WORDS: Final = {"generation": 0, "loaded": 0, "driver": 0, "result": 2, "process": 2, "memorylimit": 2}
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
@@ -44,8 +44,8 @@ Facts = dict[Key, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimProcess:
-    """A process on a simulated GPU. `memory_bytes` None = the driver does not tell. `sm_percent` is how busy it keeps the GPU; at 0
-    the driver has no sample of it."""
+    """A process on a simulated GPU. `memory_bytes` None = the driver does not report it. `sm_percent` is its utilisation of the
+    GPU; at 0 the driver has no sample of it."""
 
     pid: int
     memory_bytes: int | None = 0
@@ -54,7 +54,7 @@ class SimProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimWork:
-    """All that one simulated GPU does: its processes, and its own readings."""
+    """Everything that one simulated GPU does: its processes and its own readings."""
 
     processes: tuple[SimProcess, ...]
     gpu_percent: int
@@ -72,11 +72,11 @@ class SimControl:
     # -- one GPU ---------------------------------------------------------------------------------------------------------
 
     def lose_gpu(self, gpu: int) -> None:
-        """From now on every call about this GPU answers GPU_IS_LOST."""
+        """Every call about this GPU returns GPU_IS_LOST from now on."""
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery is called for."""
+        """As after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set."""
         self._drop(lambda key: key[0] in {"lost", "ecc", "recovery"} and key[1] == str(gpu))
 
     def xid(self, gpu: int, number: int) -> None:
@@ -84,24 +84,24 @@ class SimControl:
         self._event(gpu, _EVENT_XID, number)
 
     def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
-        """An uncorrectable memory error: the volatile counter stands at `count`, and an event tells."""
+        """An uncorrectable memory error: sets the volatile counter to `count` and sends an event."""
         self._set(("ecc", str(gpu)), str(count))
         self._event(gpu, _EVENT_DOUBLE_BIT_ECC, 0)
 
     def set_recovery_action(self, gpu: int, action: int) -> None:
-        """What the driver says is needed: 0 nothing, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
+        """The recovery action that the driver reports: 0 none, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
         self._set(("mig", str(gpu)), str(int(enabled)))
 
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
-        """These processes and no others run on the GPU. Its used memory is their sum unless `set_memory_used` says otherwise."""
+        """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
 
         self._change(lambda facts: _put_processes(facts, gpu, processes))
 
     def set_work(self, works: Mapping[int, SimWork]) -> None:
-        """By GPU, all in one change: a reader meets what was before or what is after."""
+        """Sets the load by GPU, all in one change: a reader sees the state before or after."""
 
         def change(facts: Facts) -> None:
             for gpu, work in works.items():
@@ -125,21 +125,21 @@ class SimControl:
         self._set(("power", str(gpu)), str(round(watts * 1000)))
 
     def grow_processes(self, gpu: int, extra: int) -> None:
-        """So many processes start between the first question for the size of the list and the call that fetches it."""
+        """Number of processes that start between the call for the size of the list and the call that fetches it."""
         self._set(("grow", str(gpu)), str(extra))
 
     # -- what callers have set -------------------------------------------------------------------------------------------
 
     def compute_mode(self, gpu: int) -> int:
-        """As NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
+        """NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
         return int(self._read().get(("computemode", str(gpu)), "0"))
 
     def set_compute_mode(self, gpu: int, mode: int) -> None:
-        """As another administrator would."""
+        """Sets the mode as another administrator would."""
         self._set(("computemode", str(gpu)), str(mode))
 
     def memory_limits(self, gpu: int) -> Mapping[str, MemoryLimit]:
-        """By the cgroup's full path; what was set stays here when the cgroup is gone."""
+        """By the cgroup's full path; a limit stays here when its cgroup is gone."""
         limits: dict[str, MemoryLimit] = {}
         for key, value in self._read().items():
             if key[:2] == ("memorylimit", str(gpu)):
@@ -148,26 +148,22 @@ class SimControl:
         return limits
 
     def set_memory_limit(self, gpu: int, cgroup: str, limit: MemoryLimit) -> None:
-        """As another administrator would."""
+        """Sets the limit as another administrator would."""
         hard = _UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
         self._set(("memorylimit", str(gpu), cgroup), f"{limit.soft_bytes} {hard}")
 
     # -- the driver ------------------------------------------------------------------------------------------------------
 
     def hang(self, seconds: float = math.inf, *, function: str = "*") -> None:
-        """Calls (of one NVML function, or all) wait until `release`, or for so long from now."""
+        """Calls (of one NVML function, or all) wait until `release`, or for this time."""
         self._set(("hang", function), repr(time.monotonic() + seconds))
 
     def release(self) -> None:
         """Ends every hang."""
         self._drop(lambda key: key[0] == "hang")
 
-    def set_latency(self, function: str, *, milliseconds: int) -> None:
-        """Each call of this NVML function (`*`: of any) takes so long; 0 takes it back."""
-        self._set(("latency", function), str(milliseconds))
-
     def set_result(self, function: str, code: int, *, gpu: int | None = None) -> None:
-        """Calls of this NVML function (`*`: of any) answer with this code, for one GPU or all; 0 takes it back."""
+        """The result code of calls of this NVML function (`*`: of any), for one GPU or all; 0 removes it."""
         key = ("result", function, "-1" if gpu is None else str(gpu))
         if code:
             self._set(key, str(code))
@@ -175,7 +171,7 @@ class SimControl:
             self._drop(lambda other: other == key)
 
     def unload_driver(self) -> None:
-        """All calls fail until `load_driver`; sessions from before stay stale even then, and what callers had set is gone."""
+        """All calls fail until `load_driver`; earlier sessions stay stale afterwards, and values that callers set are removed."""
 
         def change(facts: Facts) -> None:
             facts[("loaded",)] = "0"
@@ -185,7 +181,7 @@ class SimControl:
         self._change(change)
 
     def load_driver(self, version: str | None = None) -> None:
-        """The driver is there (again). A `version` other than before is a mismatch to processes that loaded the library earlier."""
+        """Loads the driver (again). A `version` other than before is a mismatch for processes that loaded the library earlier."""
 
         def change(facts: Facts) -> None:
             facts[("loaded",)] = "1"
@@ -195,7 +191,7 @@ class SimControl:
         self._change(change)
 
     def clear(self) -> None:
-        """Takes every fault and script back. Events are spent and sessions stale all the same, and what callers have set stands."""
+        """Removes every fault and script. Delivered events, stale sessions and values that callers set remain."""
         self._drop(lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS)
 
     # -- the file --------------------------------------------------------------------------------------------------------
@@ -223,9 +219,7 @@ class SimControl:
         with _locked(self.path.with_suffix(".lock")):
             facts = self._read()
             change(facts)
-            fresh = self.path.with_suffix(".new")
-            fresh.write_text("".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), encoding="utf-8")
-            os.replace(fresh, self.path)
+            replace_file(self.path, "".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), durable=False)
 
 
 def _parse(text: str) -> Facts:

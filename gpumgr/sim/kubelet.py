@@ -1,9 +1,8 @@
-"""An embedded stand-in for the kubelet: enough of one to prove a device plugin against, without root or a cluster.
+"""A simulated kubelet: the parts that a device plugin uses, without root or a cluster.
 
-It is kubelet 1.35, or an older one (kubelet_shape).
-
-It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint,
-and admits pods one at a time with the real order of calls and choices. The demo and the tests drive it; the agent can't tell.
+It behaves like kubelet 1.35, or an older one (kubelet_shape). It serves `device-plugins/kubelet.sock` and
+`pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint, and admits pods one at a time with the real order
+of calls and choices. The demo and the tests use it.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from random import Random
 from typing import Literal, Self
 
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.rpc.server import DrainingServer
 from gpumgr.sim.kubelet_answers import merged
@@ -32,8 +31,8 @@ __all__ = ["PodStatus", "ResourceStatus", "SimCall", "SimContainer", "SimKubelet
 class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
-    `register_error` makes Register fail with that text, `register_hangs` makes it never answer. `statuses` holds every pod
-    ever admitted, by UID; `calls` every call to a plugin.
+    `register_error` makes Register fail with that text, `register_hangs` makes it never answer. `statuses` has every pod that was ever
+    admitted, by UID; `calls` every call to a plugin.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class SimKubelet:
         keeps_in_flight: bool = False,
         dial_timeout_seconds: float = 10.0,
     ) -> None:
-        """`keeps_in_flight` switches off the double hand-out (kubelet_devices, Law 3), which real kubelets have."""
+        """`keeps_in_flight` switches off the double assignment of ids (kubelet_devices), which real kubelets have."""
         self.plugin_folder = folder / "device-plugins"
         self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
         self.registration_socket = self.plugin_folder / "kubelet.sock"
@@ -65,7 +64,7 @@ class SimKubelet:
         self._pods: dict[str, SimPod] = {}
         self._admission = asyncio.Lock()
         self._sources_ready = True
-        self._changes = Latest(0)
+        self._changes = LatestValue(0)
         self._servers: list[DrainingServer] = []
         self._watches: dict[asyncio.Task[None], PluginClient] = {}
         self.pod_resources: PodResources | None = None
@@ -101,7 +100,7 @@ class SimKubelet:
         self._tell()
 
     async def kill(self) -> None:
-        """Ends at once: connections drop, socket files stay behind."""
+        """Ends at once: connections drop, socket files stay."""
         for watch, client in list(self._watches.items()):
             watch.cancel()
             client.close()
@@ -109,12 +108,12 @@ class SimKubelet:
             await asyncio.wait(self._watches)
         self._watches.clear()
         for server in self._servers:
-            await server.cut()
+            await server.close_now()
         self._servers.clear()
 
     async def restart(self, *, sources_ready: bool = True, shape: KubeletShape | None = None) -> None:
-        """A kubelet restart with running pods: plugins are forgotten, the checkpoint and the pods stay. With `shape` another version
-        of the kubelet starts.
+        """A kubelet restart with running pods: plugins are dropped, the checkpoint and the pods stay. `shape`: another version of
+        the kubelet starts.
 
         With `sources_ready` False, List shows no pod and frees none until `finish_sources`.
         """
@@ -124,11 +123,11 @@ class SimKubelet:
         await self.start()
 
     def finish_sources(self) -> None:
-        """The API server has told a restarted kubelet all its pods."""
+        """The restarted kubelet has all its pods from the API server."""
         self._sources_ready = True
 
     async def stop_stream(self, resource: str) -> None:
-        """The kubelet's side drops a connection to a plugin, of several for one resource the oldest."""
+        """Drops the kubelet's connection to a plugin; of several for one resource the oldest."""
         for watch, client in list(self._watches.items()):
             if client.resource == resource:
                 client.close()
@@ -138,7 +137,7 @@ class SimKubelet:
     # Pods
 
     async def admit(self, pod: SimPod) -> PodStatus:
-        """Gives `pod` its devices, after all pods that were admitted before it. A pod that is refused is Failed for good."""
+        """Gives `pod` its devices, after all pods that were admitted before it. A refused pod is Failed and is not retried."""
         async with self._admission:
             self._pods[pod.uid] = pod
             self._become(pod.uid, PodStatus(phase="Pending"))
@@ -152,16 +151,16 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Starts (or restarts) a container: PreStartContainer for each resource, then what the runtime would be given.
+        """Starts (or restarts) a container: PreStartContainer for each resource, then returns what the runtime would get.
 
-        Raises SimKubeletError; a real kubelet would try again later.
+        Raises SimKubeletError; a real kubelet would retry later.
         """
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
         return merged(holding.answer for holding in self._devices.held.get(pod.uid, {}).get(name, {}).values())
 
     async def run(self, pod: SimPod) -> PodStatus:
-        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if one can't start."""
+        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if one cannot start."""
         status = await self.admit(pod)
         if status.phase == "Failed":
             return status
@@ -171,11 +170,11 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     def end(self, uid: str, phase: Literal["Succeeded", "Failed"] = "Succeeded") -> None:
-        """The pod ends by itself. Its ids come free at the next look only."""
+        """The pod ends by itself. Its ids are freed by the next admission or List."""
         self._become(uid, PodStatus(phase=phase))
 
     def delete(self, uid: str) -> None:
-        """The pod is gone from the API server. Its ids come free at the next look only."""
+        """The pod is gone from the API server. Its ids are freed by the next admission or List."""
         self._pods.pop(uid, None)
         self.statuses.pop(uid, None)
         self._tell()
@@ -183,14 +182,14 @@ class SimKubelet:
     # What the node shows
 
     def node_status(self) -> Mapping[str, ResourceStatus]:
-        """Every resource that was ever registered; without a connected plugin nothing of it is allocatable."""
+        """Every resource that was ever registered; without a connected plugin none of it is allocatable."""
         return {
             resource: ResourceStatus(capacity=len(self._devices.devices.get(resource, ())), allocatable=len(healthy))
             for resource, healthy in self._devices.healthy.items()
         }
 
     def devices(self, resource: str) -> DeviceList:
-        """The newest list of a plugin: id -> (healthy, NUMA nodes)."""
+        """The last device list of a plugin: id -> (healthy, NUMA nodes)."""
         return dict(self._devices.devices.get(resource, {}))
 
     def held(self, uid: str, container: str, resource: str) -> frozenset[str]:
@@ -199,7 +198,7 @@ class SimKubelet:
         return holding.ids if holding is not None else frozenset()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns as soon as `condition` holds; it is asked after each change of the node's or a pod's state, and each Register."""
+        """Returns as soon as `condition` is true; it is evaluated after each change of the node's or a pod's state, and each Register."""
         with self._changes.subscribe() as changes:
             async for _ in changes:
                 if condition():
@@ -212,7 +211,7 @@ class SimKubelet:
     # The kubelet's insides
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Connects to the plugin before it answers, or leaves that for later; ListAndWatch starts after that."""
+        """Connects to the plugin before it answers, or afterwards in older versions; ListAndWatch starts after that."""
         self.registrations.append(request.resource_name)
         self._tell()
         if self.register_hangs:
@@ -239,15 +238,15 @@ class SimKubelet:
         self._devices.clients[client.resource] = client
 
     async def _connect_and_watch(self, client: PluginClient) -> None:
-        """For a kubelet that has answered Register already: a plugin that can't be dialled hears nothing of it."""
+        """For a kubelet that has answered Register already: a failed dial is not reported to the plugin."""
         with contextlib.suppress(SimKubeletError):
             await self._connect(client)
             await self._watch(client)
 
     async def _watch(self, client: PluginClient) -> None:
-        """Follows one plugin. When its stream ends, it is disconnected, or whoever is registered under the resource's name *now*.
+        """Follows one plugin. When its stream ends, the kubelet disconnects the plugin that is registered under the resource's name *now*.
 
-        The latter in kubelet 1.25 to 1.35: a stream that ends late takes its successor down.
+        In kubelet 1.25 to 1.35 a stream that ends late therefore disconnects its successor.
         """
 
         def receive(devices: DeviceList) -> None:
@@ -271,7 +270,7 @@ class SimKubelet:
         return [uid for uid in self._pods if self.statuses[uid].phase in ("Pending", "Running")]
 
     def _listed(self) -> list[SimPod]:
-        """The pods of PodResources List, in random order. Asking frees the ids of ended pods, as in the real one."""
+        """The pods of PodResources List, in random order. List frees the ids of ended pods, as in the real kubelet."""
         self._free_ended()
         if not self._sources_ready:
             return []

@@ -1,4 +1,4 @@
-"""What plugins answered to Allocate: as a kubelet keeps it, and as the container's runtime gets it."""
+"""Answers of plugins to Allocate: as the kubelet stores them, and as the container runtime gets them."""
 
 from collections.abc import Iterable
 
@@ -10,13 +10,13 @@ _CDI_DEVICES = 5
 
 
 def without_cdi(answer: bytes) -> bytes:
-    """A ContainerAllocateResponse as kubelets before 1.28 read it: their message has no such field, and keeps no unknown one."""
+    """A ContainerAllocateResponse as kubelets before 1.28 decode it: their message lacks the field and drops unknown ones."""
     fields = wire.spans(answer, 0, len(answer))
     return b"".join([wire.field(number, answer[start:end]) for number, start, end in fields if number != _CDI_DEVICES])
 
 
 def merged(answers: Iterable[bytes]) -> ContainerResponse:
-    """One container's settings from the answers for its resources. Of two values for one key the first wins."""
+    """One container's settings from the answers for its resources. Of two values for one key the first is used."""
     envs: dict[str, str] = {}
     annotations: dict[str, str] = {}
     mounts: dict[str, Mount] = {}

@@ -1,4 +1,4 @@
-"""The stand-in's `kubelet_internal_checkpoint`: ids by NUMA node as kubelets since 1.20 write them, or as a list."""
+"""The simulated `kubelet_internal_checkpoint`: ids by NUMA node as kubelets since 1.20 write them, or as a list."""
 
 import base64
 import json
@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumgr.files import replace_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a container holds of a resource. `ids_by_node` is by NUMA node, -1 = none; `answer` a ContainerAllocateResponse."""
+    """The ids of one resource that a container holds. `ids_by_node` is by NUMA node, -1 = none; `answer` is a ContainerAllocateResponse."""
 
     ids_by_node: Mapping[int, tuple[str, ...]]
     answer: bytes
@@ -25,7 +27,7 @@ PodDevices = dict[str, dict[str, dict[str, Holding]]]
 
 
 def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]], *, by_node: bool) -> None:
-    """Replaces the file as a whole. The checksum is only a stand-in: the real one hashes Go's print form."""
+    """Replaces the whole file. The checksum is not the real one, which hashes Go's print form."""
     entries = [
         {
             "PodUID": uid,
@@ -43,15 +45,13 @@ def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequ
         "RegisteredDevices": {resource: list(ids) for resource, ids in registered.items()},
     }
     checksum = zlib.crc32(json.dumps(data).encode())
-    fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(json.dumps({"Data": data, "Checksum": checksum}))
-    fresh.replace(path)
+    replace_file(path, json.dumps({"Data": data, "Checksum": checksum}), durable=False)
 
 
 def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
-    """What `write_checkpoint` wrote: the holdings, and the names of resources that were registered. Empty if there is no file.
+    """The holdings and the names of registered resources that `write_checkpoint` wrote. Empty if there is no file.
 
-    Ids of a list are taken for ids on node 0, as kubelets since 1.20 do after an upgrade.
+    Ids of a list count as ids on NUMA node 0, as kubelets since 1.20 read them after an upgrade.
     """
     held: PodDevices = {}
     try:

@@ -1,10 +1,10 @@
-"""Ids being gathered for one container and resource."""
+"""Collects ids for one container and resource."""
 
 from collections.abc import Callable, Collection, Iterable
 
 
 class Choice:
-    """Each id is marked as allocated from the moment it is taken."""
+    """Marks each id as allocated when it is taken."""
 
     def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
         self.required = required

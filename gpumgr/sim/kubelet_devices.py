@@ -1,12 +1,12 @@
-"""The stand-in's device manager: which ids a container gets, in exactly the order of choices of the real one.
+"""The device manager of the simulated kubelet: which ids a container gets, in the real order of choices.
 
-After kubelet 1.35 and older ones: pkg/kubelet/cm/devicemanager/manager.go. What Go leaves to map order comes from one seeded Random here.
+Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, one seeded Random decides here.
 
-Law 1. First the ids of finished init containers of the same pod, without asking anybody; then the plugin's preference within
-       what is available; then anything that is available.
-Law 2. Ids of ended pods come free at the next look (`free_ended`): an admission, or a PodResources List.
-Law 3. As in the real one, that look rebuilds the table of allocated ids from what pods hold: ids chosen for an Allocate that
-       is still under way are lost from it and will be offered twice. `keeps_in_flight` repairs that for comparison.
+1. First the ids of ended init containers of the same pod, without a call; then the plugin's preference among the available ids; then
+any available ids.
+2. Ids of ended pods are freed by the next `free_ended`: an admission, or a PodResources List.
+3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
+call which has not returned are lost from it and are offered twice. `keeps_in_flight` repairs that for comparison.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCall:
-    """One call to a plugin, for scripts and tests to look at. `available` is the number of ids offered with a preference."""
+    """One call to a plugin, as recorded for scripts and tests. `available` is the number of ids offered with a preference."""
 
     rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
     resource: str
@@ -39,7 +39,7 @@ class SimCall:
 
 
 class DeviceManager:
-    """Devices, who holds them, and how more are handed out. One admission at a time is the caller's duty."""
+    """Devices, their holders, and the allocation of more. The caller must run one admission at a time."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DeviceManager:
         self.healthy[resource] = set()
 
     def forget(self, shape: KubeletShape, held: PodDevices, resources: Iterable[str]) -> None:
-        """A kubelet restart: only `held` is remembered, and the names of resources."""
+        """A kubelet restart: only `held` and the names of resources are kept."""
         self._shape = shape
         self.clients.clear()
         self.devices.clear()
@@ -83,7 +83,7 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     def free_ended(self, active: Collection[str]) -> None:
-        """Forgets pods whose UID is not in `active`; if there was one, rebuilds the allocated ids (Law 3)."""
+        """Removes pods with a UID that is not in `active`; if there was one, rebuilds the allocated ids (point 3 of the module)."""
         ended = self.held.keys() - set(active)
         if not ended:
             return
@@ -95,7 +95,7 @@ class DeviceManager:
                 self.allocated.setdefault(resource, set()).update(ids)
 
     async def allocate(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> bool:
-        """Devices for one container; True if a plugin was asked to Allocate. Raises SimKubeletError with the kubelet's text."""
+        """Devices for one container; True if a plugin's Allocate was called. Raises SimKubeletError with the kubelet's text."""
         if self._reusable_of != pod.uid:
             self._reusable_of, self._reusable = pod.uid, {}
         wanted = {resource: count for resource, count in container.limits.items() if self._is_known(resource)}
@@ -109,7 +109,7 @@ class DeviceManager:
         return asked
 
     async def pre_start(self, pod: SimPod, container: SimContainer) -> None:
-        """Tells the plugins that `container` starts, a resource after the other. Raises SimKubeletError."""
+        """Calls PreStartContainer for `container`, one resource after the other. Raises SimKubeletError."""
         for resource in self._order(container.limits):
             client = self.clients.get(resource)
             if client is None:
@@ -224,7 +224,7 @@ class DeviceManager:
         return await client.prefer(self._any(offered), self._any(must_include), chosen.required)
 
     def _by_affinity(self, resource: str, available: set[str], affinity: frozenset[int] | None) -> tuple[set[str], list[str]]:
-        """The available ids on a node of `affinity`, and the others: first those on other nodes, then those on none."""
+        """The available ids on a node of `affinity`, and the others: first those on other nodes, then those without a node."""
         if affinity is None:
             return set(), self._any(available)
         nodes_of = {device_id: self.devices[resource][device_id][1] for device_id in available}
@@ -256,7 +256,7 @@ class DeviceManager:
         return best_affinity(hints)
 
     def _settle_reuse(self, pod: SimPod, container: SimContainer) -> None:
-        """What an init container got may be reused by later ones; what sidecars and apps got may not."""
+        """Ids of an init container may be reused by later containers; ids of sidecars and app containers may not."""
         for resource, holding in self.held.get(pod.uid, {}).get(container.name, {}).items():
             reusable = self._reusable.setdefault(resource, set())
             if container.kind == "init":
@@ -276,7 +276,7 @@ class DeviceManager:
         return resource in self.healthy or resource in self.allocated
 
     def _order(self, resources: Iterable[str]) -> list[str]:
-        """Go's map order is random; a script may want one order. "core" sorts before "memory"."""
+        """Go's map order is random; a script may need a fixed order. "core" sorts before "memory"."""
         ordered = sorted(resources, reverse=self._resource_order == "memory_first")
         if self._resource_order == "random":
             self._random.shuffle(ordered)

@@ -1,7 +1,7 @@
-"""The Topology Manager's part of the stand-in: hints per resource, merged under the best-effort policy.
+"""The Topology Manager of the simulated kubelet: hints per resource, merged under the best-effort policy.
 
-After kubelet 1.35: pkg/kubelet/cm/devicemanager/topology_hints.go and topologymanager/policy.go. One simplification: among merged
-hints that are not preferred the narrowest wins (the kubelet prefers the one whose width is closest to the widest minimum).
+Source: kubelet 1.35, pkg/kubelet/cm/devicemanager/topology_hints.go and topologymanager/policy.go. One simplification: among merged
+hints that are not preferred the narrowest is used (the kubelet uses the one with the width closest to the widest minimum).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Hint:
 
 
 def hints_for(devices: Devices, available: AbstractSet[str], reusable: AbstractSet[str], requested: int) -> Sequence[Hint] | None:
-    """The hints of one resource; None if its devices know no NUMA node. `available` and `reusable` don't overlap."""
+    """The hints of one resource; None if its devices have no NUMA node. `available` and `reusable` do not overlap."""
     nodes = sorted(frozenset().union(*devices.values()))
     if not nodes:
         return None
@@ -39,7 +39,7 @@ def hints_for(devices: Devices, available: AbstractSet[str], reusable: AbstractS
 
 
 def best_affinity(hints: Sequence[Sequence[Hint] | None]) -> frozenset[int] | None:
-    """Merges the hints of a container's resources; None = no affinity. A resource without a possible hint spoils no other."""
+    """Merges the hints of a container's resources; None = no affinity. A resource without a possible hint does not affect the others."""
     choices = [[Hint(None, True)] if each is None else each or [Hint(None, False)] for each in hints]
     merged = [_merge(chosen) for chosen in product(*choices)]
     possible = [hint for hint in merged if hint.nodes is None or hint.nodes]

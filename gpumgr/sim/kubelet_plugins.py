@@ -1,7 +1,7 @@
-"""The stand-in's connections to device plugins: the Registration service, and a client for each registered resource.
+"""The simulated kubelet's connections to device plugins: the Registration service, and a client for each registered resource.
 
-After pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelet 1.35, and endpoint.go of those before 1.25. Errors carry the texts that
-grpc-go would give them.
+Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelet 1.35, and endpoint.go of kubelets before 1.25. Errors have the texts of
+grpc-go.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ DeviceList = dict[str, tuple[bool, frozenset[int]]]
 
 
 class _PathChannel(UnixChannel):
-    """With the authority of grpc-go where a client sets none: what it dialled."""
+    """Sends the authority that grpc-go sends if the client sets none: the dialled path."""
 
     def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 (grpclib's signature)
         return str(self._path)
@@ -57,8 +57,8 @@ class PluginClient:
         self._stopped = False
 
     async def connect(self, timeout_seconds: float) -> None:
-        """Dials until the socket answers, then asks for the options, without a deadline; before 1.25 those of the Register request
-        count. Raises SimKubeletError."""
+        """Dials until the socket answers, then calls GetDevicePluginOptions without a deadline; before 1.25 the options of the
+        Register request apply. Raises SimKubeletError."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._dial()
@@ -72,7 +72,7 @@ class PluginClient:
             raise SimKubeletError(f"failed to get device plugin options: {error}") from error
 
     async def watch(self, receive: Callable[[DeviceList], None]) -> None:
-        """Hands every list of ListAndWatch to `receive`; returns when the stream ends, for whatever reason."""
+        """Passes every list of ListAndWatch to `receive`; returns when the stream ends, for any reason."""
         with contextlib.suppress(*CALL_FAILURES):
             async with self._channel.request(_PLUGIN + "ListAndWatch", Cardinality.UNARY_STREAM, bytes, bytes) as stream:
                 await stream.send_message(b"", end=True)
@@ -131,7 +131,7 @@ class PluginClient:
 
 
 def parse_devices(message: bytes) -> DeviceList:
-    """A ListAndWatchResponse. By hand: a node's 2,560 memory blocks would hold the event loop for a quarter of a second."""
+    """A ListAndWatchResponse. Decoded by hand: generated code would hold the event loop for a quarter of a second with 2,560 blocks."""
     devices: DeviceList = {}
     for number, start, end in wire.spans(message, 0, len(message)):
         if number != 1:

@@ -1,4 +1,4 @@
-"""The stand-in's PodResources service: the calls that its version knows, with the kubelet's rate limit for all clients together."""
+"""The simulated PodResources service: the calls of the kubelet's version, with the kubelet's rate limit for all clients together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -20,12 +20,12 @@ _BURST = 10.0
 
 
 class PodResources:
-    """The service on pod-resources/kubelet.sock. Errors carry the texts that grpc-go and the kubelet give them."""
+    """The service on pod-resources/kubelet.sock. Errors have the texts of grpc-go and the kubelet."""
 
     def __init__(
         self, shape: KubeletShape, devices: DeviceManager, *, listed: Callable[[], Iterable[SimPod]], pods: Mapping[str, SimPod]
     ) -> None:
-        """`listed` are the pods of `List`, to be asked at each; `pods` all of the moment by UID."""
+        """`listed` returns the pods of `List`, for each call; `pods` are all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
         self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
             "List": self._list,
@@ -38,7 +38,7 @@ class PodResources:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods, as grpclib wants them; also those that there are not, for their errors' texts."""
+        """The methods in grpclib's form; also those that this version lacks, for the texts of their errors."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }
@@ -75,7 +75,7 @@ class PodResources:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self._tokens -= 1.0
 
-    # The answers. By hand: generated messages of every id of a full node take half a second to build.
+    # The answers are encoded by hand: generated messages with every id of a full node take half a second to build.
 
     def _list(self, _request: bytes) -> bytes:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])

@@ -1,4 +1,4 @@
-"""Pods as far as a kubelet's device manager cares: containers in admission order, and how many devices each wants."""
+"""Pods with the part that a kubelet's device manager uses: containers in admission order, and the devices that each requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimContainer:
-    """One container. "init" runs to its end before the apps, a "sidecar" is an init container that keeps running."""
+    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running."""
 
     name: str
     cores: int = 0
@@ -20,7 +20,7 @@ class SimContainer:
 
     @property
     def limits(self) -> Mapping[str, int]:
-        """Wanted devices by resource name; what is not wanted is not named."""
+        """Requested devices by resource name, without zeros."""
         wanted = {CORE_RESOURCE: self.cores, MEMORY_RESOURCE: self.memory_blocks}
         return {resource: count for resource, count in wanted.items() if count}
 
@@ -68,4 +68,4 @@ class ResourceStatus:
 
 
 class SimKubeletError(Exception):
-    """An error of the kubelet's own, with the kubelet's own text."""
+    """An error of the kubelet, with the kubelet's text."""

@@ -1,6 +1,6 @@
-"""Which kubelet the stand-in speaks as: what device plugins see of the versions, as far as it differs.
+"""The version of the simulated kubelet: what device plugins see of the differences between versions.
 
-Read in the sources of each version's last patch release (1.19.16 to 1.25.16, 1.35.4): pkg/kubelet/cm/devicemanager,
+Source: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4): pkg/kubelet/cm/devicemanager,
 pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 are alike in these facts, and so are
 1.23 and 1.24.
 """
@@ -20,21 +20,21 @@ class KubeletShape:
 
     # Registration and the plugins' folder
 
-    #: Register dials the plugin and asks for its options before it answers (1.25). Earlier ones answer at once, dial in the
-    #: background and tell nobody how that went; the options are those of the Register request.
+    #: Register dials the plugin and asks for its options before it answers (1.25). Earlier versions answer at once, dial in the
+    #: background and report no result; the options are those of the Register request.
     connects_in_register: bool = True
-    #: The end of a plugin's stream disconnects whoever has its resource's name by then (1.25 to 1.35).
+    #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
     stream_end_hits_successor: bool = True
-    #: A start deletes every file of the folder but the checkpoint, not sockets alone.
+    #: A start deletes every file of the folder except the checkpoint, not only sockets.
     clears_folder: bool = False
     #: The :authority of calls to plugins: "localhost" since 1.26, the socket's path before.
     authority_is_path: bool = False
 
     # Allocation
 
-    #: A container is refused while nothing of a resource is healthy, whatever it holds or could take over (1.25).
+    #: A container is refused while nothing of a resource is healthy, independent of what it holds or could reuse (1.25).
     checks_health_first: bool = True
-    #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier ones drop the field unread.
+    #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
     #: The NUMA node under which ids without one stand: -1 since 1.23, node 0 before.
     no_node: int = -1
@@ -44,11 +44,11 @@ class KubeletShape:
     # PodResources v1; without any call there is no such service
 
     calls: frozenset[Call] = frozenset({"List", "GetAllocatableResources", "Get"})
-    #: Calls that a feature gate keeps off: they are answered with an error.
+    #: Calls that a feature gate disables: they are answered with an error.
     calls_off: frozenset[Call] = frozenset()
     #: 100 calls a second for all clients together.
     limits_rate: bool = True
-    #: List has the pods that ended or were refused, too, until they are deleted. Ids they have none (before 1.34).
+    #: List includes pods that ended or were refused, without ids, until they are deleted (before 1.34).
     lists_ended: bool = False
     #: One entry for all ids of a resource on a NUMA node, not one for each id (1.20).
     groups_ids: bool = False

@@ -1,8 +1,8 @@
-"""Makes a simulated node real: compiles the library once, renders the node's files, lays out its /sys.
+"""Prepares a simulated node: compiles the library once, renders the node's files, creates its /sys.
 
-A prepared folder holds `libnvidia-ml.so.1` (a copy of its own: the library finds its files beside itself), `node.txt`,
-`control.txt` once something happens, and `sys/`; also `proc/` and `cgroup/` if its processes are simulated, too. Any process that loads
-that library sees the node, be it through `library_path` or because LD_LIBRARY_PATH names the folder.
+A prepared folder contains `libnvidia-ml.so.1` (its own copy: the library finds its files beside itself), `node.txt`, `control.txt` after
+the first fault, and `sys/`; also `proc/` and `cgroup/` if processes are simulated. Any process that loads that library sees the node,
+with `library_path` or with LD_LIBRARY_PATH.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Final
 
 from gpumgr.compiler import compiled
 from gpumgr.errors import InputError
+from gpumgr.files import replace_file
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import proc_root_of
@@ -26,7 +27,7 @@ _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimNode:
-    """A prepared node: what the agent is given (`library_path`, `sysfs_root`, `proc_root`), and the hand that makes things happen."""
+    """A prepared node: the paths for the agent (`library_path`, `sysfs_root`, `proc_root`), and the control of its faults."""
 
     description: NodeDescription
     library_path: str
@@ -36,18 +37,18 @@ class SimNode:
 
 
 def prepare(name_or_path: str, state_dir: Path) -> SimNode:
-    """Lays a node out in `state_dir` (made if missing). What its control file says stays as it is.
+    """Creates the node's files in `state_dir` (created if missing). An existing control file is kept.
 
-    Raises SettingsError for a bad description, InputError without a C compiler or if the folder can't be written.
+    Raises SettingsError for an invalid description, InputError without a C compiler or if the folder cannot be written.
     """
     description = load_node(name_or_path)
     library = compile_library()
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         target = state_dir / _LIBRARY
-        if not target.exists() or target.read_bytes() != library.read_bytes():
-            _write(target, library.read_bytes())
-        _write(state_dir / "node.txt", render_node(description).encode())
+        for path, content in ((target, library.read_bytes()), (state_dir / "node.txt", render_node(description).encode())):
+            if not path.exists() or path.read_bytes() != content:
+                replace_file(path, content, durable=False)  # a library that another process has mapped must not change
         lay_out_sysfs(description, state_dir / "sys")
     except OSError as exc:
         raise InputError(f"the simulated node can't be laid out in {state_dir}: {exc.strerror or exc}") from exc
@@ -61,7 +62,7 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
 
 
 def compile_library() -> Path:
-    """The compiled library, made the first time and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
+    """The compiled library, built on first use and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumgr"
     what, remedy = "the simulated NVML library", "set CC and XDG_CACHE_HOME to what works"
     return compiled(_SOURCE, _FLAGS, folder=folder, suffix=".so", what=what, remedy=remedy)
@@ -90,7 +91,7 @@ def render_node(node: NodeDescription) -> str:
 
 
 def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:
-    """The far ends of a GPU's NVLinks in the order of their numbers: ("gpu" or "switch", bus id)."""
+    """The remote ends of a GPU's NVLinks in link order: ("gpu" or "switch", bus id)."""
     links = [
         ("gpu", node.gpus[b if a == index else a].bus_id) for a, b, count in node.nvlinks if index in (a, b) for _ in range(count)
     ]
@@ -106,7 +107,7 @@ def _nvml_bus_id(bus_id: str) -> str:
 
 
 def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
-    """The part of /sys that tells NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
+    """The part of /sys with NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under devices/."""
     links = root / "bus" / "pci" / "devices"
     links.mkdir(parents=True, exist_ok=True)
     for gpu in node.gpus:
@@ -116,10 +117,3 @@ def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
         link = links / gpu.bus_id
         link.unlink(missing_ok=True)
         link.symlink_to(Path("../../..") / place)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces the file at once: a library that some process has mapped must not change under it."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)

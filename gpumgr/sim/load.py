@@ -1,4 +1,4 @@
-"""What processes do on the simulated GPUs. A GPU's own rates, its temperature and its power follow from its processes."""
+"""The load of processes on simulated GPUs. A GPU's utilisation, temperature and power follow from its processes."""
 
 from collections.abc import Collection, Iterable
 from typing import Final
@@ -6,20 +6,20 @@ from typing import Final
 from gpumgr.sim.control import SimControl, SimProcess, SimWork
 from gpumgr.sim.nodes import NodeDescription
 
-#: A GPU that is busy all the time is so much warmer than an idle one, and takes so many times its power.
+#: How much warmer a fully used GPU is than an idle one, and by which factor its power is higher.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
 
 
 class SimLoad:
-    """Knows every process that was put on a GPU through it; `gpu` is an NVML index. One call is one change of the control file."""
+    """All processes that were put on a GPU through it; `gpu` is an NVML index. One call is one change of the control file."""
 
     def __init__(self, control: SimControl, node: NodeDescription) -> None:
         self._control, self._node = control, node
         self._processes: dict[int, dict[int, SimProcess]] = {}
 
     def put(self, processes: Iterable[tuple[int, SimProcess]]) -> None:
-        """(GPU, process): from now on it uses so much there. The others go on as before."""
+        """(GPU, process): sets the process's use there. Other processes do not change."""
         touched = set[int]()
         for gpu, process in processes:
             self._processes.setdefault(gpu, {})[process.pid] = process
@@ -27,7 +27,7 @@ class SimLoad:
         self._tell(touched)
 
     def remove(self, pids: Collection[int]) -> None:
-        """They use no GPU any more."""
+        """These processes use no GPU any more."""
         touched = {gpu for gpu, running in self._processes.items() if not running.keys().isdisjoint(pids)}
         for gpu in touched:
             self._processes[gpu] = {pid: process for pid, process in self._processes[gpu].items() if pid not in pids}

@@ -1,6 +1,6 @@
-"""Descriptions of simulated nodes: read from YAML that a person writes, checked, and given the PCIe levels that follow from them.
+"""Descriptions of simulated nodes: read from YAML, validated, and completed with the PCIe levels that follow from them.
 
-The built-in nodes lie in the folder `nodes/` and serve as examples of the format.
+The built-in nodes are in the folder `nodes/` and are examples of the format.
 """
 
 import re
@@ -14,7 +14,7 @@ import yaml
 from gpumgr.errors import SettingsError
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
-#: Of UUIDs made for GPUs whose description gives none: the same node has the same UUIDs everywhere and always.
+#: Namespace of UUIDs for GPUs without one in the description: the same node has the same UUIDs everywhere.
 _NAMESPACE: Final = uuid.UUID("5b0ff8a4-33d5-5b28-9d0f-0c0f6c1c4f11")
 
 MAX_GPUS: Final = 64
@@ -28,7 +28,7 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of GPU. `reserved_mib` is what the driver keeps for itself; the idle numbers stand until a script changes them."""
+    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until a script changes them."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
@@ -51,15 +51,15 @@ class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NVSwitch: every GPU has `links_per_gpu` NVLinks, spread over these switches in turn."""
+    """NVSwitch: every GPU has `links_per_gpu` NVLinks, distributed over these switches."""
 
     switches: Annotated[tuple[BusId, ...], msgspec.Meta(min_length=1)]
     links_per_gpu: Annotated[int, msgspec.Meta(ge=1, le=MAX_LINKS)]
 
 
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole node. GPUs stand in NVML's order of index; `nvlinks` are [GPU, GPU, number of links]; `without` names NVML functions
-    that this driver lacks."""
+    """A whole node. GPUs are in NVML's order of index; `nvlinks` are [GPU, GPU, number of links]; `without` lists NVML functions that this
+    driver lacks."""
 
     about: str
     driver_version: str
@@ -82,7 +82,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return index if minor is None else minor
 
     def nvml_level(self, a: int, b: int) -> int:
-        """How close two GPUs are, as NVML numbers it; it follows from the boards, the PCI parents and the NUMA nodes."""
+        """NVML's topology level of two GPUs; it follows from the boards, the PCI parents and the NUMA nodes."""
         one, other = self.gpus[a], self.gpus[b]
         if one.board is not None and one.board == other.board:
             return INTERNAL
@@ -120,7 +120,7 @@ def load_node(name_or_path: str) -> NodeDescription:
 
 def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
     try:
-        # Every scalar stays text until its type is known: a bus id left unquoted is a base-60 number to YAML.
+        # Scalars stay text until their type is known: YAML reads an unquoted bus id as a base-60 number.
         raw = yaml.load(text, Loader=yaml.BaseLoader)
         node = msgspec.convert({"name": name, **raw} if isinstance(raw, dict) else raw, NodeDescription, strict=False)
     except yaml.YAMLError as exc:
@@ -133,7 +133,7 @@ def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
 
 
 def _allowed_keys(message: str) -> str:
-    """What may stand where an unknown key was met, as the end of a message."""
+    """The allowed keys where an unknown key was found, as the end of a message."""
     if "unknown field" not in message:
         return ""
     place = re.search(r"`\$\.(cards|gpus|fabric)", message)
@@ -143,7 +143,7 @@ def _allowed_keys(message: str) -> str:
 
 
 def _contradictions(node: NodeDescription) -> list[str]:
-    """What is wrong between keys that are each well-formed."""
+    """Contradictions between keys that are valid each for itself."""
     problems: list[str] = []
     for index, gpu in enumerate(node.gpus):
         if gpu.card not in node.cards:

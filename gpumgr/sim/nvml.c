@@ -1,12 +1,12 @@
-/* A simulated libnvidia-ml.so.1: the NVML ABI over two text files that lie beside this library.
+/* A simulated libnvidia-ml.so.1: the NVML ABI over two text files in the folder of this library.
  *
- *   node.txt     what the node is; read at nvmlInit (a node changes only when its driver is loaded anew)
- *   control.txt  what is wrong or going on right now, and what callers have set; read again whenever it is replaced
+ *   node.txt     the hardware of the node; read at nvmlInit (a node changes only when its driver is loaded again)
+ *   control.txt  the present faults and load, and the settings of callers; read again whenever it is replaced
  *   sessions.lock  held with a shared flock by each process that has NVML initialised
  *
- * Each line is a fact: a verb, its subject, its value (gpumgr/sim/library.py and control.py write them and say what they mean).
- * The folder is found through dladdr, so every copy of this library is a node of its own and any process can load it.
- * Functions that an old driver lacks are exported all the same and answer FUNCTION_NOT_FOUND, which a binding can't tell apart.
+ * Each line has a verb, a subject and a value (gpumgr/sim/library.py and control.py define and write them).
+ * The folder is found through dladdr, so every copy of this library is a separate node, and any process can load it.
+ * Functions that an old driver lacks are exported, too, and return FUNCTION_NOT_FOUND, which a binding cannot distinguish.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -53,7 +53,7 @@ typedef struct { unsigned version, sensor; int celsius; } temperature_t;
 typedef struct { const char *cgroup; unsigned long long soft, hard; } set_limits_t;
 typedef struct { const char *cgroup; unsigned long long soft, hard, used; } get_limits_t;
 
-/* ---- what the two files say ------------------------------------------------------------------------------------------ */
+/* ---- the content of the two files ------------------------------------------------------------------------------------ */
 
 typedef enum { LINK_NONE = 0, LINK_GPU, LINK_SWITCH, LINK_OFF } link_kind_t;
 typedef struct { link_kind_t kind; char bus_id[32]; } link_t;
@@ -107,8 +107,8 @@ static struct { int open; unsigned long long seen; unsigned long long types[MAX_
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int initialised;            /* nvmlInit calls not yet undone */
 static unsigned long session;      /* the control's generation at nvmlInit; a reload makes the session stale */
-static int presence = -1;          /* sessions.lock, locked for sharing while initialised: a program that resets GPUs finds us there */
-static char native_version[64];    /* the driver that this library belongs to: the first one it met */
+static int presence = -1;          /* sessions.lock, locked for sharing while initialised: a program that resets GPUs finds this process there */
+static char native_version[64];    /* the driver that this library belongs to: that of the first session */
 static int asked_for_size[MAX_GPUS];
 
 static double now(void) {
@@ -245,7 +245,7 @@ static void read_fact(const char *verb, const char *rest) {
     } else read_gpu_fact(verb, rest);
 }
 
-/* Reads control.txt if it was replaced since the last look (a stat is all that a quiet call costs). */
+/* Reads control.txt if it was replaced since the last read; otherwise a call costs one stat. */
 static void refresh(void) {
     static struct stat last;
     static int known;
@@ -268,7 +268,7 @@ static void refresh(void) {
     fclose(file);
 }
 
-/* Puts a fact in the place of the one that begins with `subject`, as control.py does: under its lock, at once. */
+/* Replaces the line that begins with `subject`, atomically and under the lock of the file, as control.py does. */
 static result_t keep_fact(const char *subject, const char *value) {
     char path[PATH_MAX + 32], fresh_path[PATH_MAX + 32], line[MAX_LINE];
     snprintf(path, sizeof path, "%s/control.lock", folder());
@@ -289,7 +289,7 @@ static result_t keep_fact(const char *subject, const char *value) {
     return kept ? OK : OPERATING_SYSTEM;
 }
 
-/* ---- the door that every call passes --------------------------------------------------------------------------------- */
+/* ---- the beginning and the end of every call ------------------------------------------------------------------------- */
 
 static int concerns(const char *rule, const char *function) { return !strcmp(rule, "*") || !strcmp(rule, function); }
 
@@ -316,7 +316,7 @@ static result_t refused(const char *function, int gpu) {
     return OK;
 }
 
-/* Takes the lock, looks at the control file, and lets faults have their way except for those of the driver itself. */
+/* Takes the lock, reads the control file, and applies its faults, except for those of the driver itself. */
 static result_t arrive(const char *function, int gpu) {
     pthread_mutex_lock(&lock);
     refresh();
@@ -390,7 +390,7 @@ static result_t init(const char *function) {
     if (*control.driver) strcpy(node.driver, control.driver);
     if (!*native_version) strcpy(native_version, node.driver);
     if (strcmp(native_version, node.driver)) return leave(LIB_RM_VERSION_MISMATCH);
-    r = refused(function, -1); /* what this node lacks is known only now */
+    r = refused(function, -1); /* what this node lacks is known only after the file was read */
     if (r) return leave(r);
     memset(sets, 0, sizeof sets);
     show_presence();
@@ -485,7 +485,7 @@ static void put_pci(pci_t *pci, const char *bus_id) {
     memset(pci, 0, sizeof *pci);
     sscanf(bus_id, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
     snprintf(pci->bus_id, sizeof pci->bus_id, "%s", bus_id);
-    snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%.15s", bus_id + 4); /* four digits of domain less */
+    snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%.15s", bus_id + 4); /* without the first four digits of the domain */
 }
 
 EXPORT result_t nvmlDeviceGetPciInfo_v3(void *d, pci_t *pci) { ENTER_GPU(d); put_pci(pci, node.gpu[i].bus_id); return leave(OK); }
@@ -497,7 +497,7 @@ EXPORT result_t nvmlDeviceGetMigMode(void *d, unsigned *current, unsigned *pendi
     return leave(OK);
 }
 
-/* ---- what joins them ------------------------------------------------------------------------------------------------- */
+/* ---- the topology ---------------------------------------------------------------------------------------------------- */
 
 #define ENTER_PAIR(a, b)                                                                                                                   \
     int j = index_of(b);                                                                                                                   \
@@ -550,7 +550,7 @@ EXPORT result_t nvmlDeviceGetNvLinkRemotePciInfo_v2(void *d, unsigned n, pci_t *
     return leave(OK);
 }
 
-/* ---- what they do ---------------------------------------------------------------------------------------------------- */
+/* ---- utilization and processes --------------------------------------------------------------------------------------- */
 
 static unsigned long long used_memory(int i) {
     state_t *g = &control.gpu[i];
@@ -604,7 +604,7 @@ EXPORT result_t nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
 
 static result_t put_processes(int i, unsigned *count, process_t *list) {
     state_t *g = &control.gpu[i];
-    /* "grow": processes that start between the caller's first question for the size and the call that fetches the list */
+    /* "grow": processes that start between the caller's first call, for the size, and the call for the list */
     unsigned extra = g->grow > 0 && asked_for_size[i] ? (unsigned)g->grow : 0, n = (unsigned)g->processes + extra, room = *count;
     asked_for_size[i] = 1;
     *count = n;
@@ -640,7 +640,7 @@ EXPORT result_t nvmlDeviceGetProcessUtilization(void *d, process_sample_t *list,
     return leave(list && room >= n ? OK : INSUFFICIENT_SIZE);
 }
 
-/* ---- what administrators set -------------------------------------------------------------------------------------------- */
+/* ---- settings of administrators -------------------------------------------------------------------------------------- */
 
 EXPORT result_t nvmlDeviceGetComputeMode(void *d, int *mode) { ENTER_GPU(d); *mode = control.gpu[i].compute_mode; return leave(OK); }
 
@@ -660,7 +660,7 @@ static int has_limit_file(const char *cgroup) {
     return !access(path, F_OK);
 }
 
-/* Whether memory can be limited there at all. A GPU with MIG has no limits. */
+/* Whether memory can be limited on the GPU. A GPU with MIG has no limits. */
 static result_t may_limit(int i, const char *cgroup) {
     struct stat s;
     if (control.gpu[i].mig >= 0 ? control.gpu[i].mig : node.gpu[i].mig > 0) return NOT_SUPPORTED;
@@ -672,14 +672,14 @@ EXPORT result_t nvmlDeviceSetMemoryLimits_v1(void *d, const set_limits_t *l) {
     ENTER_GPU(d);
     char subject[MAX_CGROUP + 64], value[64];
     result_t r = l ? may_limit(i, l->cgroup) : INVALID_ARGUMENT;
-    if (!r && !has_limit_file(l->cgroup)) r = NOT_FOUND; /* the dmem controller is not handed down to it */
+    if (!r && !has_limit_file(l->cgroup)) r = NOT_FOUND; /* the dmem controller is not enabled for it */
     if (r) return leave(r);
     snprintf(subject, sizeof subject, "memorylimit %d %s ", i, l->cgroup);
     snprintf(value, sizeof value, "%llu %llu", l->soft, l->hard);
     return leave(keep_fact(subject, value));
 }
 
-/* A cgroup without limit file has the limits of the nearest one above it. What is in use is not simulated. */
+/* A cgroup without limit file has the limits of its nearest ancestor with one. Use is not simulated. */
 EXPORT result_t nvmlDeviceGetMemoryLimits_v1(void *d, get_limits_t *l) {
     ENTER_GPU(d);
     char cgroup[MAX_CGROUP];
@@ -736,7 +736,7 @@ EXPORT result_t nvmlEventSetCreate(void **set) {
         if (sets[n].open) continue;
         memset(&sets[n], 0, sizeof sets[n]);
         sets[n].open = 1;
-        sets[n].seen = latest_event(); /* what happened before is nobody's news */
+        sets[n].seen = latest_event(); /* earlier events are not delivered */
         *set = &sets[n];
         return leave(OK);
     }
@@ -765,7 +765,7 @@ EXPORT result_t nvmlDeviceRegisterEvents(void *d, unsigned long long types, void
     return leave(OK);
 }
 
-/* The oldest event that this set has not had; each is delivered once. */
+/* The oldest event that was not delivered to this set; each is delivered once. */
 static int next_event(int n, event_t *event) {
     fault_event_t *best = NULL;
     for (int e = 0; e < control.events; e++) {
@@ -780,11 +780,11 @@ static int next_event(int n, event_t *event) {
     return 1;
 }
 
-/* Waits without the lock until a file in our folder is replaced, at most so long. */
+/* Waits without the lock until a file in the folder is replaced, or the time has passed. */
 static void wait_for_change(int watch, double ms) {
     struct pollfd p = {watch, POLLIN, 0};
     char drained[4096];
-    if (watch < 0) ms = ms < 10 ? ms : 10; /* no inotify to be had: look every 10 ms */
+    if (watch < 0) ms = ms < 10 ? ms : 10; /* without inotify: poll every 10 ms */
     if (poll(&p, watch < 0 ? 0 : 1, (int)ms + 1) > 0 && read(watch, drained, sizeof drained) < 0) sleep_ms(1);
 }
 

@@ -1,10 +1,8 @@
-"""An embedded stand-in for the container runtime: CRI v1 on a unix socket, as far as a node agent asks it (it only looks).
+"""A simulated container runtime: CRI v1 on a unix socket, with the calls that a node agent uses (read only).
 
-Law 1. A container that has ended is still listed, as exited, until its pod is removed.
-Law 2. A restart makes a new container: another id, the next attempt, another first process.
-Law 3. An outage loses nothing: containers come, go and run on while nobody answers.
-
-The messages' field numbers are those of `proto/runtime/v1/api.proto`.
+- A container that has ended is listed, as exited, until its pod is removed.
+- A restart creates a new container: another id, the next attempt, another first process.
+- An outage loses nothing: containers start, end and run while the socket does not answer.
 """
 
 import hashlib
@@ -18,21 +16,18 @@ from typing import Any, Final, Self
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.rpc import wire
+from gpumgr._pb.runtime import v1 as cri
 from gpumgr.rpc.server import DrainingServer
 from gpumgr.sim.kubelet_pods import SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.usage.containers import Container
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"
-_VERSION: Final = ("0.1.0", "gpumgr-sim", "1.0.0", "v1")
-_RUNNING: Final = 1
-_EXITED: Final = 2
 
 
 class SimRuntime:
-    """Listens at `socket` between `start` and `stop` (or as an async context manager). Each container has one process, in a cgroup
-    below /kubepods; `processes` has them. `asked` tells the methods that were called."""
+    """Listens at `socket` between `start` and `stop` (or as an async context manager). Each container has one process, in a cgroup below
+    /kubepods, in `processes`. `asked` records the called methods."""
 
     def __init__(self, socket: Path, processes: SimProcesses) -> None:
         self.socket = socket
@@ -51,20 +46,20 @@ class SimRuntime:
     # -- life cycle --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listens, again after a `stop`."""
+        """Listens, also after a `stop`."""
         self._server = DrainingServer([self])
         await self._server.start(path=str(self.socket))
 
     async def stop(self) -> None:
-        """Goes away: nobody listens, connections are cut. The containers run on."""
+        """Stops listening and cuts connections. The containers keep running."""
         if self._server is not None:
-            await self._server.cut()
+            await self._server.close_now()
             self._server = None
 
     # -- containers --------------------------------------------------------------------------------------------------------
 
     def run(self, pod: SimPod, name: str) -> Container:
-        """Starts a container of the pod; what ran under its name before has ended."""
+        """Starts a container of the pod; an earlier one of this name ends."""
         attempt = sum(1 for each in self._containers.values() if (each.pod_uid, each.name) == (pod.uid, name))
         self.end(pod.uid, name)
         container_id = hashlib.sha256(f"{pod.uid}/{name}/{attempt}".encode()).hexdigest()
@@ -82,7 +77,7 @@ class SimRuntime:
         return self._containers[container_id]
 
     def end(self, pod_uid: str, name: str) -> tuple[int, ...]:
-        """The container ends if it runs; the pids of its processes, which are gone."""
+        """Ends the container if it runs; returns the pids of its ended processes."""
         container = self.running(pod_uid, name)
         if container is None or container.cgroup is None:
             return ()
@@ -90,7 +85,7 @@ class SimRuntime:
         return self.processes.end_cgroup(container.cgroup)
 
     def remove(self, pod_uid: str) -> tuple[int, ...]:
-        """All containers of the pod end and are forgotten; the pids of their processes, which are gone."""
+        """Ends and removes all containers of the pod; returns the pids of their ended processes."""
         mine = [each for each in self._containers.values() if each.pod_uid == pod_uid]
         pids = [pid for container in mine for pid in self.end(pod_uid, container.name)]
         for container in mine:
@@ -98,81 +93,57 @@ class SimRuntime:
         return tuple(pids)
 
     def running(self, pod_uid: str, name: str) -> Container | None:
-        """The container that runs under this name in the pod, if one does."""
+        """The running container of this name in the pod, or None."""
         return next((c for c in self._containers.values() if (c.pod_uid, c.name, c.running) == (pod_uid, name, True)), None)
 
     # -- what it answers ---------------------------------------------------------------------------------------------------
 
     def __mapping__(self) -> Mapping[str, Handler]:
-        answers = {"Version": _version, "ListContainers": self._list, "ContainerStatus": self._status}
+        calls: dict[str, tuple[Callable[[Any], object], type, type]] = {
+            "Version": (self._version, cri.VersionRequest, cri.VersionResponse),
+            "ListContainers": (self._list, cri.ListContainersRequest, cri.ListContainersResponse),
+            "ContainerStatus": (self._status, cri.ContainerStatusRequest, cri.ContainerStatusResponse),
+        }
         return {
-            _SERVICE + method: Handler(self._answering(method, answer), Cardinality.UNARY_UNARY, bytes, bytes)
-            for method, answer in answers.items()
+            _SERVICE + method: Handler(self._serving(method, answer), Cardinality.UNARY_UNARY, request, reply)
+            for method, (answer, request, reply) in calls.items()
         }
 
-    def _answering(self, method: str, answer: Callable[[bytes], bytes]) -> Callable[[Any], Awaitable[None]]:
+    def _serving(self, method: str, answer: Callable[[Any], object]) -> Callable[[Any], Awaitable[None]]:
         async def serve(stream: Any) -> None:
-            request: bytes = await stream.recv_message()
+            request = await stream.recv_message()
             self.asked.append(method)
             await stream.send_message(answer(request))
 
         return serve
 
-    def _list(self, _request: bytes) -> bytes:
-        """All containers: a filter is a wish that nobody here makes."""
-        return b"".join([wire.field(1, _listed(container)) for container in self._containers.values()])
+    def _version(self, _request: cri.VersionRequest) -> cri.VersionResponse:
+        return cri.VersionResponse(version="0.1.0", runtime_name="gpumgr-sim", runtime_version="1.0.0", runtime_api_version="v1")
 
-    def _status(self, request: bytes) -> bytes:
-        """What a verbose question gets; the others get it too."""
-        asked: dict[int, list[str]] = {1: []}
-        wire.scan(request, 0, len(request), asked)
-        container = self._containers.get("".join(asked[1]))
+    def _list(self, _request: cri.ListContainersRequest) -> cri.ListContainersResponse:
+        """All containers; the filter is ignored."""
+        return cri.ListContainersResponse(containers=[_listed(container) for container in self._containers.values()])
+
+    def _status(self, request: cri.ContainerStatusRequest) -> cri.ContainerStatusResponse:
+        """The verbose status, also if the request asks for less."""
+        container = self._containers.get(request.container_id)
         if container is None:
-            raise GRPCError(Status.NOT_FOUND, f"container {''.join(asked[1])!r} not found")
+            raise GRPCError(Status.NOT_FOUND, f"container {request.container_id!r} not found")
         info = {"pid": container.pid or 0, "runtimeSpec": {"linux": {"cgroupsPath": container.cgroup}}}
-        return wire.field(1, _told(container)) + _entry(2, "info", json.dumps(info))
+        return cri.ContainerStatusResponse(status=cri.ContainerStatus(**_common(container)), info={"info": json.dumps(info)})
 
 
-def _version(_request: bytes) -> bytes:
-    return b"".join([wire.text_field(number, text) for number, text in enumerate(_VERSION, start=1)])
-
-
-def _listed(container: Container) -> bytes:
-    """A Container."""
+def _listed(container: Container) -> cri.Container:
     namespace, pod = container.pod
     labels = {"pod.namespace": namespace, "pod.name": pod, "pod.uid": container.pod_uid, "container.name": container.name}
-    return (
-        wire.text_field(1, container.id)
-        + wire.field(3, _metadata(container))
-        + _number(6, _state(container))
-        + _number(7, int(container.created_at * 1e9))
-        + b"".join([_entry(8, f"io.kubernetes.{key}", value) for key, value in labels.items()])
-    )
+    return cri.Container(**_common(container), labels={f"io.kubernetes.{key}": value for key, value in labels.items()})
 
 
-def _told(container: Container) -> bytes:
-    """A ContainerStatus."""
-    return (
-        wire.text_field(1, container.id)
-        + wire.field(2, _metadata(container))
-        + _number(3, _state(container))
-        + _number(4, int(container.created_at * 1e9))
-    )
-
-
-def _metadata(container: Container) -> bytes:
-    return wire.text_field(1, container.name) + _number(2, container.attempt)
-
-
-def _state(container: Container) -> int:
-    return _RUNNING if container.running else _EXITED
-
-
-def _entry(number: int, key: str, value: str) -> bytes:
-    """One entry of a map<string, string>."""
-    return wire.field(number, wire.text_field(1, key) + wire.text_field(2, value))
-
-
-def _number(number: int, value: int) -> bytes:
-    """A varint field as proto3 writes it: nothing at all for 0."""
-    return bytes([number << 3 | wire.VARINT]) + wire.varint(value) if value else b""
+def _common(container: Container) -> dict[str, Any]:
+    """The fields that the list and the status have in common."""
+    return {
+        "id": container.id,
+        "metadata": cri.ContainerMetadata(name=container.name, attempt=container.attempt),
+        "state": cri.ContainerState.CONTAINER_RUNNING if container.running else cri.ContainerState.CONTAINER_EXITED,
+        "created_at": int(container.created_at * 1e9),
+    }

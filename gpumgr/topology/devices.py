@@ -1,4 +1,4 @@
-"""What a node's GPUs are: frozen values, read once by the nvml station and understood by everybody else."""
+"""The GPUs of a node, their topology and their use: frozen values, which gpumgr.nvml reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One physical GPU as NVML shows it. None = the driver does not tell.
+    """One physical GPU as NVML describes it. None = the driver does not report it.
 
     `index` is NVML's and its row in the topology; it may change across reboots, so everything that lasts is keyed by `uuid`.
     """
@@ -92,10 +92,10 @@ class NodeSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` None = the driver does not tell; pids are the host's.
+    """A process with a context on a GPU. `memory_bytes` None = not reported; pids are the host's.
 
-    `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not asked for, or the driver does not
-    tell.
+    `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not sampled, or not
+    reported.
     """
 
     pid: int
@@ -105,8 +105,8 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What the driver grants the processes of one cgroup on one GPU, all together: `soft_bytes` are theirs for sure; allocations
-    that would go beyond `hard_bytes` fail (None = nothing is limited)."""
+    """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail
+    (None = no limit)."""
 
     soft_bytes: int = 0
     hard_bytes: int | None = None
@@ -114,7 +114,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """What one GPU does now. Ratios are 0..1; None = the driver does not tell. `processes` None = list not readable."""
+    """The current use of one GPU. Ratios are 0..1; None = not reported. `processes` None = the list is not readable."""
 
     uuid: str
     memory_used_bytes: int | None = None
@@ -128,7 +128,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
-    """One round over all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
+    """One sample of all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
 
     gpus: Mapping[str, GpuSample] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)

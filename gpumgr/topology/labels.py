@@ -1,10 +1,10 @@
-"""Labels of the node that tell what GPUs it has. Pure.
+"""Labels of the node that describe its GPUs. Pure.
 
 Keys and meanings under `nvidia.com/` are those of NVIDIA's gpu-feature-discovery, of which this is the common subset;
-`gaia.tencent.com/gpu-model` is gpu-manager's. Of a node with different GPUs the labels tell of the model that it has most of.
+`gaia.tencent.com/gpu-model` is gpu-manager's. On a node with different GPUs the labels describe the most frequent model.
 
-The driver's description of a GPU has no compute capability in it. It is known here for the models below, by NVIDIA's own table
-(developer.nvidia.com/cuda-gpus), and left out for all others.
+The driver's description of a GPU has no compute capability. The table below has it for some models, by NVIDIA's own list
+(developer.nvidia.com/cuda-gpus); for others the label is left out.
 """
 
 import re
@@ -39,9 +39,9 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """Label -> value. `describe`: those that tell of the GPUs; `further` are the operator's "key=value", which count more.
+    """Label -> value. `describe`: with those that describe the GPUs. `further` are the operator's "key=value", which take precedence.
 
-    Of MODEL the value is found out, whatever stands there; without a GPU there is none.
+    The value of MODEL is always that of the GPU; without a GPU the label is left out.
     """
     models = Counter(gpu.model for gpu in snapshot.gpus)
     # max() takes the first of equals: the one with the lowest index.
@@ -60,13 +60,13 @@ def model_label(model: str | None) -> str:
 
 
 def clean(text: str) -> str:
-    """What a label may have of a text: letters, digits and "-_." without those at the ends, 63 characters at most."""
+    """The part of a text that a label's value may have: letters, digits and "-_." without those at the ends, 63 characters at most."""
     kept = "-".join(re.sub(r"[^A-Za-z0-9_.\s-]", "", text).split())
     return kept.lstrip("-_.")[:MAX_VALUE].rstrip("-_.")
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """Compute capability, of data centre and workstation models whose name alone is sure; "RTX 6000" and the like are several."""
+    """Compute capability, of data centre and workstation models with an unambiguous name; "RTX 6000" and the like are several."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 

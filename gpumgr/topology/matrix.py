@@ -29,7 +29,7 @@ _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
-    """A network card's column: `nearest` holds the GPU indices at its closest level (empty: the driver does not tell)."""
+    """A network card's column: `nearest` holds the GPU indices at its closest level (empty: not reported)."""
 
     name: str
     nearest: tuple[int, ...]
@@ -37,7 +37,7 @@ class Nic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTopology:
-    """A read matrix. `labels`, `cpu_affinity` and `numa_affinity` have one entry a GPU; None = not told, or no single node."""
+    """A read matrix. `labels`, `cpu_affinity` and `numa_affinity` have one entry a GPU; None = not reported, or no single node."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -160,7 +160,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # With a value missing it can't be told whose it is: CPU affinity is blank in some containers.
+    # If a value is missing, the columns of the others are unknown: CPU affinity is blank in some containers.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,

@@ -1,4 +1,4 @@
-"""What NVML's common-ancestor numbers mean, with the drivers that say it wrongly: one table.
+"""The meaning of NVML's common-ancestor numbers, with the drivers that report wrong ones.
 
 NVML counts 0 INTERNAL, 10 SINGLE, 20 MULTIPLE, 30 HOSTBRIDGE, 40 NODE, 50 SYSTEM (nvml.h, nvmlGpuTopologyLevel_t).
 """
@@ -43,15 +43,15 @@ QUIRKS: Final[tuple[Quirk, ...]] = (
         on_same_board=False,
         reported=_INTERNAL,
         meant=Level.PIX,
-        why="INTERNAL needs a multi-GPU board, and the boards say that they carry one GPU each",
+        why="INTERNAL needs a multi-GPU board, and each board is reported to have one GPU",
     ),
 )
 
 
-def levels_for(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
+def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None = None) -> Level:
     """The PCIe level of a pair of GPUs for the number that NVML gave.
 
-    `on_same_board`: what the driver tells about multi-GPU boards for this pair; None = it does not tell.
+    `on_same_board`: what the driver reports about multi-GPU boards for this pair; None = nothing.
     A number that no known driver uses counts as the next farther level; above all of them, as SYS.
     """
     for quirk in QUIRKS:

@@ -1,4 +1,4 @@
-"""The topology as people and scripts read it: the cost tree, the matrix, and both as plain data."""
+"""Renders the topology: the cost tree and the matrix, as text and as plain data."""
 
 from collections.abc import Sequence
 from typing import Any

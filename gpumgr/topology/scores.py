@@ -1,4 +1,4 @@
-"""How well two GPUs, or a set of them, are joined. Source of the numbers: README, "Placement rules".
+"""The scores of the links between two GPUs and within a set. Source of the numbers: docs/user-guide.md, "Placement".
 
 SYS 10, NODE 20, PHB 30, PXB 40, PIX 50, PSB 60 (the values of `Level`), plus 100 for each NVLink between the two.
 """

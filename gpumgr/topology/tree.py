@@ -1,8 +1,8 @@
-"""The topology tree: which GPUs sit together, level by level.
+"""The topology tree: groups of GPUs, level by level.
 
 A group at level L is a connected component of "joined by L or closer". A group that would have a single child is not made:
-it keeps the name of the closest level at which its GPUs came together. ROOT always stands, even over one group.
-NVLink shapes scores, not this tree.
+the group keeps the name of the closest level that joins its GPUs. ROOT always exists, even over one group.
+NVLink counts for scores, not for this tree.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from gpumgr.topology.devices import Level, Topology
 class Group:
     """GPUs that are joined at `level` or closer (None: the root). A child is a smaller group, or the index of a GPU.
 
-    `mask` has a bit set for each GPU index in the group. Children stand in the order of their lowest index.
+    `mask` has a bit set for each GPU index in the group. Children are in the order of their lowest index.
     """
 
     level: Level | None
@@ -54,7 +54,7 @@ def enclosing_group(root: Group, mask: int) -> Group:
 
 
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
-    """The GPU of `eligible` that the fragment rule takes; both arguments are masks, `eligible` lies within `free`.
+    """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, `eligible` lies within `free`.
 
     Walks down from the root. At each group it takes the child with the fewest free GPUs among those that hold an eligible one;
     a lone GPU is a child of one; ties go to the lowest free index. None: nothing is eligible.
@@ -84,7 +84,7 @@ def access_costs(root: Group) -> dict[int, int]:
 
 
 def indices(mask: int) -> tuple[int, ...]:
-    """The GPU indices whose bits are set, ascending."""
+    """The indices of the bits that are set, ascending."""
     found = []
     while mask:
         low = mask & -mask
@@ -123,7 +123,7 @@ def _joined(level: Level, family: list[Group | int]) -> Group | int:
 
 
 def _fragment_order(root: Group) -> dict[int, int]:
-    """In which turn, from 1, fragment takes each GPU of an empty node."""
+    """The position, from 1, in which fragment takes each GPU of an empty node."""
     free, turns = root.mask, dict[int, int]()
     while (gpu := fragment_choice(root, free, free)) is not None:
         turns[gpu] = len(turns) + 1

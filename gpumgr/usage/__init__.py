@@ -1,1 +1,1 @@
-"""Who uses what: the driver's sample joined with the containers of the node. Pure; a picture of one instant."""
+"""The use of GPUs by containers: the driver's sample joined with the containers of the node. Pure."""

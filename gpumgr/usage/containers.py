@@ -1,4 +1,4 @@
-"""Containers as the runtime has them, and where their processes are found."""
+"""Containers as the container runtime lists them, with the cgroup of their processes."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Container:
     """One started container. `attempt` counts its restarts from 0.
 
     `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading
-    slash; None while it is not known. `pid` is the host's number of its first process, None if it does not run.
+    slash; None while it is unknown. `pid` is the host's number of its first process, None if it does not run.
     """
 
     id: str
@@ -28,5 +28,11 @@ class Container:
 
     @property
     def static(self) -> bool:
-        """Of a static pod: its UID is the hash of the pod's file, and the API server knows only a mirror, under another UID."""
+        """Whether it belongs to a static pod. Its UID is the hash of its file; the API server's mirror pod has another."""
         return _HASH.fullmatch(self.pod_uid) is not None
+
+    def describe(self) -> str:
+        """For messages."""
+        if not self.name:
+            return f"container {self.id[:12]} of pod uid {self.pod_uid}"
+        return f"{'/'.join(self.pod)} ({self.name})"

@@ -1,9 +1,10 @@
-"""The driver's sample joined with the ledger: every process on a GPU is a container's, a stranger, or not clear yet.
+"""Joins the driver's sample with the ledger: every process on a GPU belongs to a container, is unattributed, or is not known yet.
 
-Rule 1. A process is a container's if its cgroup says so; what it tells of itself counts for nothing.
-Rule 2. A container is at home only on the GPUs that its allocation was granted; on another one it is a stranger.
-Rule 3. `own_pids`, processes of gpumgr's mechanisms, are nobody's and are not told.
-Rule 4. Nobody is called a stranger for want of an answer: who is not known yet is unclear.
+Invariants:
+* A process belongs to the container that its cgroup names; what the process itself reports is not used.
+* A container's process is attributed only on the GPUs that its allocation was granted; on others it is unattributed.
+* `own_pids`, the processes of gpumgr's enforcement mechanisms, appear nowhere.
+* A process without an answer yet is unknown, not unattributed.
 """
 
 from collections import defaultdict
@@ -11,13 +12,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
-from gpumgr.usage.claims import Claims
+from gpumgr.units import GpuName
+from gpumgr.usage.allocation_index import AllocationIndex
 from gpumgr.usage.containers import Container
-from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse, Place, Stranger
+from gpumgr.usage.node_use import ContainerUse, GpuUse, GrantedGpu, NodeUse, UnattributedProcess
 
-#: Processes of one sample: by allocation and GPU those that are at home.
-Homes = dict[Place, list[GpuProcess]]
+#: The attributed processes of one sample, by allocation and GPU.
+Attributed = dict[GrantedGpu, list[GpuProcess]]
 
 
 def join(
@@ -26,57 +27,57 @@ def join(
     owners: Mapping[int, Container | None],
     *,
     own_pids: Collection[int] = frozenset(),
-    claims: Claims | None = None,
+    index: AllocationIndex | None = None,
     taken_at: float = 0.0,
 ) -> NodeUse:
-    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that the ledger has no
-    card of are left out. `claims` are those of this ledger, if the caller has made them already."""
-    claims = claims or Claims(ledger.allocations.values())
-    homes: Homes = {}
-    strangers: dict[tuple[GpuName, int], Stranger] = {}
-    unclear: set[int] = set()
+    """`owners`: pid -> its container, None = it runs in none; a pid that is missing is not known yet. GPUs that are not in the ledger
+    are ignored. `index` is that of this ledger, if the caller has made it already."""
+    index = index or AllocationIndex(ledger.allocations.values())
+    attributed: Attributed = {}
+    unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
+    unknown: set[int] = set()
     for uuid, gpu_sample in sample.gpus.items():
-        card = ledger.cards.by_uuid.get(uuid)
+        card = ledger.gpu_registry.by_uuid.get(uuid)
         if card is None:
             continue
         for process in gpu_sample.processes or ():
             if process.pid in own_pids:
                 continue
             if process.pid not in owners:
-                unclear.add(process.pid)
+                unknown.add(process.pid)
                 continue
             container = owners[process.pid]
-            owner = claims.owner(container, card.name) if container else "nobody"
+            owner = index.owner(container, card.name) if container else "none"
             if isinstance(owner, Allocation):
-                homes.setdefault((owner.id, card.name), []).append(process)
-            elif owner == "unclear":
-                unclear.add(process.pid)
+                attributed.setdefault((owner.id, card.name), []).append(process)
+            elif owner == "unknown":
+                unknown.add(process.pid)
             else:
-                strangers[card.name, process.pid] = Stranger(
+                unattributed[card.name, process.pid] = UnattributedProcess(
                     gpu=card.name,
                     uuid=uuid,
                     pid=process.pid,
                     memory_bytes=process.memory_bytes,
-                    container=_describe(container) if container else None,
+                    container=container.describe() if container else None,
                 )
-    uses = _uses(ledger, sample, homes, {gpu for gpu, _ in strangers})
-    gpus = _sums(ledger, sample, uses.values(), strangers.values())
-    return NodeUse(taken_at=taken_at, containers=uses, strangers=strangers, gpus=gpus, unclear=frozenset(unclear))
+    uses = _uses(ledger, sample, attributed, {gpu for gpu, _ in unattributed})
+    gpus = _sums(ledger, sample, uses.values(), unattributed.values())
+    return NodeUse(taken_at=taken_at, containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
 
 
-def _uses(ledger: Ledger, sample: NodeSample, homes: Homes, strange: Collection[GpuName]) -> dict[Place, ContainerUse]:
-    """Everybody who was granted something. `strange`: GPUs that strangers are on, too."""
-    uses: dict[Place, ContainerUse] = {}
+def _uses(
+    ledger: Ledger, sample: NodeSample, attributed: Attributed, shared: Collection[GpuName]
+) -> dict[GrantedGpu, ContainerUse]:
+    """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
+    uses: dict[GrantedGpu, ContainerUse] = {}
     for allocation in ledger.allocations.values():
-        cores = allocation.core_count
-        whole = cores >= CORES_PER_GPU
-        limit_bytes = None if whole else allocation.block_count * BLOCK_BYTES
-        for gpu in allocation.gpus:
-            uuid = ledger.cards.by_name[gpu].uuid
+        for gpu, amounts in allocation.gpus.items():
+            limit_bytes = None if amounts.whole else amounts.memory_mebibytes << 20
+            uuid = ledger.gpu_registry.by_name[gpu].uuid
             seen = sample.gpus.get(uuid)
             listed = seen is not None and seen.processes is not None
-            processes = homes.get((allocation.id, gpu), ()) if listed else ()
-            alone = seen if listed and whole and gpu not in strange else None
+            processes = attributed.get((allocation.id, gpu), ()) if listed else ()
+            alone = seen if listed and amounts.whole and gpu not in shared else None
             uses[allocation.id, gpu] = ContainerUse(
                 allocation=allocation.id,
                 pod=allocation.pod,
@@ -84,7 +85,7 @@ def _uses(ledger: Ledger, sample: NodeSample, homes: Homes, strange: Collection[
                 container=allocation.container,
                 gpu=gpu,
                 uuid=uuid,
-                cores=CORES_PER_GPU if whole else cores,
+                cores=amounts.cores,
                 memory_limit_bytes=limit_bytes,
                 memory_bytes=_memory_bytes(processes) if listed else None,
                 utilization_ratio=_utilization_ratio(processes, alone) if listed else None,
@@ -94,12 +95,12 @@ def _uses(ledger: Ledger, sample: NodeSample, homes: Homes, strange: Collection[
 
 
 def _memory_bytes(processes: Collection[GpuProcess]) -> int | None:
-    told = [p.memory_bytes for p in processes if p.memory_bytes is not None]
-    return sum(told) if told or not processes else None
+    reported = [p.memory_bytes for p in processes if p.memory_bytes is not None]
+    return sum(reported) if reported or not processes else None
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """`alone`: the GPU's own sample, if nobody but this container is on it; its rate stands in where single processes' are not told."""
+    """`alone`: the GPU's own sample, if only this container uses it; its rate replaces those of processes that are not reported."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if ratios or not processes:
         return min(1.0, sum(ratios))
@@ -107,28 +108,22 @@ def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | Non
 
 
 def _sums(
-    ledger: Ledger, sample: NodeSample, uses: Iterable[ContainerUse], strangers: Iterable[Stranger]
+    ledger: Ledger, sample: NodeSample, uses: Iterable[ContainerUse], unattributed: Iterable[UnattributedProcess]
 ) -> dict[GpuName, GpuUse]:
-    used, strange = defaultdict[str, list[ContainerUse]](list), defaultdict[str, list[Stranger]](list)
+    used, others = defaultdict[str, list[ContainerUse]](list), defaultdict[str, list[UnattributedProcess]](list)
     for use in uses:
         if use.processes:
             used[use.uuid].append(use)
-    for stranger in strangers:
-        strange[stranger.uuid].append(stranger)
+    for process in unattributed:
+        others[process.uuid].append(process)
     return {
-        ledger.cards.by_uuid[uuid].name: GpuUse(
+        ledger.gpu_registry.by_uuid[uuid].name: GpuUse(
             uuid=uuid,
             container_memory_bytes=sum(each.memory_bytes or 0 for each in used[uuid]),
             container_processes=sum(each.process_count for each in used[uuid]),
-            stranger_memory_bytes=sum(each.memory_bytes or 0 for each in strange[uuid]),
-            stranger_processes=len(strange[uuid]),
+            unattributed_memory_bytes=sum(each.memory_bytes or 0 for each in others[uuid]),
+            unattributed_processes=len(others[uuid]),
         )
         for uuid, seen in sample.gpus.items()
-        if seen.processes is not None and uuid in ledger.cards.by_uuid
+        if seen.processes is not None and uuid in ledger.gpu_registry.by_uuid
     }
-
-
-def _describe(container: Container) -> str:
-    if not container.name:
-        return f"container {container.id[:12]} of pod uid {container.pod_uid}"
-    return f"{'/'.join(container.pod)} ({container.name})"

@@ -1,7 +1,6 @@
-"""What this process is doing: the stacks of all tasks and threads, and where its event loop spends its time.
+"""Stacks of all tasks and threads, and a profile of the event loop's thread.
 
-Stacks are taken where they stand; a profile is made of samples that a thread takes beside the loop, a hundred a second, so what is
-measured goes on as ever.
+A profile consists of samples that another thread takes, a hundred per second, so the measured code runs unchanged.
 """
 
 import asyncio
@@ -19,14 +18,14 @@ SAMPLE_SECONDS: Final = 0.01
 _LAG_SECONDS: Final = 0.02
 #: Lines of a profile.
 _SHOWN: Final = 60
-#: The loop waits in one of these while it has nothing to do.
+#: The functions in which an idle event loop waits.
 _WAITING: Final = frozenset({"select", "poll"})
 
 _Stack = list[tuple[FrameType, int]]
 
 
 async def stacks() -> str:
-    """All tasks, then all threads, innermost call last. To be called on the loop; sources are read on another thread."""
+    """All tasks, then all threads, innermost call last. Must run on the event loop; sources are read on another thread."""
     tasks = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
     parts = [(_title(task), _summary(_awaiting(task))) for task in tasks]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -55,7 +54,7 @@ def _title(task: "asyncio.Task[Any]") -> str:
 
 
 def _awaiting(task: "asyncio.Task[Any]") -> _Stack:
-    """From the task's coroutine down to the innermost one that it waits in; asyncio's own stack ends at the first."""
+    """From the task's coroutine to the innermost one that it awaits; asyncio.Task.get_stack has only the first."""
     stack: _Stack = []
     waiting: Any = task.get_coro()
     while waiting is not None:
@@ -88,7 +87,7 @@ class Profile:
         self._sampler.start()
 
     def stop(self) -> None:
-        """Returns at once, or when the sample being taken is done."""
+        """Returns when the current sample is done."""
         self._stop.set()
         self._sampler.join()
 
@@ -98,7 +97,7 @@ class Profile:
                 self.take(frame)
 
     def take(self, frame: FrameType) -> None:
-        """One sample, from the innermost frame on."""
+        """Adds one sample; `frame` is the innermost."""
         self.samples += 1
         if frame.f_code.co_name in _WAITING and frame.f_code.co_filename.endswith("selectors.py"):
             self.idle += 1
@@ -108,7 +107,7 @@ class Profile:
             self._whole[code] += 1
 
     def lines(self) -> Iterator[str]:
-        """Functions by the time that was spent in themselves, in per cent of all; then with all that they called."""
+        """Functions by the time spent in themselves, in percent; then including their calls."""
         yield f"{'self %':>7} {'total %':>8}  function"
         ordered = sorted(self._whole, key=lambda code: (-self._own[code], -self._whole[code]))
         for code in ordered[:_SHOWN]:
@@ -117,7 +116,7 @@ class Profile:
 
 
 async def profile(seconds: float) -> str:
-    """Of the running loop's thread, over so many seconds; with how late the loop's timers were meanwhile."""
+    """A profile of the running loop's thread over `seconds`, with the lateness of the loop's timers in that time."""
     taken = Profile(threading.get_ident())
     taken.start()
     try:
@@ -135,7 +134,7 @@ async def profile(seconds: float) -> str:
 
 
 async def _lateness(seconds: float) -> list[float]:
-    """By how much the loop missed a timer, each time; at least once."""
+    """The seconds by which the loop missed each timer; at least one value."""
     end, late = time.monotonic() + seconds, list[float]()
     while not late or time.monotonic() < end:
         due = time.monotonic() + min(_LAG_SECONDS, seconds)

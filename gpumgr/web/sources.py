@@ -1,48 +1,49 @@
-"""What the web pages need of the agent. The app implements it; the pages ask on each request."""
+"""The data of the pages. The app implements it; each request reads from it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from gpumgr.agent.maintenance import Order
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.api import PodDetails
+from gpumgr.agent.maintenance import MaintenanceRequest
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.pods import PodKey
 
 
 class Sources(Protocol):
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        """Headers and body of the metrics, in the format that these request headers prefer ("" = the header is not there)."""
+        """Headers and body of the metrics, in the format that these request headers prefer (""; no such header)."""
         ...
 
     def not_alive(self) -> Sequence[str]:
-        """Why this process should be restarted, a sentence each; empty while it is well."""
+        """Reasons to restart this process; empty while it works."""
         ...
 
     def not_ready(self) -> Sequence[str]:
-        """Why the node can't take pods with GPUs now, a sentence each; empty when it can."""
+        """Reasons why the node cannot run pods with GPUs now; empty if it can."""
         ...
 
     def no_driver(self) -> Sequence[str]:
-        """Why there is no driver, a sentence; empty while it answers."""
+        """Why the driver is not available; empty while it responds."""
         ...
 
     def view(self) -> AgentView:
-        """The books of this moment."""
+        """The current allocations and inventory."""
         ...
 
-    def picture(self) -> Picture:
-        """All that readers are shown, of this moment."""
+    def report(self) -> NodeReport:
+        """The current values of all pages."""
         ...
 
     @property
-    def states(self) -> Latest[bytes]:
-        """The document of /api/state as JSON, anew once a sample period while it has readers; b"" before the first."""
+    def states(self) -> LatestValue[bytes]:
+        """/api/state as JSON, published once per sample period while there are subscribers; b"" before the first."""
         ...
 
     async def state(self) -> bytes:
-        """The same document, of this sample period."""
+        """The same JSON, not older than a sample period."""
         ...
 
     def usage(self) -> Mapping[str, Any]:
@@ -50,17 +51,17 @@ class Sources(Protocol):
         ...
 
     def history(self) -> Sequence[Entry]:
-        """What happened, oldest first."""
+        """Oldest first."""
         ...
 
-    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
-        """All that is known of a pod; None if nothing is."""
+    def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        """None if nothing is known of the pod."""
         ...
 
     def pods(self) -> Sequence[PodKey]:
-        """The pods of which something is known, in order."""
+        """The pods of which something is known, sorted."""
         ...
 
-    async def maintain(self, order: Order) -> Mapping[str, Any]:
-        """An operator's order about a GPU. Raises Refusal if it can't be followed now, InputError if it makes no sense here."""
+    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
+        """Carries out a maintenance request. Raises Refusal if the GPU's state forbids it, InputError for an unknown GPU."""
         ...

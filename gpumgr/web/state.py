@@ -1,211 +1,162 @@
-"""All that the page shows, as one document of plain JSON data: pure functions of a picture and the history.
+"""The document of /api/state: pure functions of a picture and the history.
 
-What nobody told is null. What was told before the driver went away is null too: old numbers would look like news.
+A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import gpumgr
-from gpumgr.agent.picture import OutboxState, Picture
-from gpumgr.allocator.history import Candidate, Entry
-from gpumgr.allocator.ids import ALL_CORES, Card
+from gpumgr.agent.api import (
+    ContainerRow,
+    CordonRow,
+    Failure,
+    GpuRow,
+    Health,
+    Mechanism,
+    NvLinks,
+    QueueRow,
+    State,
+    StrangersRow,
+    TreeNode,
+)
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.rows import container_row
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.topology.devices import Gpu, GpuSample, NodeSnapshot
+from gpumgr.topology.devices import Gpu, GpuSample, Topology
 from gpumgr.topology.tree import Group, build_tree, indices
-from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
-from gpumgr.usage.picture import NodeUse
+from gpumgr.units import BLOCK_BYTES, BLOCK_MEBIBYTES, GpuName
+from gpumgr.usage.node_use import NodeUse
 
-#: The newest ones; /api/history has them all.
+#: The newest entries; /api/history has all.
 HISTORY_SHOWN: Final = 50
 
-_NOBODY_LOOKED: Final = NodeUse(taken_at=0.0)
-_NOT_SAMPLED: Final = GpuSample(uuid="")
+_NO_USE: Final = NodeUse(taken_at=0.0)
+_NO_SAMPLE: Final = GpuSample(uuid="")
 
 
-def state_document(picture: Picture, history: Sequence[Entry], *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-    """The document of /api/state. `history` is oldest first; `clock` tells in monotonic seconds how old the sample is by now."""
-    snapshot = picture.view.inventory.snapshot
-    return {
-        "node": picture.node,
-        "at": picture.at,
-        "version": gpumgr.__version__,
-        "driver_version": snapshot.driver_version,
-        "cuda_version": snapshot.cuda_version,
-        "ready": not picture.not_ready,
-        "not_ready": list(picture.not_ready),
-        "enforcement": [{"mechanism": mechanism, "keeps": keeps} for mechanism, keeps in picture.enforcement],
-        **_topology(snapshot),
-        "gpus": gpu_rows(picture),
-        # GPUs that the driver lists and can't describe, and that were never offered: they have no name and no card.
-        "failures": [
-            {"index": failure.index, "uuid": failure.uuid, "message": failure.reason}
-            for failure in picture.view.inventory.unnamed(picture.view.ledger.cards)
-        ],
-        "containers": container_rows(picture, picture.view.ledger.allocations.values()),
-        "history": [entry_fields(entry) for entry in reversed(history[-HISTORY_SHOWN:])],
-        "health": _health(picture, clock()),
-    }
-
-
-def container_rows(picture: Picture, allocations: Iterable[Allocation]) -> list[dict[str, Any]]:
-    """A row for each allocation on each of its GPUs, oldest first. All allocations are in the picture's ledger."""
-    uses = (picture.use if picture.use and picture.nvml_up else _NOBODY_LOOKED).containers
-    room = {gpu: _memory_bytes(card, shown) for gpu, (card, shown) in _cards(picture).items()}
-    rows = []
-    for allocation in sorted(allocations, key=lambda a: (a.granted_at, a.id)):
-        namespace, pod = allocation.pod or (None, None)
-        for gpu in dict.fromkeys((*allocation.gpus, *allocation.cores, *allocation.blocks)):
-            cores = allocation.cores.get(gpu, 0)
-            use = uses.get((allocation.id, gpu))
-            told = use is not None and (use.memory_bytes is not None or bool(use.processes))
-            rows.append(
-                {
-                    "allocation": allocation.id,
-                    "namespace": namespace,
-                    "pod": pod,
-                    "uid": allocation.uid,
-                    "container": allocation.container,
-                    "init": allocation.init,
-                    "gpu": gpu,
-                    "cores": cores.bit_count(),
-                    "memory_bytes": room[gpu] if cores == ALL_CORES else allocation.blocks.get(gpu, 0).bit_count() * BLOCK_BYTES,
-                    "whole": allocation.whole,
-                    "memory_used_bytes": use.memory_bytes if use else None,
-                    "utilization_ratio": use.utilization_ratio if use else None,
-                    "processes": use.process_count if use and told else None,
-                    "over": allocation.id in picture.over,
-                    "mechanisms": list(allocation.mechanisms),
-                    "granted_at": allocation.granted_at,
-                    "why": allocation.why,
-                }
-            )
-    return rows
-
-
-def entry_fields(entry: Entry) -> dict[str, Any]:
-    """An entry without the GPUs that it was chosen among."""
-    return {
-        "number": entry.number,
-        "at": entry.at,
-        "what": entry.what,
-        "id": entry.id,
-        "pod": list(entry.pod) if entry.pod else None,
-        "pod_uid": entry.pod_uid,
-        "container": entry.container,
-        "call": entry.call,
-        "kind": entry.kind,
-        "size": entry.size,
-        "gpus": list(entry.gpus),
-        "evaluator": entry.evaluator,
-        "why": entry.why,
-        "code": entry.code,
-        "mechanisms": list(entry.mechanisms),
-    }
-
-
-def candidate_fields(candidate: Candidate) -> dict[str, Any]:
-    """By hand: `dataclasses.asdict` takes twenty times as long, and a pod that was refused all day has thousands."""
-    return {
-        "gpu": candidate.gpu,
-        "index": candidate.index,
-        "cores_free": candidate.cores_free,
-        "memory_blocks_free": candidate.memory_blocks_free,
-        "note": candidate.note,
-    }
-
-
-def _topology(snapshot: NodeSnapshot) -> dict[str, Any]:
-    """`tree`, `nvlinks` and `levels`; numbers are the topology's rows, names have NVML's index. On the diagonal of `levels` stands X,
-    as in `nvidia-smi topo -m`."""
+def node_state(report: NodeReport, history: Sequence[Entry], *, clock: Callable[[], float] = time.monotonic) -> State:
+    """`history` is oldest first; `clock` returns monotonic seconds, for the age of the sample."""
+    snapshot = report.view.inventory.snapshot
     topology, rows = snapshot.topology, range(len(snapshot.topology))
-    return {
-        "tree": _tree(build_tree(topology), [f"GPU{gpu.index}" for gpu in snapshot.gpus]),
-        "nvlinks": [{"a": a, "b": b, "links": links} for a in rows for b in rows[a + 1 :] if (links := topology.nvlinks[a][b])],
-        "levels": [["X" if a == b else topology.levels[a][b].name for b in rows] for a in rows],
-    }
+    return State(
+        node=report.node,
+        at=report.at,
+        version=gpumgr.__version__,
+        driver_version=snapshot.driver_version,
+        cuda_version=snapshot.cuda_version,
+        ready=not report.not_ready,
+        not_ready=report.not_ready,
+        enforcement=tuple(Mechanism(mechanism=mechanism, keeps=keeps) for mechanism, keeps in report.enforcement),
+        tree=_tree(build_tree(topology), [f"GPU{gpu.index}" for gpu in snapshot.gpus]),
+        nvlinks=_nvlinks(topology),
+        levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
+        gpus=tuple(gpu_rows(report)),
+        # GPUs that the driver lists and cannot describe, and that were never registered: they have no name.
+        failures=tuple(
+            Failure(index=failure.index, uuid=failure.uuid, message=failure.reason)
+            for failure in report.view.inventory.unnamed(report.view.ledger.gpu_registry)
+        ),
+        containers=tuple(container_rows(report, report.view.ledger.allocations.values())),
+        history=tuple(replace(entry, candidates=()) for entry in reversed(history[-HISTORY_SHOWN:])),
+        health=_health(report, clock()),
+    )
 
 
-def _tree(node: Group | int, labels: Sequence[str]) -> dict[str, Any]:
-    if isinstance(node, int):
-        return {"name": labels[node], "gpus": [node], "children": []}
-    return {"name": node.name, "gpus": list(indices(node.mask)), "children": [_tree(child, labels) for child in node.children]}
+def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
+    """A row for each allocation on each of its GPUs, oldest first. All allocations are in the picture's ledger."""
+    uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
+    memory = {gpu: _memory_bytes(card, shown) for gpu, (card, shown) in _cards(report).items()}
+    return [
+        container_row(allocation, gpu, memory[gpu], use=uses.get((allocation.id, gpu)), over=allocation.id in report.over)
+        for allocation in sorted(allocations, key=lambda a: (a.granted_at, a.id))
+        for gpu in allocation.places
+    ]
 
 
-def _cards(picture: Picture) -> dict[GpuName, tuple[Card, Gpu | None]]:
-    """Every card with the GPU as the driver shows it now (None: it doesn't)."""
-    cards = picture.view.ledger.cards
-    shown = picture.view.inventory.gpus(cards)
-    return {card.name: (card, shown.get(card.name)) for card in cards.cards}
-
-
-def _memory_bytes(card: Card, shown: Gpu | None) -> int:
-    return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES
-
-
-def gpu_rows(picture: Picture) -> list[dict[str, Any]]:
+def gpu_rows(report: NodeReport) -> list[GpuRow]:
     """A row for each GPU that the node ever had."""
-    view, unfit = picture.view, picture.unfit()
-    cores, blocks = view.ledger.held("core"), view.ledger.held("memory")
-    samples = picture.sample.gpus if picture.sample and picture.nvml_up else {}
+    view, unschedulable = report.view, report.unschedulable()
+    samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []
-    for name, (card, shown) in _cards(picture).items():
-        sample = samples.get(card.uuid, _NOT_SAMPLED)
-        blocks_free = card.memory_blocks - blocks.get(name, 0).bit_count()
+    for name, (card, shown) in _cards(report).items():
+        sample = samples.get(card.uuid, _NO_SAMPLE)
+        available = view.ledger.available(name)
         rows.append(
-            {
-                "uuid": card.uuid,
-                "name": name,
-                "row": view.node.rows.get(name),
-                "index": view.node.indices.get(name),
-                "minor": shown.minor if shown else None,
-                "model": shown.model if shown else None,
-                "bus_id": shown.bus_id if shown else None,
-                "numa_node": shown.numa_node if shown else None,
-                "memory_bytes": _memory_bytes(card, shown),
-                "memory_blocks": card.memory_blocks,
-                "cores_free": CORES_PER_GPU - cores.get(name, 0).bit_count(),
-                "memory_blocks_free": 0 if name in view.ledger.exclusive else blocks_free,
-                "healthy": name not in unfit,
-                "reason": unfit.get(name),
-                "message": view.node.unfit.get(name),
-                "cordon": _cordon(picture, card.uuid),
-                "memory_used_bytes": sample.memory_used_bytes,
-                "utilization_ratio": sample.utilization_ratio,
-                "temperature_celsius": sample.temperature_celsius,
-                "power_watts": sample.power_watts,
-                "strangers": _strangers(picture, name),
-            }
+            GpuRow(
+                uuid=card.uuid,
+                name=name,
+                row=view.node.rows.get(name),
+                index=view.node.indices.get(name),
+                minor=shown.minor if shown else None,
+                model=shown.model if shown else None,
+                bus_id=shown.bus_id if shown else None,
+                numa_node=shown.numa_node if shown else None,
+                memory_bytes=_memory_bytes(card, shown),
+                memory_blocks=card.memory_blocks,
+                cores_free=available.cores,
+                memory_blocks_free=available.memory_mebibytes // BLOCK_MEBIBYTES,
+                healthy=name not in unschedulable,
+                reason=unschedulable.get(name),
+                message=view.node.unschedulable.get(name),
+                cordon=_cordon(report, card.uuid),
+                memory_used_bytes=sample.memory_used_bytes,
+                utilization_ratio=sample.utilization_ratio,
+                temperature_celsius=sample.temperature_celsius,
+                power_watts=sample.power_watts,
+                strangers=_strangers(report, name),
+            )
         )
     return rows
 
 
-def _cordon(picture: Picture, uuid: str) -> dict[str, Any] | None:
-    cordon = picture.cordons.get(uuid)
-    return {"reason": cordon.reason, "since": cordon.since, "draining": cordon.draining} if cordon else None
+def _nvlinks(topology: Topology) -> tuple[NvLinks, ...]:
+    rows = range(len(topology))
+    return tuple(NvLinks(a=a, b=b, links=links) for a in rows for b in rows[a + 1 :] if (links := topology.nvlinks[a][b]))
 
 
-def _strangers(picture: Picture, gpu: GpuName) -> dict[str, Any]:
-    use = picture.use.gpus.get(gpu) if picture.use and picture.nvml_up else None
-    if use is None:
-        return {"processes": None, "memory_bytes": None}
-    return {"processes": use.stranger_processes, "memory_bytes": use.stranger_memory_bytes}
+def _tree(node: Group | int, labels: Sequence[str]) -> TreeNode:
+    if isinstance(node, int):
+        return TreeNode(name=labels[node], gpus=(node,))
+    return TreeNode(
+        name=node.name, gpus=tuple(indices(node.mask)), children=tuple(_tree(child, labels) for child in node.children)
+    )
 
 
-def _health(picture: Picture, now: float) -> dict[str, Any]:
-    return {
-        "nvml_up": picture.nvml_up,
-        "sampled_seconds_ago": None if picture.sampled_at is None else round(max(0.0, now - picture.sampled_at), 3),
-        "registered": dict(picture.registered),
-        "outbox": _outbox(picture.outbox) if picture.outbox else None,
-    }
+def _cards(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]]:
+    """Every registered GPU with what the driver shows of it now (None: nothing)."""
+    gpu_registry = report.view.ledger.gpu_registry
+    shown = report.view.inventory.gpus(gpu_registry)
+    return {card.name: (card, shown.get(card.name)) for card in gpu_registry.gpus}
 
 
-def _outbox(outbox: OutboxState) -> dict[str, Any]:
-    return {
-        "waiting": outbox.waiting,
-        "dropped": outbox.dropped,
-        "oldest_seconds": outbox.oldest_seconds,
-        "away": outbox.away,
-    }
+def _memory_bytes(card: RegisteredGpu, shown: Gpu | None) -> int:
+    return shown.memory_bytes if shown else card.memory_blocks * BLOCK_BYTES
+
+
+def _cordon(report: NodeReport, uuid: str) -> CordonRow | None:
+    cordon = report.cordons.get(uuid)
+    return CordonRow(reason=cordon.reason, since=cordon.since, draining=cordon.draining) if cordon else None
+
+
+def _strangers(report: NodeReport, gpu: GpuName) -> StrangersRow:
+    use = report.use.gpus.get(gpu) if report.use and report.nvml_up else None
+    return (
+        StrangersRow(processes=use.unattributed_processes, memory_bytes=use.unattributed_memory_bytes) if use else StrangersRow()
+    )
+
+
+def _health(report: NodeReport, now: float) -> Health:
+    queue = report.outbox
+    return Health(
+        nvml_up=report.nvml_up,
+        sampled_seconds_ago=None if report.sampled_at is None else round(max(0.0, now - report.sampled_at), 3),
+        registered=dict(report.registered),
+        outbox=QueueRow(waiting=queue.waiting, dropped=queue.dropped, oldest_seconds=queue.oldest_seconds, away=queue.away)
+        if queue
+        else None,
+    )

@@ -1,6 +1,6 @@
-"""/api/stream: the state as server-sent events, one a sample period, to every page that is open.
+"""/api/stream: the state as server-sent events, one per sample period, for every open page.
 
-An event is put together once and its bytes go to all. A client that takes them slowly gets the newest next, and misses what lay between.
+An event is encoded once for all clients. A slow client gets the newest state next and skips those in between.
 """
 
 import asyncio
@@ -10,29 +10,29 @@ from typing import Final, cast
 from aiohttp import web
 
 from gpumgr.aio import Subscription
-from gpumgr.web.answers import failure
-from gpumgr.web.door.connection import Connection
+from gpumgr.web.connection import Connection
+from gpumgr.web.responses import failure
 from gpumgr.web.sources import Sources
 
-MOST_STREAMS: Final = 64
+MAX_STREAMS: Final = 64
 HEARTBEAT_SECONDS: Final = 15.0
-#: A comment, which readers pass over: proxies keep a line open on which something comes.
+#: A comment, which clients ignore; it keeps proxies from closing the connection.
 _HEARTBEAT: Final = b":\n\n"
 _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 
 
 class Streams:
-    """`most` streams at once."""
+    """At most `limit` streams at once."""
 
-    def __init__(self, sources: Sources, *, most: int = MOST_STREAMS, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._sources, self._most, self._heartbeat_seconds = sources, most, heartbeat_seconds
+    def __init__(self, sources: Sources, *, limit: int = MAX_STREAMS, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._sources, self._limit, self._heartbeat_seconds = sources, limit, heartbeat_seconds
         self._open: set[Subscription[bytes]] = set()
         self._encoded = (b"", b"")
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Until the client is gone or `close` is called."""
-        if len(self._open) >= self._most:
-            return failure(503, f"{self._most} streams are open, and that is the most", headers={"Retry-After": "10"})
+        """Returns when the client has gone or `close` is called."""
+        if len(self._open) >= self._limit:
+            return failure(503, f"{self._limit} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
             self._open.add(states)
             try:
@@ -41,36 +41,36 @@ class Streams:
                 self._open.discard(states)
 
     def close(self) -> None:
-        """Every stream ends in order."""
+        """Ends every stream with a complete response."""
         for states in list(self._open):
             states.close()
 
     async def _stream(self, request: web.Request, states: Subscription[bytes]) -> web.StreamResponse:
-        # While nobody read, no states were made: what lies there may be old.
+        # Without readers no states are published, so the latest one may be old.
         stale = self._sources.states.value
         newest = await self._sources.state()
-        answer = web.StreamResponse(headers=_HEADERS)
-        cast(Connection, request.protocol).streaming(states.close)
-        with suppress(ConnectionError):  # gone
-            await answer.prepare(request)
-            await self._send(request, answer, self._event(newest))
+        response = web.StreamResponse(headers=_HEADERS)
+        cast(Connection, request.protocol).stream_started(states.close)
+        with suppress(ConnectionError):  # the client has gone
+            await response.prepare(request)
+            await self._send(request, response, self._event(newest))
             while True:
                 try:
                     async with asyncio.timeout(self._heartbeat_seconds):
                         state = await anext(states)
                 except TimeoutError:
-                    await self._send(request, answer, _HEARTBEAT)
+                    await self._send(request, response, _HEARTBEAT)
                     continue
                 except StopAsyncIteration:
                     break
                 if state not in (stale, newest):
                     stale, newest = b"", state
-                    await self._send(request, answer, self._event(state))
-        return answer
+                    await self._send(request, response, self._event(state))
+        return response
 
-    async def _send(self, request: web.Request, answer: web.StreamResponse, content: bytes) -> None:
-        """Returns when the client has taken it all (or nearly); the doorman cuts one who takes nothing. Raises ConnectionError."""
-        await answer.write(content)
+    async def _send(self, request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+        """Returns when the client has read nearly everything; the connection limit cuts one that reads nothing. Raises ConnectionError."""
+        await response.write(content)
         await request.writer.drain()
 
     def _event(self, state: bytes) -> bytes:

@@ -1,4 +1,3 @@
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole agents, and many of their lives: on a busy machine that takes more than a test's usual time."""
+    """Tests of whole agents with many restarts take more than a test's usual time on a busy machine."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(120))
@@ -19,10 +18,3 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as name:
-        yield Path(name)

@@ -15,10 +15,10 @@ from typing import Any
 from gpumgr.agent.writer import Agent
 from gpumgr.allocator.ledger import Change
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.app import assembly, station
+from gpumgr.app import assembly, components
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli import main
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
 _passed: Counter[str] = Counter()
 
@@ -31,7 +31,7 @@ def _pass(step: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class MortalCheckpoint(SqliteCheckpoint):
+class KillingCheckpoint(SqliteCheckpoint):
     async def save(self, change: Change) -> None:
         if change.put:
             _pass("before_commit")
@@ -40,21 +40,21 @@ class MortalCheckpoint(SqliteCheckpoint):
             _pass("after_commit_before_answer")
 
 
-class MortalAgent(Agent):
+class KillingAgent(Agent):
     def __init__(self, **ports: Any) -> None:
         super().__init__(**ports, wall_clock=_wall_clock)
 
-    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         _pass("at_preference")
         chosen = await super().prefer(kind, available, must_include, size)
         _pass("before_preference_answer")
         return chosen
 
-    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
         _pass("at_allocate")
         return await super().allocate(kind, device_ids)
 
-    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
         _pass("before_prestart")
         await super().pre_start(kind, device_ids)
         _pass("after_prestart")
@@ -67,6 +67,6 @@ def _wall_clock() -> float:
 
 if __name__ == "__main__":
     # The composition root has no seam for these two, and needs none but here.
-    vars(assembly)["SqliteCheckpoint"] = MortalCheckpoint
-    vars(station)["Agent"] = MortalAgent
+    vars(assembly)["SqliteCheckpoint"] = KillingCheckpoint
+    vars(components)["Agent"] = KillingAgent
     main()

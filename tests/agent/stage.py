@@ -29,7 +29,7 @@ async def stage(folder: Path, **options: Any) -> AsyncIterator[Node]:
         try:
             yield node
         except BaseException as error:
-            error.add_note(f"the agent's log ends with:\n{node.journal.tail()}")
+            error.add_note(f"the agent's log ends with:\n{node.agent_log.tail()}")
             raise
 
 
@@ -61,7 +61,7 @@ async def introduce(node: Node, pod: SimPod) -> None:
 
 
 async def until_sampled(node: Node) -> None:
-    """The agent has looked at its GPUs since now, and knows what it saw. Its pages tell when it did, nothing else does."""
+    """Waits until the agent has taken a new sample of its GPUs, as the time of the sample in its pages shows."""
     first = await _sampled_after(node, time.time())
     await _sampled_after(node, first + SAMPLE_PERIOD_SECONDS / 2)  # the first one may have begun before
 

@@ -1,4 +1,4 @@
-"""The API server is away, slow or back again while pods come and go. None is lost, and each is told apart."""
+"""The API server is unavailable, slow or available again while pods start and end. Every pod is found and attributed."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ async def replace_whole_gpus(node: Node, pods: dict[str, SimPod]) -> None:
     assert len(node.ledger().allocations) == len(CROWD) - 1
 
 
-async def test_without_an_answer_podresources_tells_who_is_who(folder: Path) -> None:
+async def test_without_an_api_server_podresources_identifies_the_containers(folder: Path) -> None:
     async with stage(folder, command=PATIENT) as node:
         assert node.api is not None
         await node.api.stop()
         await node.start_agent()
         await replace_whole_gpus(node, await admit_all(node))
-        await node.journal.until("api_server_retries")
+        await node.agent_log.until("api_server_retries")
 
 
 async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> 
         node.api.delay_seconds = 0.0
         await node.api.start()
         node.delete(pods["a"])
-        await node.journal.until("allocation_freed", holder="demo/a (main)")
+        await node.agent_log.until("allocation_freed", holder="demo/a (main)")
         assert (await node.run(node.pod("g", init(10, 1), app(20, 2)))).phase == "Running"
         assert node.disagreements() == []
 

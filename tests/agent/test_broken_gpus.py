@@ -1,4 +1,4 @@
-"""GPUs that are broken when the agent starts: everybody hears of them, and the others keep the numbers that the driver gave them."""
+"""GPUs that are broken when the agent starts: every interface reports them, and the others keep their indexes of the driver."""
 
 import asyncio
 import re
@@ -66,7 +66,7 @@ async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_brok
             await node.order("drain", "1")
 
 
-async def test_a_gpu_that_is_broken_at_the_first_start_is_told_everywhere_until_it_is_well(folder: Path) -> None:
+async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_until_it_is_healthy(folder: Path) -> None:
     async with stage(folder) as node:
         node.control.lose_gpu(1)
         await node.start_agent()

@@ -12,10 +12,12 @@ from asyncio.subprocess import PIPE
 from io import FileIO
 from pathlib import Path
 
-from gpumgr.demo.life import Life
+import pytest
+
+from gpumgr.demo.activity import Activity
 from gpumgr.demo.node import open_node
-from gpumgr.demo.play import SIM
-from gpumgr.demo.work import Work
+from gpumgr.demo.runner import SIM
+from gpumgr.demo.workload import Workload
 
 from .stage import app
 
@@ -27,10 +29,10 @@ async def test_every_step_comes_out_as_scripted() -> None:
     assert [step for step in document["steps"] if not step["ok"]] == []
     assert (document["ok"], process.returncode) == (True, 0)
     assert len(document["steps"]) >= 16
-    assert "usage is told" in [step["name"] for step in document["steps"]]
+    assert "usage is reported" in [step["name"] for step in document["steps"]]
 
 
-async def test_on_a_terminal_life_goes_on_after_the_script_until_ctrl_c() -> None:
+async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() -> None:
     ours, theirs = pty.openpty()
     size = {**os.environ, "COLUMNS": "160", "LINES": "50"}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdin=theirs, stdout=theirs, env=size)
@@ -65,8 +67,10 @@ async def _some(terminal: FileIO) -> bytes:
         raise
 
 
-async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", "demo", stdout=PIPE)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_demo_that_is_interrupted_leaves_nothing_behind(folder: Path, number: signal.Signals) -> None:
+    command = (sys.executable, "-m", "gpumgr", "demo")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**os.environ, "TMPDIR": str(folder)})
     assert process.stdout is not None
     async with asyncio.timeout(90):
         told = [b""]
@@ -75,33 +79,33 @@ async def test_a_demo_that_is_interrupted_leaves_nothing_behind() -> None:
             assert told[-1], b"".join(told).decode()
         assert re.search(rb"the page is at http://127\.0\.0\.1:[0-9]+/\n", b"".join(told))
         (child,) = _children(process.pid)
-        (folder,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
-        assert folder.is_dir()
-        process.send_signal(signal.SIGTERM)
+        (used,) = {Path(word).parent for word in _command(child) if word.endswith("gpumgr.yaml")}
+        assert used.parent == folder
+        process.send_signal(number)
         out, _ = await process.communicate()
     assert b"not reached" in out
     assert process.returncode == 1
-    assert not folder.exists()
+    assert os.listdir(folder) == []
     assert not _command(child)
 
 
-async def test_life_goes_on_after_the_script(folder: Path) -> None:
-    """Shares come and go, somebody is refused, one goes over its memory and comes back, a process of nobody comes and goes."""
+async def test_the_demo_continues_after_the_script(folder: Path) -> None:
+    """Containers start and end, one is refused, one exceeds its memory and returns below it, an unattributed process starts and ends."""
     settings = {"enforcement": {"over_limit_samples": 2}}
     async with asyncio.timeout(90), open_node(folder, sim=SIM, settings=settings) as node:
         await node.start_agent()
         for pod in (node.pod("a", app(40, 80)), node.pod("patient", app(100))):
             assert (await node.run(pod)).phase == "Running"
-        work = Work(node)
-        tasks = [asyncio.create_task(each.run()) for each in (work, Life(node, work, round_seconds=0.25))]
+        work = Workload(node)
+        tasks = [asyncio.create_task(each.run()) for each in (work, Activity(node, work, round_seconds=0.25))]
         try:
-            await node.journal.until("allocation_freed", holder="demo/guest-0 (main)")
-            await node.journal.until("refused", pod="demo/wish-1")
+            await node.agent_log.until("allocation_freed", holder="demo/guest-0 (main)")
+            await node.agent_log.until("refused", pod="demo/wish-1")
             for event in ("container_over_limit", "container_within_limit"):
-                await node.journal.until(event, holder="demo/a (main)")
+                await node.agent_log.until(event, holder="demo/a (main)")
             for event in ("gpu_stranger", "gpu_stranger_gone"):
-                await node.journal.until(event)
-            assert not node.journal.find("gpu_quarantined")
+                await node.agent_log.until(event)
+            assert not node.agent_log.find("gpu_quarantined")
             assert not any(task.done() for task in tasks)
         finally:
             for task in tasks:

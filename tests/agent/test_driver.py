@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from gpumgr.agent.books import QUARANTINE_NOTE
+from gpumgr.agent.state import QUARANTINE_NOTE
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.demo.node import Node
 from gpumgr.units import CORE_RESOURCE
@@ -16,7 +16,7 @@ async def until_cores(node: Node, count: int) -> None:
 
 
 async def until_noted(folder: Path, gpu: str) -> None:
-    """The GPU's quarantine is in the checkpoint: it is told first, and then made to outlive a kill."""
+    """Waits until the GPU's quarantine is in the checkpoint, which is written after the log line."""
     while gpu not in read_checkpoint(folder / "checkpoint").notes.get(QUARANTINE_NOTE, ""):  # noqa: ASYNC110 (it is another process)
         await asyncio.sleep(0.05)
 
@@ -25,7 +25,7 @@ async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
     async with stage(folder, settings={"nvml": {"ready_grace_seconds": 0.2}}) as node:
         node.control.unload_driver()
         await node.agent.start()
-        ready = await node.agent.while_running(node.journal.until("ready"))
+        ready = await node.agent.while_running(node.agent_log.until("ready"))
         assert "no driver" in ready["status"]
         assert node.kubelet.node_status()[CORE_RESOURCE].capacity == 0
         node.control.load_driver()
@@ -34,11 +34,11 @@ async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
         assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
 
 
-async def test_a_driver_that_hangs_in_the_first_snapshot_holds_up_nobody(folder: Path) -> None:
+async def test_a_driver_that_hangs_in_the_first_snapshot_delays_no_other_part(folder: Path) -> None:
     async with stage(folder, settings={"nvml": {"call_timeout_seconds": 2.0}}) as node:
         node.control.hang(function="nvmlDeviceGetTopologyCommonAncestor")
         await node.agent.start()
-        down = await node.agent.while_running(node.journal.until("nvml_down"))
+        down = await node.agent.while_running(node.agent_log.until("nvml_down"))
         assert "hangs" in down["reason"]
         await node.kubelet.until(lambda: len(node.kubelet.registrations) == 2)
         node.control.release()
@@ -72,7 +72,7 @@ async def test_a_driver_of_another_version_ends_the_process_with_5(folder: Path)
         await until_cores(node, 400)
 
 
-async def test_a_lost_gpu_is_given_to_nobody_and_comes_back(folder: Path) -> None:
+async def test_a_lost_gpu_is_not_allocated_until_it_is_back(folder: Path) -> None:
     async with running(folder) as node:
         tenant = node.pod("tenant", app(30, 4))
         await node.run(tenant)
@@ -94,10 +94,10 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         tenant = node.pod("tenant", app(100))
         await node.run(tenant)
         (name,) = node.gpus_of(tenant)
-        leftover = node.stray(node.indices[name], memory_bytes=1 << 20)
+        leftover = node.start_unattributed(node.indices[name], memory_bytes=1 << 20)
         await until_sampled(node)
         node.delete(tenant)
-        held = await node.journal.until("gpu_quarantined", gpu=name)
+        held = await node.agent_log.until("gpu_quarantined", gpu=name)
         assert f"pid {leftover}" in held["reason"]
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 0)
         await until_noted(folder, name)
@@ -107,6 +107,6 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
         next_pod = node.pod("next", app(100))
         assert (await node.run(next_pod)).phase == "Running"
         assert node.gpus_of(next_pod) != {name}
-        node.end_stray(leftover)
-        await node.journal.until("gpu_released", gpu=name)
+        node.end_unattributed(leftover)
+        await node.agent_log.until("gpu_released", gpu=name)
         await node.kubelet.until(lambda: node.healthy(name)["core"] == 100)

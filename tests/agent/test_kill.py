@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.demo.node import NAMESPACE, Node
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
-from gpumgr.units import KINDS
+from gpumgr.units import RESOURCES
 
 from .stage import RUNNER, app, introduce, running
 
@@ -41,11 +41,11 @@ async def test_a_restart_loads_what_was_committed_and_frees_what_the_kubelet_lac
         await node.run(node.pod("bystander", app(20, 2)))
         for number, (step, committed) in enumerate(steps.items()):
             victim = node.pod(f"victim-{number}", app(30, 4))
-            admitted = await _meet_death(node, victim)
+            admitted = await _run_until_killed(node, victim)
             before = node.ledger()
-            assert [kind for kind in KINDS for a in before.of(None, victim.uid) if a.held(kind)] == committed, step
+            assert [kind for kind in RESOURCES for a in before.of(None, victim.uid) if a.held(kind)] == committed, step
 
-            began = len(node.journal.lines)
+            began = len(node.agent_log.lines)
             await node.start_agent(deaths[number + 1] if number + 1 < len(deaths) else None)
             shown = {holder["allocation"] for gpu in await node.graph() for holder in gpu["holders"]}
             assert shown == set(before.allocations), step
@@ -62,13 +62,13 @@ async def _replace(node: Node, victim: SimPod, *, holds: bool, began: int) -> No
     """The kubelet has failed the pod: what it holds in the ledger is freed, and the pod that comes in its place runs."""
     node.show(victim, node.kubelet.statuses[victim.uid])
     if holds:
-        await node.journal.until("allocation_freed", since=began, holder=f"{NAMESPACE}/{victim.name} (main)")
+        await node.agent_log.until("allocation_freed", since=began, holder=f"{NAMESPACE}/{victim.name} (main)")
     node.delete(victim)
     assert (await node.run(node.pod(victim.name, *victim.containers))).phase == "Running"
 
 
-async def _meet_death(node: Node, pod: SimPod) -> bool:
-    """The agent dies while it deals with the pod; whether that was admitted before. The API server has not heard of it yet."""
+async def _run_until_killed(node: Node, pod: SimPod) -> bool:
+    """The agent is killed while it handles the pod, which the API server does not list yet. Returns whether the pod was admitted."""
     await introduce(node, pod)
     try:
         status = await node.kubelet.run(pod)
@@ -78,7 +78,7 @@ async def _meet_death(node: Node, pod: SimPod) -> bool:
     return status.phase != "Failed"
 
 
-async def test_a_kill_right_after_the_answer_changes_nothing(folder: Path) -> None:
+async def test_a_kill_right_after_the_response_loses_nothing(folder: Path) -> None:
     async with running(folder) as node:
         pods = [node.pod("a", app(30, 4)), node.pod("b", app(200, 8))]
         for pod in pods:

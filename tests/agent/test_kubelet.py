@@ -1,4 +1,4 @@
-"""The kubelet comes, goes, forgets and complains; the agent goes on."""
+"""The kubelet starts, stops, drops its plugins and returns errors; the agent continues."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ async def test_a_kubelet_restart_and_removed_sockets_are_noticed(folder: Path) -
             count = len(node.kubelet.registrations)
             socket.unlink()
             await until_registered(node, count + 1)
-            assert len(node.journal.find("registration_lost", reason="own_socket_removed")) >= number
+            assert len(node.agent_log.find("registration_lost", reason="own_socket_removed")) >= number
 
         assert (await node.run(node.pod("c", app(60, 4)))).phase == "Running"
         for pod in pods:
@@ -41,14 +41,14 @@ async def test_a_kubelet_restart_and_removed_sockets_are_noticed(folder: Path) -
         assert node.agent.pid == pid
 
 
-async def test_a_kubelet_that_is_away_or_says_no_is_waited_for(folder: Path) -> None:
+async def test_the_agent_waits_for_a_kubelet_that_is_absent_or_refuses(folder: Path) -> None:
     async with stage(folder) as node:
         await node.kubelet.kill()
         await node.agent.start()
-        await node.agent.while_running(node.journal.until("registration_failed", resource=CORE_RESOURCE))
+        await node.agent.while_running(node.agent_log.until("registration_failed", resource=CORE_RESOURCE))
         node.kubelet.register_error = "not today"
         await node.kubelet.start()
-        await node.journal.until_some(lambda line: "not today" in line.get("error", ""))
+        await node.agent_log.until_match(lambda line: "not today" in line.get("error", ""))
         node.kubelet.register_error = None
         await node.until_offered()
         assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
@@ -61,8 +61,8 @@ async def test_a_pod_that_ended_during_the_downtime_of_both_is_freed(folder: Pat
         await node.agent.kill()
         node.delete(old)
         await node.kubelet.restart()
-        began = len(node.journal.lines)
+        began = len(node.agent_log.lines)
         await node.start_agent()
         assert (await node.run(node.pod("new", app(400)))).phase == "Running"
-        await node.journal.until("allocation_freed", since=began, holder="demo/old (main)")
+        await node.agent_log.until("allocation_freed", since=began, holder="demo/old (main)")
         assert node.disagreements() == []

@@ -1,4 +1,4 @@
-"""The agent against kubelets of 1.20 to 1.25, as the stand-in speaks them (gpumgr.sim.kubelet_shape)."""
+"""The agent against kubelets of 1.20 to 1.25, as the stand-in implements them (gpumgr.sim.kubelet_shape)."""
 
 import shutil
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.demo.node import Node
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
-from gpumgr.units import RESOURCE_OF
+from gpumgr.units import RESOURCE_NAMES
 
 from .stage import BLOCKS, PATIENT, app, init, running
 
@@ -37,12 +37,15 @@ def end(node: Node, pod: SimPod) -> None:
 def complaints(node: Node) -> set[str]:
     """What the log warns of, but for the settings' own choice of no enforcement."""
     quiet = ("debug", "info")
-    return {line["event"] for line in node.journal.lines if line.get("level") not in quiet} - {"enforcement"}
+    return {line["event"] for line in node.agent_log.lines if line.get("level") not in quiet} - {"enforcement"}
 
 
 def essence(ledger: Ledger) -> Mapping[str, object]:
-    """What a rebuild must find again: not when and why, which only the lost file told."""
-    return {a.id: (a.pod, a.uid, a.container, a.init, dict(a.cores), dict(a.blocks)) for a in ledger.allocations.values()}
+    """What a rebuild must restore: neither time nor reason, which only the lost file contained."""
+    return {
+        a.id: (a.pod, a.uid, a.container, a.init, dict(a.held("core")), dict(a.held("memory")))
+        for a in ledger.allocations.values()
+    }
 
 
 async def lose_ledger(node: Node) -> None:
@@ -73,7 +76,7 @@ async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletShap
 
         end(node, b)
         assert (await node.run(node.pod("heir", app(200)))).phase == "Running"
-        await node.journal.until("allocation_freed", holder="demo/b (main)")
+        await node.agent_log.until("allocation_freed", holder="demo/b (main)")
         node.delete(b)
         assert (await node.run(node.pod("last", app(100, BLOCKS)))).phase == "Running"
         assert complaints(node) == set()
@@ -111,9 +114,9 @@ async def test_nothing_is_lost_without_an_api_server(folder: Path, shape: Kubele
         await lose_ledger(node)
         await node.start_agent()
         ledger = node.ledger()
-        for kind, resource in RESOURCE_OF.items():
+        for kind, resource in RESOURCE_NAMES.items():
             theirs = {each for pod in pods for one in pod.containers for each in node.kubelet.held(pod.uid, one.name, resource)}
-            assert theirs == set(ledger.cards.format(kind, ledger.held(kind)))
+            assert theirs == set(ledger.gpu_registry.format(kind, ledger.held(kind)))
         for pod in pods:
             await node.kubelet.start_container(pod, "main")
         assert complaints(node) == {"allocation_adopted"}
@@ -132,13 +135,13 @@ async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
         assert node.disagreements() == []
 
 
-async def test_one_that_is_too_old_is_told_once(folder: Path) -> None:
+async def test_a_kubelet_that_is_too_old_is_reported_once(folder: Path) -> None:
     """Before 1.20: placement goes by the order of calls, and ends of pods come from the API server alone."""
     async with running(folder, command=PATIENT, shape=V1_19) as node:
         await run_three(node)
         before = node.ledger()
         assert node.disagreements() == []
-        (line,) = node.journal.find("pod_resources_unavailable")
+        (line,) = node.agent_log.find("pod_resources_unavailable")
         assert "has no PodResources API v1, so it is older than 1.20; upgrade it" in line["error"]
         assert complaints(node) == {"pod_resources_unavailable"}
         await lose_ledger(node)

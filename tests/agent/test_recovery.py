@@ -12,10 +12,10 @@ import pytest
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.files import NAME
-from gpumgr.cli.asking.agent_client import AgentClient
+from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.demo.node import Node
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
-from gpumgr.units import RESOURCE_OF
+from gpumgr.units import RESOURCE_NAMES
 from tests.component.doctor.conftest import listening
 from tests.component.sim_kubelet.plugin import GooglePlugin
 
@@ -23,10 +23,10 @@ from .stage import BLOCKS, RUNNER, app, init, running, stage
 
 
 def essence(ledger: Ledger) -> Mapping[str, object]:
-    """What a rebuild must find again: not when and why, which only the lost file told."""
+    """What a rebuild must restore: neither time nor reason, which only the lost file contained."""
 
     def of(a: Allocation) -> object:
-        return (a.pod, a.uid, a.container, a.init, dict(a.cores), dict(a.blocks), a.gpus)
+        return (a.pod, a.uid, a.container, a.init, dict(a.held("core")), dict(a.held("memory")), tuple(a.gpus))
 
     return {a.id: of(a) for a in ledger.allocations.values()}
 
@@ -42,7 +42,7 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         file.write_bytes(b"\0garbage" * 4096)
 
         await node.start_agent()
-        assert node.journal.find("checkpoint_set_aside")
+        assert node.agent_log.find("checkpoint_set_aside")
         (aside,) = (folder / "checkpoint").glob(f"{NAME}.corrupt-*Z")
         assert aside.read_bytes().startswith(b"\0garbage")
         assert essence(node.ledger()) == essence(before)
@@ -58,7 +58,7 @@ async def order(node: Node, action: str) -> None:
         await agent.post(f"/api/gpus/0/{action}", {"reason": "broken fan"})
 
 
-async def test_cordons_outlive_a_ledger_that_does_not(folder: Path) -> None:
+async def test_cordons_survive_the_loss_of_the_ledger(folder: Path) -> None:
     async with running(folder) as node:
         await node.run(node.pod("a", app(30, 4)))
         await order(node, "cordon")
@@ -72,12 +72,12 @@ async def test_cordons_outlive_a_ledger_that_does_not(folder: Path) -> None:
             assert "cordoned by the operator: broken fan" in (first["takes_nothing_new"] or "")
             assert not any(gpu["takes_nothing_new"] for gpu in others)
             await node.agent.kill()
-        assert len(node.journal.find("checkpoint_set_aside")) == 2
-        assert node.journal.find("cordons_lost") == []
+        assert len(node.agent_log.find("checkpoint_set_aside")) == 2
+        assert node.agent_log.find("cordons_lost") == []
         file.with_name(f"{NAME}-wal").unlink()
         file.write_bytes(b"garbage" * 4096)
         await node.start_agent()
-        assert len(node.journal.find("cordons_lost")) == 1
+        assert len(node.agent_log.find("cordons_lost")) == 1
 
 
 async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
@@ -89,22 +89,22 @@ async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
             connection.execute("UPDATE history SET record = CAST(x'fffe' AS TEXT)")
         await node.start_agent()
         assert node.ledger() == before
-        assert node.journal.find("checkpoint_set_aside") == []
-        assert node.journal.find("history_damaged")
+        assert node.agent_log.find("checkpoint_set_aside") == []
+        assert node.agent_log.find("history_damaged")
         assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
 
 
 async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -> None:
     async with stage(folder) as node:
         old = node.pod("old", app(100, BLOCKS))
-        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in RESOURCE_OF.items()}
+        anonymous = {kind: {f"{name}-{n}": None for n in range(400)} for kind, name in RESOURCE_NAMES.items()}
         async with GooglePlugin(node.kubelet, dict(anonymous["core"]), dict(anonymous["memory"])):
             assert (await node.run(old)).phase == "Running"
         record = {"Devices": ["/dev/nvidia0"], "Cores": 100, "Memory": BLOCKS << 28}
         (folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": {old.uid: {"main": record}}}))
 
         await node.start_agent()
-        (line,) = node.journal.find("taken_over_from_gpu_manager")
+        (line,) = node.agent_log.find("taken_over_from_gpu_manager")
         assert (line["records"], line["live"], line["taken"]) == (1, 1, 1)
         first = (await node.graph())[0]
         assert [(holder["pod"], holder["cores"]) for holder in first["holders"]] == [("old", 100)]
@@ -120,9 +120,9 @@ async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -
 
         await node.agent.kill()
         await node.start_agent()
-        assert len(node.journal.find("taken_over_from_gpu_manager")) == 1
+        assert len(node.agent_log.find("taken_over_from_gpu_manager")) == 1
         node.delete(old)
-        await node.journal.until_some(lambda line: line["event"] == "allocation_freed" and "old" in line["holder"])
+        await node.agent_log.until_match(lambda line: line["event"] == "allocation_freed" and "old" in line["holder"])
         heir = node.pod("heir", app(200))
         assert (await node.run(heir)).phase == "Running"
         assert first["name"] in node.gpus_of(heir)
@@ -130,7 +130,7 @@ async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -
 
 async def of_gpu_manager(node: Node, *pods: SimPod) -> None:
     """These pods run, with ids as gpu-manager gives them; it is gone then."""
-    cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in RESOURCE_OF.values())
+    cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in RESOURCE_NAMES.values())
     async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
         for pod in pods:
             assert (await node.run(pod)).phase == "Running"
@@ -143,30 +143,30 @@ async def not_ready(node: Node) -> str:
 
 
 @pytest.mark.parametrize("api_server", [True, False])
-async def test_nothing_is_offered_while_nobody_tells_what_gpu_managers_pods_have(folder: Path, api_server: bool) -> None:
+async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unknown(folder: Path, api_server: bool) -> None:
     async with stage(folder, api_server=api_server) as node:
         old = node.pod("old", app(30, 4))
         await of_gpu_manager(node, old)
         await node.agent.start()
-        line = await node.journal.until("foreign_allocations")
+        line = await node.agent_log.until("foreign_allocations")
         assert line["level"] == "error"
         assert line["holders"] == [f"{old.namespace}/old (main)"]
         assert "gpuManager.takeOver=true" in line["remedy"]
-        await node.journal.until("registration_waits")
-        await node.journal.until("web_listening")
+        await node.agent_log.until("registration_waits")
+        await node.agent_log.until("web_listening")
         said = await not_ready(node)
         assert (
             f"core is not registered with the kubelet: {old.namespace}/old (main) hold GPUs from gpu-manager, and {folder}"
             in said
         )
-        assert node.journal.find("registered") == []
+        assert node.agent_log.find("registered") == []
 
         await node.agent.kill()
         record = {"Devices": ["/dev/nvidia0"], "Cores": 30, "Memory": 4 << 28}
         (folder / "gpu-manager.json").write_text(json.dumps({"PodGPUMapping": {old.uid: {"main": record}}}))
         await node.start_agent()
-        assert [line["taken"] for line in node.journal.find("taken_over_from_gpu_manager")] == [1]
-        assert len(node.journal.find("foreign_allocations")) == 1
+        assert [line["taken"] for line in node.agent_log.find("taken_over_from_gpu_manager")] == [1]
+        assert len(node.agent_log.find("foreign_allocations")) == 1
         assert (await node.run(node.pod("new", app(80, 4)))).phase == "Running"
         first = (await node.graph())[0]
         assert [holder["pod"] for holder in first["holders"]] == ["old"]
@@ -177,35 +177,35 @@ async def test_the_nodes_gpus_are_offered_when_gpu_managers_pods_have_ended(fold
         old = node.pod("old", app(30, 4))
         await of_gpu_manager(node, old)
         await node.agent.start()
-        await node.journal.until("registration_waits")
+        await node.agent_log.until("registration_waits")
         node.delete(old)
         await node.until_offered()
         assert (await node.run(node.pod("new", app(200)))).phase == "Running"
         await node.agent.kill()
         await node.start_agent()
-        assert len(node.journal.find("foreign_allocations")) == 1
+        assert len(node.agent_log.find("foreign_allocations")) == 1
 
 
-async def test_gpu_manager_that_came_back_meanwhile_left_pods_again(folder: Path) -> None:
+async def test_pods_of_a_second_run_of_gpu_manager_are_taken_over_too(folder: Path) -> None:
     async with running(folder) as node:
         assert (await node.run(node.pod("ours", app(100)))).phase == "Running"
         await node.agent.stop()
         back = node.pod("back", app(30, 4))
         await of_gpu_manager(node, back)
         await node.agent.start()
-        assert (await node.journal.until("foreign_allocations"))["holders"] == [f"{back.namespace}/back (main)"]
+        assert (await node.agent_log.until("foreign_allocations"))["holders"] == [f"{back.namespace}/back (main)"]
 
 
 async def test_beside_a_gpu_manager_that_runs_nothing_is_registered(folder: Path) -> None:
     async with stage(folder) as node:
         with listening(node.kubelet.plugin_folder / "vcore.sock"):
             await node.agent.start()
-            waits = await node.journal.until("registration_waits")
+            waits = await node.agent_log.until("registration_waits")
             assert "gpu-manager answers at" in waits["reason"]
             assert "stop it first" in waits["reason"]
-            await node.journal.until("web_listening")
+            await node.agent_log.until("web_listening")
             assert "stop it first" in await not_ready(node)
-            assert node.journal.find("registered") == []
+            assert node.agent_log.find("registered") == []
         await node.until_offered()
 
 
@@ -228,7 +228,7 @@ async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder
         assert node.agent.pid == pid
 
 
-async def test_a_clock_that_is_set_back_confuses_nobody(folder: Path) -> None:
+async def test_a_wall_clock_that_is_set_back_has_no_effect(folder: Path) -> None:
     clock = folder / "clock"
     async with stage(folder, command=RUNNER, api_server=False) as node:
         await node.start_agent({"WALL_CLOCK": str(clock)})
@@ -246,12 +246,12 @@ async def test_a_clock_that_is_set_back_confuses_nobody(folder: Path) -> None:
             await node.kubelet.start_container(pod, "main")
 
 
-async def test_an_id_that_nobody_offered_is_refused_at_the_containers_start(folder: Path) -> None:
+async def test_an_id_that_was_never_offered_is_refused_at_the_containers_start(folder: Path) -> None:
     async with stage(folder) as node:
-        stranger = node.pod("stranger", app(100, BLOCKS))
+        unoffered = node.pod("unoffered", app(100, BLOCKS))
         cores, blocks = ({f"0badc0de-{letter}{n:02}": None for n in range(100)} for letter in "cm")
         async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
-            assert (await node.run(stranger)).phase == "Running"
+            assert (await node.run(unoffered)).phase == "Running"
         await node.start_agent()
         with pytest.raises(SimKubeletError, match="this node never offered"):
-            await node.kubelet.start_container(stranger, "main")
+            await node.kubelet.start_container(unoffered, "main")

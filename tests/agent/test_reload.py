@@ -16,7 +16,7 @@ from .stage import app, introduce, running, stage, until_sampled
 
 
 def replace(path: Path, text: str) -> None:
-    """At once: nobody meets a part of it, however long we stall."""
+    """Replaces the file atomically, so that no reader finds a part of it."""
     path.with_name("new").write_text(text)
     path.with_name("new").rename(path)
 
@@ -28,15 +28,15 @@ def rewritten(path: Path, **sections: Mapping[str, object]) -> str:
 
 
 def move_link(folder: Path, name: str, text: str) -> None:
-    """A new life of a ConfigMap's mount in `folder`, as the kubelet makes it."""
+    """A new version of a ConfigMap's mount in `folder`, as the kubelet creates it."""
     (folder / name).mkdir()
     (folder / name / "gpumgr.yaml").write_text(text)
     (folder / "..data_tmp").symlink_to(name)
     os.rename(folder / "..data_tmp", folder / "..data")
 
 
-async def told(node: Node) -> list[tuple[str, str]]:
-    """What the agent's history tells of its settings, oldest first."""
+async def settings_entries(node: Node) -> list[tuple[str, str]]:
+    """The entries on settings in the agent's history, oldest first."""
     async with aiohttp.ClientSession() as http, http.get(f"{node.url}/api/history", params={"limit": "50"}) as answer:
         entries: list[dict[str, Any]] = await answer.json()
     return [(entry["code"], entry["why"]) for entry in reversed(entries) if entry["what"] == "config"]
@@ -56,7 +56,7 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
         )
         replace(path, text)
         node.agent.signal(signal.SIGHUP)
-        line = await node.journal.until("config_reloaded")
+        line = await node.agent_log.until("config_reloaded")
         assert line["applied"] == [
             "kubernetes.node_labels",
             "placement.share_mode",
@@ -67,15 +67,15 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
         share = node.pod("share", app(30, 4))
         await introduce(node, share)
         assert (await node.run(share)).phase == "Failed"
-        assert "share" in (await node.journal.until("refused", container="main"))["reason"]
+        assert "share" in (await node.agent_log.until("refused", container="main"))["reason"]
         assert (await node.run(node.pod("whole", app(100)))).phase == "Running"
         while "GPUDeviceCoreLimit" not in {name for name, _ in await node.metrics()}:  # noqa: ASYNC110 (it is drawn once a period)
             await asyncio.sleep(0.05)
         assert node.api is not None
         while node.api.written.labels.get("team") != "blue":  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.05)
-        assert (await told(node))[0][0] == "reloaded"
-        assert not [line for line in node.journal.lines[node.journal.lines.index(line) :] if line["level"] == "info"]
+        assert (await settings_entries(node))[0][0] == "reloaded"
+        assert not [line for line in node.agent_log.lines[node.agent_log.lines.index(line) :] if line["level"] == "info"]
         assert node.disagreements() == []
 
 
@@ -88,21 +88,21 @@ async def test_a_config_map_that_changes_is_noticed_and_a_bad_one_keeps_the_old_
         path.symlink_to("mount/..data/gpumgr.yaml")
         await node.start_agent()
         move_link(mount, "..2", rewritten(path, placement={"policy": "spread"}))
-        assert (await node.journal.until("config_reloaded"))["applied"] == ["placement.policy"]
+        assert (await node.agent_log.until("config_reloaded"))["applied"] == ["placement.policy"]
         for name in ("a", "b"):
             assert (await node.run(node.pod(name, app(30, 4)))).phase == "Running"
-        assert len({a.gpus for a in node.ledger().allocations.values()}) == 2
+        assert len({tuple(a.gpus) for a in node.ledger().allocations.values()}) == 2
         move_link(mount, "..3", rewritten(path, placement={"policy": "sprad", "share_mode": False}))
-        reason = (await node.journal.until("config_rejected"))["reason"]
+        reason = (await node.agent_log.until("config_rejected"))["reason"]
         assert "placement.policy: 'sprad' is not allowed; allowed: one of binpack, spread" in reason
         assert (await node.run(node.pod("c", app(30, 4)))).phase == "Running"
-        assert len({a.gpus for a in node.ledger().allocations.values()}) == 3
+        assert len({tuple(a.gpus) for a in node.ledger().allocations.values()}) == 3
         move_link(mount, "..4", rewritten(path, placement={"policy": "spread", "share_mode": True}))
-        since = node.journal.lines.index(node.journal.find("config_rejected")[0])
-        assert (await node.journal.until("config_reloaded", since=since))["applied"] == []
-        codes = [code for code, _ in await told(node)]
+        since = node.agent_log.lines.index(node.agent_log.find("config_rejected")[0])
+        assert (await node.agent_log.until("config_reloaded", since=since))["applied"] == []
+        codes = [code for code, _ in await settings_entries(node)]
         assert codes == ["reloaded", "rejected", "reloaded"]
-        assert reason in (await told(node))[1][1]
+        assert reason in (await settings_entries(node))[1][1]
         assert node.api is not None
         while not (  # noqa: ASYNC110 (it is another process)
             events := [each for each in node.api.written.events.values() if each["reason"] == "GpumgrConfigRejected"]
@@ -121,7 +121,7 @@ async def test_annotations_and_events_can_be_switched_on_later(folder: Path) -> 
         assert (await node.run(pod)).phase == "Running"
         replace(path, rewritten(path, kubernetes={"annotate_pods": True, "write_events": True}))
         node.agent.signal(signal.SIGHUP)
-        line = await node.journal.until("config_reloaded")
+        line = await node.agent_log.until("config_reloaded")
         assert line["applied"] == ["kubernetes.annotate_pods", "kubernetes.write_events"]
         events = node.api.written.events
         while not (  # noqa: ASYNC110 (it is another process)
@@ -140,22 +140,22 @@ async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: P
             b'http: {socket: "/run/\\uD800"}',
             b"\xff",
         ):
-            since = len(node.journal.lines)
+            since = len(node.agent_log.lines)
             path.write_bytes(bad)
             node.agent.signal(signal.SIGHUP)
-            await node.journal.until("config_rejected", since=since)
+            await node.agent_log.until("config_rejected", since=since)
         path.unlink()
         os.mkfifo(path)
-        since = len(node.journal.lines)
+        since = len(node.agent_log.lines)
         node.agent.signal(signal.SIGHUP)
-        await node.journal.until_some(
+        await node.agent_log.until_match(
             lambda line: line["event"] == "config_rejected" and "no regular file" in line["reason"], since=since
         )
         replace(path, good)
-        await node.journal.until("config_reloaded", since=since)
+        await node.agent_log.until("config_reloaded", since=since)
         path.unlink()
         os.mkfifo(path)
-        await node.journal.until("config_rejected", since=len(node.journal.lines))
+        await node.agent_log.until("config_rejected", since=len(node.agent_log.lines))
         assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
         async with asyncio.timeout(10):
             assert await node.agent.stop() == 0
@@ -168,7 +168,7 @@ async def test_a_shorter_sample_period_counts_at_once_and_a_description_that_is_
         while "nvidia.com/gpu.count" not in node.api.written.labels:  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.05)
         replace(path, rewritten(path, nvml={"sample_period_seconds": 0.1}, kubernetes={"describe_node": False}))
-        assert (await node.journal.until("config_reloaded"))["applied"] == [
+        assert (await node.agent_log.until("config_reloaded"))["applied"] == [
             "kubernetes.describe_node",
             "nvml.sample_period_seconds",
         ]

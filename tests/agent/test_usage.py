@@ -15,7 +15,7 @@ Told = dict[tuple[str, str], float]
 QUICK: Final = {"nvml": {"sample_period_seconds": 0.1}}
 
 
-async def until_told(node: Node, expected: Told) -> None:
+async def until_reported(node: Node, expected: Told) -> None:
     """The metrics say exactly this of all containers."""
     while await summed(node) != expected:  # noqa: ASYNC110 (it is another process)
         await asyncio.sleep(0.05)
@@ -36,12 +36,12 @@ async def come(node: Node, name: str, *containers: SimContainer) -> SimPod:
 
 
 async def until_shown(node: Node, pod: SimPod) -> None:
-    """The metrics are drawn once a sample period, so that they may tell of a pod's first container before its second."""
+    """The metrics are rendered once a sample period, so that they may show a pod's first container before its second."""
     while not {(pod.name, container.name) for container in pod.containers} <= set(await summed(node)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
-async def test_memory_is_told_of_the_pod_whose_process_has_it(folder: Path) -> None:
+async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> None:
     async with running(folder, settings=QUICK) as node:
         first, second = await come(node, "first", app(30, 4)), await come(node, "second", app(20, 4), app(10, 2, "side"))
         whole = await come(node, "whole", app(200))
@@ -49,52 +49,52 @@ async def test_memory_is_told_of_the_pod_whose_process_has_it(folder: Path) -> N
         node.use(second, "side", memory_bytes=300 * MIB, sm_percent=5)
         node.use(whole, memory_bytes=2000 * MIB, sm_percent=80)
         mine = {("first", "main"): 700.0 * MIB, ("second", "main"): 0.0, ("second", "side"): 300.0 * MIB}
-        await until_told(node, mine | {("whole", "main"): 4000.0 * MIB})
+        await until_reported(node, mine | {("whole", "main"): 4000.0 * MIB})
 
         node.delete(whole)
         await node.restart_container(first)
-        await until_told(node, mine | {("first", "main"): 0.0})
+        await until_reported(node, mine | {("first", "main"): 0.0})
         node.use(first, memory_bytes=600 * MIB)
-        await until_told(node, mine | {("first", "main"): 600.0 * MIB})
-        assert not node.journal.find("gpu_stranger")
-        assert not node.journal.find("gpu_quarantined")
+        await until_reported(node, mine | {("first", "main"): 600.0 * MIB})
+        assert not node.agent_log.find("gpu_stranger")
+        assert not node.agent_log.find("gpu_quarantined")
 
 
 async def test_a_runtime_that_is_away_delays_only_what_needs_its_names(folder: Path) -> None:
     async with running(folder, settings=QUICK) as node:
         known = await come(node, "known", app(30, 4))
         node.use(known, memory_bytes=100 * MIB)
-        await until_told(node, {("known", "main"): 100.0 * MIB})
+        await until_reported(node, {("known", "main"): 100.0 * MIB})
         await node.runtime.stop()
         lone, pair = await come(node, "lone", app(10, 2)), await come(node, "pair", app(10, 2), app(10, 2, "side"))
         node.use(known, memory_bytes=200 * MIB)
         node.use(lone, memory_bytes=30 * MIB)  # its cgroup names its pod, which has no other container
         node.use(pair, "side", memory_bytes=50 * MIB)
         mine = {("known", "main"): 200.0 * MIB, ("lone", "main"): 30.0 * MIB, ("pair", "main"): 0.0}
-        await until_told(node, mine | {("pair", "side"): 0.0})
-        await node.journal.until("cri_unavailable")
+        await until_reported(node, mine | {("pair", "side"): 0.0})
+        await node.agent_log.until("cri_unavailable")
         await node.runtime.start()
-        await until_told(node, mine | {("pair", "side"): 50.0 * MIB})
-        await node.journal.until("cri_available")
-        assert not node.journal.find("gpu_stranger")
+        await until_reported(node, mine | {("pair", "side"): 50.0 * MIB})
+        await node.agent_log.until("cri_available")
+        assert not node.agent_log.find("gpu_stranger")
 
 
-async def test_strangers_and_offenders_are_told_and_an_evicted_pod_is_gone(folder: Path) -> None:
+async def test_unattributed_processes_and_excess_memory_are_reported_and_the_pod_is_evicted(folder: Path) -> None:
     async with running(folder, settings={**QUICK, "enforcement": {"over_limit_samples": 2, "evict": True}}) as node:
         pod = await come(node, "greedy", app(30, 4))
         (gpu,) = node.gpus_of(pod)
-        stray = node.stray(node.indices[gpu], memory_bytes=10 * MIB)
-        assert (await node.journal.until("gpu_stranger", pid=stray))["gpus"] == [gpu]
-        node.end_stray(stray)
-        await node.journal.until("gpu_stranger_gone", pid=stray)
+        start_unattributed = node.start_unattributed(node.indices[gpu], memory_bytes=10 * MIB)
+        assert (await node.agent_log.until("gpu_stranger", pid=start_unattributed))["gpus"] == [gpu]
+        node.end_unattributed(start_unattributed)
+        await node.agent_log.until("gpu_stranger_gone", pid=start_unattributed)
         node.use(pod, memory_bytes=1500 * MIB)
-        over = await node.journal.until("container_over_limit")
+        over = await node.agent_log.until("container_over_limit")
         assert (over["holder"], over["memory_bytes"], over["memory_limit_bytes"]) == (
             "demo/greedy (main)",
             1500 * MIB,
             1024 * MIB,
         )
-        await node.journal.until("allocation_freed", holder="demo/greedy (main)")
+        await node.agent_log.until("allocation_freed", holder="demo/greedy (main)")
         assert node.pods == {}
         assert list(node.running()) == []
         assert node.disagreements() == []

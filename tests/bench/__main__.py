@@ -1,7 +1,7 @@
 """`python -m tests.bench`: every benchmark, one after another, into build/bench.json; their table on standard output.
 
 `--pods` adds the crowds on a real kubelet (root). `--only MODULE` measures that one again and takes the others' figures from the last
-run. `--readme FILE` measures nothing: it puts the table of the last run into FILE.
+run. `--document FILE` measures nothing: it puts the table of the last run into FILE.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MODULES = {
     "writer": "tests.bench.bench_writer",
     "imports": "tests.bench.bench_imports",
 }
-#: A load above this comes from somebody else, and then p99 tells of them.
+#: A load above this comes from other programs, which then determine p99.
 QUIET_LOAD = 0.5
 
 
@@ -86,10 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", action="store_true", help="crowds on a real kubelet besides (root)")
     parser.add_argument("--only", choices=MODULES, help="this one again, the others as in the last run")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="put the table of the last run into FILE")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="put the table of the last run into FILE")
     arguments = parser.parse_args()
-    if arguments.readme is not None:
-        table.put_into(arguments.readme, table.markdown(json.loads(RESULTS.read_text())))
+    if arguments.document is not None:
+        table.put_into(arguments.document, table.markdown(json.loads(RESULTS.read_text())))
         return
     if arguments.only is not None and not RESULTS.exists():
         parser.error(f"--only adds to the figures of an earlier run, and {RESULTS} is not there")

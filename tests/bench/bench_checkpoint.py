@@ -15,13 +15,14 @@ from pathlib import Path
 
 from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
+from tests.allocations import allocated
 
 SAVES_PER_ROUND = 200
 
 
 def allocation(n: int) -> Allocation:
     """A share of a GPU with 320 blocks, as a 10-core pod has it."""
-    return Allocation(
+    return allocated(
         id=f"{n:032x}",
         pod=("production", f"inference-{n}-7c9d8b6f5-abcde"),
         uid=f"00000000-0000-4000-8000-{n:012d}",

@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Callable, Collection
+from itertools import combinations
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +15,8 @@ from gpumgr.topology.devices import Level, Topology
 
 _HALF = (0, 3, 4, 6, 9, 11, 13, 14)
 _VOLTA_TWO = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}
+#: Sizes of nodes without any symmetry. From 16 on, most searches end at their limit of steps.
+_UNLIKE = (12, 16, 20, 24, 32)
 _VOLTA_ONE = {(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)}
 
 
@@ -25,6 +29,7 @@ def main(rounds: int = 200) -> dict[str, Any]:
             for name, topology in (("two_socket_nvswitch", _two_sockets(16)), ("four_switches_of_four", _four_switches()))
             for filling, occupied in (("empty", ()), ("half_full", _HALF))
         },
+        "link_worst_case": {f"{n}_unlike_gpus": _all_sizes(_unlike(n), (), max(3, rounds // 20)) for n in _UNLIKE},
     }
     json.dump(result, sys.stdout, indent=2)
     print()
@@ -32,7 +37,7 @@ def main(rounds: int = 200) -> dict[str, Any]:
 
 
 def _all_sizes(topology: Topology, occupied: Collection[int], rounds: int) -> dict[str, float]:
-    """p50 and p99 over all sizes and rounds together, and the p50 of the slowest size."""
+    """p50 and p99 over all sizes and rounds together, and p50 and p99 of the slowest size."""
     gpus = [
         GpuCapacity(index=row, cores_free=100, memory_blocks_free=320, entirely_free=True)
         for row in range(len(topology))
@@ -44,6 +49,7 @@ def _all_sizes(topology: Topology, occupied: Collection[int], rounds: int) -> di
         "p50": times[len(times) // 2],
         "p99": times[len(times) * 99 // 100],
         "p50_of_slowest_size": max(size[len(size) // 2] for size in by_size),
+        "p99_of_slowest_size": max(size[len(size) * 99 // 100] for size in by_size),
     }
 
 
@@ -76,6 +82,13 @@ def _two_sockets(n: int) -> Topology:
 
 def _four_switches() -> Topology:
     return _node(16, lambda a, b: (Level.PIX if a // 4 == b // 4 else Level.PHB if a // 8 == b // 8 else Level.SYS, 0))
+
+
+def _unlike(n: int) -> Topology:
+    """A node on which no two GPUs are joined to the others alike; the same one each time."""
+    random = Random(n)
+    links = {pair: (random.choice(list(Level)), random.randrange(5)) for pair in combinations(range(n), 2)}
+    return _node(n, lambda a, b: links[a, b])
 
 
 if __name__ == "__main__":

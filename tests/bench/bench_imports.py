@@ -12,9 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 #: As gpumgr.cli.main and the command do it.
-AGENT: Final = (
-    "import sys; sys.modules['rich'] = None; import gpumgr.cli.running, gpumgr.kubeapi.library as l; assert l.load_library().slim"
-)
+AGENT: Final = "import sys; sys.modules['rich'] = None; import gpumgr.cli.running, gpumgr.kubeapi.library as l; l.load_library()"
 NOTHING: Final = "import sys"
 _TELL: Final = """
 import time; began = time.perf_counter()

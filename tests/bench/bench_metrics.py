@@ -1,9 +1,9 @@
-"""What a scrape costs on a full node: 8 GPUs with 200 containers in all, and with 200 on each (1,600 places).
+"""The cost of a scrape on a full node: 8 GPUs with 200 containers in all, and with 200 on each (1,600 in all).
 
 Prints one JSON object. `scrape_*`: milliseconds p50/p99 of a scrape over loopback HTTP, client included, every 10 ms from another
 process while pages are rendered once a second; `floor_*`: the same of a handler that answers fixed bytes of that size, and `ratio_*`
-of the two p50. `cpu_percent`: of one core, with 10 scrapes a second as Prometheus asks for them. `refresh`: rendering one page;
-`loop_lag_in_refresh`: how late the event loop's timers are meanwhile.
+of the two p50. `cpu_percent`: of one core, with 10 scrapes a second in the format of Prometheus. `refresh`: rendering one page;
+`loop_lag_in_refresh`: how late the event loop's timers are during it.
 
 Run: python -m tests.bench.bench_metrics [--seconds N]
 """
@@ -20,17 +20,18 @@ from typing import Any, Final
 from aiohttp import web
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import every
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.registry import Metrics
 from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
+from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from tests.allocations import allocated, block_count
 from tests.bench.children import child
 from tests.bench.figures import spread
 
@@ -84,13 +85,13 @@ def gpu_sample(uuid: str, processes: tuple[GpuProcess, ...] | None = None) -> Gp
     )
 
 
-def picture_of(containers_per_gpu: int) -> Picture:
+def picture_of(containers_per_gpu: int) -> NodeReport:
     """That node with every GPU shared by so many containers, each of two processes."""
     snapshot = node_snapshot()
     inventory = Inventory(snapshot=snapshot)
-    cards = inventory.meet(Cards())
+    gpu_registry = inventory.register(GpuRegistry())
     allocations = {
-        f"{card.name}-{n}": Allocation(
+        f"{card.name}-{n}": allocated(
             id=f"{card.name}-{n}",
             pod=("inference", f"server-{card.name}-{n:03d}"),
             uid=f"uid-{card.name}-{n}",
@@ -101,15 +102,15 @@ def picture_of(containers_per_gpu: int) -> Picture:
             gpus=(card.name,),
             mechanisms=("hami-core",),
         )
-        for card in cards.cards
+        for card in gpu_registry.gpus
         for n in range(containers_per_gpu)
     }
-    ledger = Ledger(cards, allocations)
+    ledger = Ledger(gpu_registry, allocations)
     sample = NodeSample(gpus={uuid: gpu_sample(uuid) for uuid in map(uuid_of, range(GPUS))})
-    view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(cards, policy="binpack", visible_blocks={}))
-    uses = {(each.id, gpu): use_of(each, cards.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
-    gpus = {card.name: GpuUse(uuid=card.uuid) for card in cards.cards}
-    return Picture(
+    view = AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}))
+    uses = {(each.id, gpu): use_of(each, gpu_registry.by_name[gpu].uuid) for each in allocations.values() for gpu in each.gpus}
+    gpus = {card.name: GpuUse(uuid=card.uuid) for card in gpu_registry.gpus}
+    return NodeReport(
         view=view,
         node="bench",
         sample=sample,
@@ -127,41 +128,41 @@ def use_of(allocation: Allocation, uuid: str) -> ContainerUse:
         pod=allocation.pod,
         pod_uid=allocation.uid,
         container=allocation.container,
-        gpu=allocation.gpus[0],
+        gpu=next(iter(allocation.gpus)),
         uuid=uuid,
-        cores=allocation.core_count,
-        memory_limit_bytes=allocation.block_count * BLOCK_BYTES,
+        cores=allocation.cores,
+        memory_limit_bytes=block_count(allocation) * BLOCK_BYTES,
         memory_bytes=123_456_789,
         utilization_ratio=0.01,
         processes={1: 100_000_000, 2: 23_456_789},
     )
 
 
-def pods_of(picture: Picture) -> list[PodView]:
+def pods_of(report: NodeReport) -> list[PodView]:
     return [
         PodView(
             namespace=each.pod[0],
             name=each.pod[1],
             uid=each.uid or "",
             phase="Running",
-            containers=(ContainerSpec(name="main", cores=each.core_count, memory_blocks=each.block_count),),
+            containers=(ContainerSpec(name="main", cores=each.cores, memory_blocks=block_count(each)),),
         )
-        for each in picture.view.ledger.allocations.values()
+        for each in report.view.ledger.allocations.values()
         if each.pod
     ]
 
 
 def exposition_of(containers_per_gpu: int) -> Exposition:
-    picture = picture_of(containers_per_gpu)
-    pods = pods_of(picture)
-    return Exposition(Metrics(node="bench", version="0", pods=lambda: pods), lambda: picture)
+    report = picture_of(containers_per_gpu)
+    pods = pods_of(report)
+    return Exposition(Metrics(node="bench", version="0", pods=lambda: pods), lambda: report)
 
 
 # -- the process that is scraped -------------------------------------------------------------------------------------------
 
 
 async def serve(containers_per_gpu: int | None, size: int) -> None:
-    """The exposition, or, with None, `size` fixed bytes. /cpu tells the seconds that this process has computed."""
+    """The exposition, or, with None, `size` fixed bytes. /cpu returns the CPU seconds of this process."""
 
     async def scrape(request: web.Request) -> web.Response:
         headers, body = await exposition.scrape(request.headers.get("Accept", ""), request.headers.get("Accept-Encoding", ""))
@@ -250,7 +251,7 @@ async def cpu_percent(client: Client, headers: Mapping[str, str], seconds: float
 
 
 async def rendering(containers_per_gpu: int) -> dict[str, Any]:
-    """Of pages as Prometheus asks for them, and how late a 1 ms timer on the loop is meanwhile."""
+    """The time of pages in the format of Prometheus, and how late a 1 ms timer on the loop is during it."""
     exposition = exposition_of(containers_per_gpu)
     await exposition.scrape(_PROMETHEUS["Accept"], _PROMETHEUS["Accept-Encoding"])
     late: list[float] = []

@@ -1,7 +1,7 @@
 """What open pages cost the agent: 50 streams with a state of 8 GPUs and 100 containers, one a second; and how big the page is.
 
 `python -m tests.bench.bench_pages [--seconds N]` prints one JSON object. `core_percent` is CPU time of the server's process by the clock,
-its readers being another process: `idle` with nobody there, `unread` while a state is made once a second and nobody reads, `streams`
+its readers being another process: `idle` without a client, `unread` while a state is made once a second without a reader, `streams`
 with all readers. `turn` is the time for which the loop is held at once in a second with all readers.
 """
 
@@ -20,16 +20,17 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from gpumgr.agent.maintenance import Order
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.api import PodDetails
+from gpumgr.agent.maintenance import MaintenanceRequest
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.pods import PodKey
-from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
-from gpumgr.web.front import Front
+from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.web.index_page import IndexPage
 from gpumgr.web.server import WebServer
-from gpumgr.web.state import HISTORY_SHOWN, state_document
+from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.bench.bench_metrics import picture_of
 from tests.bench.children import child
 from tests.bench.figures import spread
@@ -43,9 +44,9 @@ PERIOD_SECONDS: Final = 1.0
 class Node:
     """Implements web.sources.Sources: a node on which little happens."""
 
-    def __init__(self, picture: Picture, history: Sequence[Entry] = ()) -> None:
-        self._picture, self._history = picture, history
-        self.states = Latest(b"")
+    def __init__(self, report: NodeReport, history: Sequence[Entry] = ()) -> None:
+        self._picture, self._history = report, history
+        self.states = LatestValue(b"")
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         raise NotImplementedError(f"no metrics here, neither {accept} nor {accept_encoding}")
@@ -62,11 +63,11 @@ class Node:
     def view(self) -> AgentView:
         return self._picture.view
 
-    def picture(self) -> Picture:
+    def report(self) -> NodeReport:
         return replace(self._picture, at=time.time(), sampled_at=time.monotonic())
 
     async def state(self) -> bytes:
-        return msgspec.json.encode(state_document(self.picture(), self._history))
+        return msgspec.json.encode(node_state(self.report(), self._history))
 
     def usage(self) -> Mapping[str, Any]:
         return {}
@@ -74,29 +75,29 @@ class Node:
     def history(self) -> Sequence[Entry]:
         return self._history
 
-    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
-        return {"namespace": namespace, "pod": pod}
+    def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        return PodDetails(namespace=namespace, pod=pod)
 
     def pods(self) -> Sequence[PodKey]:
         return [a.pod for a in self._picture.view.ledger.allocations.values() if a.pod]
 
-    async def maintain(self, order: Order) -> Mapping[str, Any]:
+    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
         return {"gpu": order.gpu}
 
 
 def node() -> Node:
     """8 GPUs that 100 containers share, each with two processes; as much history as is shown."""
-    picture = picture_of(-(-CONTAINERS // 8))
-    allocations = list(picture.view.ledger.allocations.values())[:CONTAINERS]
-    ledger = replace(picture.view.ledger, allocations={a.id: a for a in allocations})
-    cards = ledger.cards.by_name
+    report = picture_of(-(-CONTAINERS // 8))
+    allocations = list(report.view.ledger.allocations.values())[:CONTAINERS]
+    ledger = replace(report.view.ledger, allocations={a.id: a for a in allocations})
+    gpu_registry = ledger.gpu_registry.by_name
     use = NodeUse(
         taken_at=time.monotonic(),
         containers={
             (a.id, gpu): ContainerUse(
                 allocation=a.id,
                 gpu=gpu,
-                uuid=cards[gpu].uuid,
+                uuid=gpu_registry[gpu].uuid,
                 memory_bytes=n << 28,
                 utilization_ratio=n / CONTAINERS,
                 processes={2 * n: n << 27, 2 * n + 1: n << 27},
@@ -104,13 +105,21 @@ def node() -> Node:
             for n, a in enumerate(allocations)
             for gpu in a.gpus
         },
-        gpus={name: GpuUse(uuid=card.uuid) for name, card in cards.items()},
+        gpus={name: GpuUse(uuid=card.uuid) for name, card in gpu_registry.items()},
     )
     history = [
-        Entry(number=n, at=time.time(), what="granted", id=a.id, pod=a.pod, gpus=a.gpus, why="the fullest GPU that has the room")
+        Entry(
+            number=n,
+            at=time.time(),
+            what="granted",
+            id=a.id,
+            pod=a.pod,
+            gpus=tuple(a.gpus),
+            why="the fullest GPU that has the room",
+        )
         for n, a in enumerate(allocations[:HISTORY_SHOWN])
     ]
-    return Node(replace(picture, view=replace(picture.view, ledger=ledger), use=use), history)
+    return Node(replace(report, view=replace(report.view, ledger=ledger), use=use), history)
 
 
 async def publish(sources: Node, seconds: float) -> None:
@@ -127,7 +136,7 @@ async def core_percent(work: Any) -> float:
 
 
 async def measure(held: HeldTimes, seconds: float) -> Mapping[str, object]:
-    sources, front = node(), Front.read()
+    sources, front = node(), IndexPage.read()
     server = WebServer(sources, host="127.0.0.1", port=0, heartbeat_seconds=15)
     await server.start()
     figures: dict[str, object] = {

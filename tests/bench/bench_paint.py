@@ -17,8 +17,9 @@ from typing import Final
 import structlog
 from playwright.async_api import Browser
 
-from gpumgr.web.front import PAGE
-from gpumgr.web.state import state_document
+from gpumgr.agent.api import builtins
+from gpumgr.web.index_page import PAGE
+from gpumgr.web.state import node_state
 from tests.bench.bench_metrics import picture_of
 from tests.bench.figures import spread
 from tests.e2e.browser import CHROMIUM, Stage, chromium, visit
@@ -48,7 +49,7 @@ async def load(browser: Browser, url: str) -> Mapping[str, float]:
 async def measure(loads: int) -> Mapping[str, object]:
     stage = Stage()
     await stage.open()
-    document = state_document(picture_of(CONTAINERS_PER_GPU), [])
+    document = builtins(node_state(picture_of(CONTAINERS_PER_GPU), []))
     stage.show(document)
     try:
         async with chromium() as browser:

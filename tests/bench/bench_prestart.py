@@ -2,7 +2,7 @@
 
 `python -m tests.bench.bench_prestart [--rounds N] [--only NAME]` prints one JSON object. Each round admits 100 pods, starts each
 container (`first`), and starts it `again`, as after a crash. The call for the cores does the work; `memory` is the other one. Mechanism
-"none" and the floor (floor.py) tell what the call costs by itself.
+"none" and the floor (floor.py) show what the call costs by itself.
 
 MPS: the daemon is the tests' fake one, its control program one in C (control.c). Beside stand how many commands the daemons got for a
 start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from gpumgr.enforcement.mps import launch, processes
+from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
@@ -118,7 +118,7 @@ class Node:
         """The containers run, and one on each GPU uses MPS, if that is there."""
         for pod in pods:
             self._places.put(pod, f"uid-{pod[1]}", "main")
-        self._places.tell()
+        self._places.publish()
         if sockets := list(mps_sockets(self._run_dir / "mps")):
             attached.enter_context(child("tests.bench.sleepers", len(sockets), *sockets))
 
@@ -172,8 +172,8 @@ def end_daemons(root: Path) -> None:
     """Ends what an agent leaves running when it stops."""
     for _, folder in gpu_folders(root):
         if (found := processes.find_daemon(folder.pipe)) is not None:
-            processes.send(found, signal.SIGKILL)
-        command = launch.unmount_command(launch.best(), folder.shm)
+            processes.send_signal(found, signal.SIGKILL)
+        command = launcher.unmount_command(launcher.best_method(), folder.shm)
         if command is not None and folder.shm.is_mount():
             subprocess.run(command, check=True)
 

@@ -2,8 +2,8 @@
 
 `python -m tests.bench.bench_registrations [--rounds N]` prints one JSON object. Each call is that of a process of its own, over a new
 connection, as every process of a container registers once; all begin at one instant. They are in one container, or each in one of its
-own. The processes are there before, so that the call alone is timed: by light_client.py, and besides by grpcio, whose own work is then
-most of it. `static_client` is the project's own client, the start of its program included. The same calls to the floor (floor.py) tell
+own. The processes run before, so that the call alone is timed: by light_client.py, and also by grpcio, which itself takes most of the
+time then. `static_client` is the project's own client, the start of its program included. The same calls to the floor (floor.py) show
 what the callers cost.
 """
 
@@ -102,7 +102,7 @@ class Servers:
             str(self._places.put(("bench", f"pod-{n}"), f"uid-{n}", "main", pids[n::containers]).cgroup)
             for n in range(containers)
         ]
-        self._places.tell()
+        self._places.publish()
 
     @contextmanager
     def serving(self) -> Iterator[None]:

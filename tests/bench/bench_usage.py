@@ -3,7 +3,7 @@
 `python -m tests.bench.bench_usage [--rounds N] [--only MIX]` prints one JSON object. From the driver's sample to the end of all that
 follows from it: start times out of /proc, the books, cgroups, the runtime's list, the join, and each mechanism's look and repair.
 `loop` is the time during which the loop is held in one sample, `longest_turn` the longest piece of it, `whole` from begin to end;
-`loop_lag` is how late the loop's timers are while samples follow on one another (gpumgr/metrics/lag.py).
+`loop_lag` is how late the loop's timers are while samples follow on one another (gpumgr/metrics/event_loop.py).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from gpumgr.metrics.lag import watch_loop
+from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.topology.devices import NodeSample
 from tests.bench.bench_prestart import end_daemons
 from tests.bench.figures import spread
@@ -51,7 +51,7 @@ async def hold(node: SharedNode, sample: NodeSample, held: HeldTimes, rounds: in
 
 async def lag(node: SharedNode, sample: NodeSample, rounds: int) -> dict[str, float | int]:
     late: list[float] = []
-    watching = asyncio.create_task(watch_loop(late.append, period_seconds=LAG_TICK_SECONDS))
+    watching = asyncio.create_task(report_event_loop_lag(late.append, period_seconds=LAG_TICK_SECONDS))
     for _ in range(rounds):
         await node.sampled(sample)
     watching.cancel()
@@ -70,10 +70,10 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, 
             sample = await node.run(tenants, pids)
             for _ in range(WARM_UP):
                 await node.sampled(sample)
-            use = node.truth.use
+            use = node.memory_watcher.use
             assert use is not None
             assert sum(each.process_count for each in use.containers.values()) == len(pids)
-            assert not use.strangers
+            assert not use.unattributed
             gc.collect()
             gc.freeze()  # as the agent does when it is up
             figures = await hold(node, sample, held, rounds)

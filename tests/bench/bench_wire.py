@@ -17,12 +17,12 @@ from typing import Any
 
 import grpc
 
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
-from gpumgr.deviceplugin.devices import encode_devices
+from gpumgr.deviceplugin.codec import encode_devices
 from gpumgr.deviceplugin.plugin import DevicePlugin
 from gpumgr.deviceplugin.server import PluginServer
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
 #: 8 GPUs of 141 GB: 564 blocks of 256 MiB each.
 IDS = tuple(f"5f3a9c{gpu:02x}-m{block}" for gpu in range(8) for block in range(564))
@@ -38,19 +38,19 @@ RESPONSE = ContainerResponse(
 class InstantAllocator:
     """The cheapest answers there are."""
 
-    async def prefer(self, _kind: Kind, available: Sequence[str], _must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def prefer(self, _kind: Resource, available: Sequence[str], _must_include: Sequence[str], size: int) -> Sequence[str]:
         return available[:size]
 
-    async def allocate(self, _kind: Kind, _device_ids: Sequence[str]) -> ContainerResponse:
+    async def allocate(self, _kind: Resource, _device_ids: Sequence[str]) -> ContainerResponse:
         return RESPONSE
 
-    async def pre_start(self, _kind: Kind, _device_ids: Sequence[str]) -> None:
+    async def pre_start(self, _kind: Resource, _device_ids: Sequence[str]) -> None:
         return None
 
 
 async def serve(path: Path) -> None:
     """Serves until standard input ends."""
-    devices = Latest(encode_devices([(device_id, True, 0) for device_id in IDS]))
+    devices = LatestValue(encode_devices([(device_id, True, 0) for device_id in IDS]))
     server = PluginServer(path, DevicePlugin("memory", InstantAllocator(), devices))
     await server.start()
     print("ready", flush=True)

@@ -1,10 +1,10 @@
 """What a pod's grant costs the API server: 100 pods at once, until the last one's annotations are written.
 
-`python -m tests.bench.bench_writer [--rounds N]` prints one JSON object. The agent, its writer and the pod cache are the real ones in
-one event loop; the kubelet is in memory, so that all pods are granted at one instant, and the API server is the stand-in, in the same
-loop. Nothing enforces, which each pod is told besides; all of them start once they are granted. Seconds count from the first grant:
-`grants` to the last one, `annotations` to the last patch, `events` to the last event; the writer's debounce and its pace (50 requests a
-second, 100 at once) are included. The floor is the same patches by a plain aiohttp client, one after another, as fast as it goes.
+`python -m tests.bench.bench_writer [--rounds N]` prints one JSON object. The agent, the publisher and the pod cache are the real ones
+in one event loop; the kubelet is in memory, so that all pods are granted at one instant, and the API server is the stand-in, in the same
+loop. Nothing enforces limits, which is in each pod's event; all pods start once they are granted. Seconds count from the first grant:
+`grants` to the last one, `annotations` to the last patch, `events` to the last event; the reporter's delay and the publisher's rate (50
+requests a second, 100 at once) are included. The floor is the same patches by a plain aiohttp client, one after another.
 """
 
 import argparse
@@ -21,13 +21,12 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from gpumgr.app.announcing import Announcing
-from gpumgr.app.enforcing import Enforcing
+from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.writer.announcer import Announcer
-from gpumgr.kubeapi.writer.notices import annotations_patch
-from gpumgr.kubeapi.writer.telling import NOT_ENFORCED
+from gpumgr.kubeapi.publisher.decisions import DecisionReporter
+from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
+from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
@@ -46,12 +45,12 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Round:
-    """A node and an API server that knows its pods."""
+    """A node and an API server with its pods."""
 
-    def __init__(self, world: World, api: SimApiServer, cache: PodCache, announcer: Announcer) -> None:
+    def __init__(self, world: World, api: SimApiServer, cache: PodCache, publisher: Publisher) -> None:
         self._world, self._api = world, api
-        self._cache, self._announcer = cache, announcer
-        self._announcing = Announcing(self._announcer, books=world.books, pods=self._cache, describe=lambda: None, node=_NODE)
+        self._cache, self._announcer = cache, publisher
+        self._decisions = DecisionReporter(self._announcer, agent_state=world.agent_state, pods=self._cache, node=_NODE)
         container = SimContainer(name="main", cores=5, memory_blocks=1)
         self.pods: list[SimPod] = [world.pod(f"pod-{number:03d}", container) for number in range(PODS)]
 
@@ -59,7 +58,7 @@ class Round:
         """Seconds to the last grant, the last annotation, the last event, and requests for each pod."""
         for pod in self.pods:
             self._api.put(pod, PodStatus(phase="Pending"))
-        daemons = [asyncio.create_task(each.run()) for each in (self._cache, self._announcer, self._announcing)]
+        daemons = [asyncio.create_task(each.run()) for each in (self._cache, self._announcer, self._decisions)]
         await self._until(lambda: len(list(self._cache.all())) == PODS)
         began = time.perf_counter()
         for pod in self.pods:
@@ -70,12 +69,12 @@ class Round:
         await self._until(lambda: all(map(self.annotations, self.pods)))
         annotated = time.perf_counter() - began
         await self._until(lambda: len(self._api.written.events) == PODS and not self._announcer.state().waiting)
-        told = time.perf_counter() - began
+        reported = time.perf_counter() - began
         for daemon in daemons:
             daemon.cancel()
             with suppress(asyncio.CancelledError):
                 await daemon
-        return granted, annotated, told, sum(request not in ("list", "watch") for request in self._api.requests) / PODS
+        return granted, annotated, reported, sum(request not in ("list", "watch") for request in self._api.requests) / PODS
 
     def annotations(self, pod: SimPod) -> Mapping[str, str]:
         return self._api.annotations(pod.uid)
@@ -84,7 +83,7 @@ class Round:
         deadline = time.perf_counter() + _PATIENCE_SECONDS
         while not condition():
             if time.perf_counter() > deadline:
-                raise TimeoutError(f"not within {_PATIENCE_SECONDS:.0f} s: all pods are told")
+                raise TimeoutError(f"not within {_PATIENCE_SECONDS:.0f} s: all pods are reported")
             await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -95,26 +94,26 @@ async def floor(api: SimApiServer, patches: Sequence[tuple[SimPod, Mapping[str, 
         began = time.perf_counter()
         for pod, values in patches:
             path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-            async with client.patch(path, data=json.dumps(annotations_patch(values, uid=pod.uid))) as response:
+            async with client.patch(path, data=json.dumps({"metadata": {"uid": pod.uid, "annotations": values}})) as response:
                 response.raise_for_status()
         return time.perf_counter() - began
 
 
-def enforcing_nothing(folder: Path, cache: PodCache, announcer: Announcer) -> Enforcing:
-    """The agent's own, on a node that carries no mechanism."""
+def enforcing_nothing(folder: Path, cache: PodCache, publisher: Publisher) -> NodeEnforcement:
+    """The agent's enforcement on a node without a mechanism."""
     settings = Settings(
         checkpoint=CheckpointSettings(dir=folder),
         container=ContainerSettings(allocation_dir=folder / "vm"),
         cri=CriSettings(socket=folder / "none.sock"),
         enforcement=EnforcementSettings(backend="none", run_dir=folder / "run"),
     )
-    return Enforcing(
+    return NodeEnforcement(
         settings,
         nvml=Nvml(timeout_seconds=1.0, sysfs_root=folder),
         processes=HostProcesses(),
         proc_root=Path("/proc"),
         pods=cache,
-        announcer=announcer,
+        publisher=publisher,
         simulated=True,
     )
 
@@ -124,18 +123,18 @@ async def measure_once(folder: Path) -> tuple[float, ...]:
     async with SimApiServer(_NODE) as api:
         server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
         try:
-            cache, announcer = PodCache(server, _NODE), Announcer(server, _NODE)
-            enforcing = enforcing_nothing(folder, cache, announcer)
+            cache, publisher = PodCache(server, _NODE), Publisher(server, _NODE)
+            enforcing = enforcing_nothing(folder, cache, publisher)
             world = await World.made(snapshot(GPUS, 16), limits=enforcing.limits)
-            await enforcing.open(world.books, lost=False)
-            taken = Round(world, api, cache, announcer)
+            await enforcing.open(world.agent_state, lost=False)
+            taken = Round(world, api, cache, publisher)
             figures = await taken.measure()
             await enforcing.close()
         finally:
             await server.close()
-        started = sum(entry.code == NOT_ENFORCED for entry in world.books.history.entries())
+        started = sum(entry.code == NOT_ENFORCED for entry in world.agent_state.history.entries())
         if started != PODS:
-            raise RuntimeError(f"{started} of {PODS} containers were found to be without limits")
+            raise RuntimeError(f"{started} of {PODS} containers were found without limits")
         patches = [(pod, dict(taken.annotations(pod))) for pod in taken.pods]
     async with SimApiServer(_NODE) as fresh:
         for pod in taken.pods:
@@ -146,12 +145,12 @@ async def measure_once(folder: Path) -> tuple[float, ...]:
 def measure(rounds: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="gb-") as folder:
         taken = [asyncio.run(measure_once(Path(folder))) for _ in range(rounds)]
-    granted, annotated, told, calls, plain = zip(*taken, strict=True)
+    granted, annotated, reported, calls, plain = zip(*taken, strict=True)
     return {
         "pods": PODS,
         "grants": median_and_worst(granted),
         "annotations": median_and_worst(annotated),
-        "events": median_and_worst(told),
+        "events": median_and_worst(reported),
         "calls_for_each_pod": max(calls),
         "floor": median_and_worst(plain),
     }

@@ -1,7 +1,7 @@
-"""The floor: a device plugin that answers everything at once with nothing and does not even parse what it is asked.
+"""The floor: a device plugin that answers every call at once with an empty message and parses no request.
 
-`python -m tests.bench.floor SOCKET COUNT` serves until standard input ends. grpcio, so in C but for a handler of one line: what a call
-costs whose plugin does no work at all.
+`python -m tests.bench.floor SOCKET COUNT` serves until standard input ends. grpcio, so in C but for a handler of one line: the
+cost of a call to a plugin that does no work at all.
 """
 
 import sys
@@ -40,7 +40,7 @@ def handlers(count: int) -> Any:
 
 
 def registrations() -> Any:
-    """RegisterVDevice of the vcuda library, whose answer is empty."""
+    """RegisterVDevice of the vcuda library, with an empty response."""
     method = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"")
     return grpc.method_handlers_generic_handler("vcuda.VCUDAService", {"RegisterVDevice": method})
 

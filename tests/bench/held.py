@@ -22,7 +22,7 @@ class HeldTimes(selectors.DefaultSelector):
             self._since = time.perf_counter()
 
     def take(self) -> list[float]:
-        """Called from inside the loop, whose present turn is counted up to now."""
+        """Called from inside the loop; its present turn is counted up to now."""
         now = time.perf_counter()
         if self._since is not None:
             self._turns.append(now - self._since)

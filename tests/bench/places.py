@@ -35,7 +35,7 @@ class Places:
         for each in (made._cgroup_root, made.proc):
             each.mkdir(parents=True)
         (made.proc / "mounts").write_text(f"cgroup2 {made._cgroup_root} cgroup2 rw 0 0\n")
-        made.tell()
+        made.publish()
         return made
 
     def cgroups(self) -> Cgroups:
@@ -74,9 +74,9 @@ class Places:
     def clear(self) -> None:
         """The runtime lists nothing."""
         self._listed.clear()
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """From now on the runtime lists what was put."""
         beside = self._list.with_suffix(".new")
         beside.write_bytes(msgspec.json.encode(self._listed))

@@ -11,31 +11,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpumgr.agent.books import Books
-from gpumgr.agent.offers import Offers
+from gpumgr.accounting.container_events import ContainerEvents
+from gpumgr.accounting.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.accounting.process_owners import ProcessOwners
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.app.listener import News
-from gpumgr.app.truth import OverLimit, Truth
+from gpumgr.app.hardware_events import HardwareEvents
+from gpumgr.app.over_limit import OverLimitReporter
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.containers import Containers
 from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
-from gpumgr.enforcement.limits import Limits
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.config import pack_pids
 from gpumgr.enforcement.vcuda.files import PIDS
-from gpumgr.enforcement.vcuda.pids import pack_pids
-from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.registry import Metrics
 from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import GpuProcess, NodeSample
-from gpumgr.units import KINDS
+from gpumgr.units import RESOURCES
 from gpumgr.usage.containers import Container
+from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
 from tests.bench.bench_prestart import control_program
 from tests.bench.bench_regions import empty_library, fill
@@ -70,16 +74,16 @@ class SharedNode:
         self.containers = Containers(self.client, self.places.cgroups(), self.processes.runs, clock=self.clock)
         self.metrics, self.pods = Metrics(node="bench", version="0"), MemoryPods()
         self.checkpoint = SqliteCheckpoint.open(self.folder / "checkpoint")
-        self.books = Books(
+        self.agent_state = AgentState(
             Ledger(),
             checkpoint=self.checkpoint,
-            offers=Offers(lambda _offer: None, clock=self.clock),
+            device_lists=DeviceListPublisher(lambda _offer: None, clock=self.clock),
             meter=self.metrics,
             runs=self.processes.runs,
             policy="binpack",
             clock=self.clock,
         )
-        self.limits = Limits(
+        self.limits = Enforcer(
             self._backends(),
             setting="auto",
             overrides=(),
@@ -88,23 +92,26 @@ class SharedNode:
             orphan_grace_seconds=60,
             clock=self.clock,
         )
-        self.truth = Truth(
-            books=self.books,
+        owners = ProcessOwners(self.containers, clock=self.clock, timeout_seconds=TIMEOUT_SECONDS)
+        events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
+        self.memory_watcher = MemoryLimitWatcher(
+            records=self.agent_state,
             pods=self.pods,
-            runtime=self.containers,
+            owners=owners,
+            events=events,
             backends=self.limits,
-            announcer=None,
+            over_limit_handler=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted),
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
+            can_evict=False,
             clock=self.clock,
         )
-        self.news = News(
-            self.books,
+        self.hardware_events = HardwareEvents(
+            self.agent_state,
             self.processes,
             device_root=None,
             before_snapshot=_nothing,
-            on_processes=self.truth.sampled,
-            on_sample=lambda _sample: None,
+            on_sample=self.memory_watcher.evaluate,
         )
 
     def _backends(self) -> list[Backend]:
@@ -125,7 +132,7 @@ class SharedNode:
             pids_of=self.containers.pids,
         )
         mps = Mps(
-            limits=KINDS,
+            limits=RESOURCES,
             program=str(control_program(self.folder)),
             setting="2",
             run_dir=self.folder / "run",
@@ -134,35 +141,40 @@ class SharedNode:
             exclusive_process=True,
             idle_seconds=60,
             clock=self.clock,
-            how="plain",
+            method="plain",
         )
         return [hami_core, vcuda, mps]
 
     async def _container_of(self, pid: int) -> Container | None:
         started = self.processes.start_time(pid)
-        return None if started is None else await self.containers.of_process(pid, started)
+        return None if started is None else await self.containers.container_of(pid, started)
 
     # -- before the first sample -------------------------------------------------------------------------------------------
 
-    async def grant(self) -> list[Tenant]:
+    async def grant(self) -> list[GpuShare]:
         """All shares; the n-th lies on GPU n modulo 8."""
-        await self.news.snapshot_taken(node_snapshot())
-        ledger = self.books.ledger
+        await self.hardware_events.snapshot_taken(node_snapshot())
+        ledger = self.agent_state.ledger
         for n in range(SHARES):
             ledger = ledger.occupy(self._allocation(n))
             spec = ContainerSpec(name="main", cores=_CORES, memory_blocks=_BLOCKS)
             pod = PodView(namespace="bench", name=f"pod-{n:03d}", uid=f"uid-{n}", phase="Running", containers=(spec,))
             self.pods.views[pod.key] = pod
-        await self.books.commit(ledger)
+        await self.agent_state.commit(ledger)
         tenants = [
-            tenant_of(each, ledger.cards, self.books.inventory.gpus(ledger.cards), self.pods.get(each.pod) if each.pod else None)
+            tenant_of(
+                each,
+                ledger.gpu_registry,
+                self.agent_state.inventory.gpus(ledger.gpu_registry),
+                self.pods.get(each.pod) if each.pod else None,
+            )
             for each in ledger.allocations.values()
         ]
         return [tenant for tenant in tenants if tenant is not None]
 
     def _allocation(self, n: int) -> Allocation:
-        card, at = self.books.ledger.cards.by_uuid[uuid_of(n % GPUS)].name, n // GPUS
-        return Allocation(
+        card, at = self.agent_state.ledger.gpu_registry.by_uuid[uuid_of(n % GPUS)].name, n // GPUS
+        return allocated(
             id=f"{n:016x}",
             pod=("bench", f"pod-{n:03d}"),
             uid=f"uid-{n}",
@@ -173,7 +185,7 @@ class SharedNode:
             mechanisms=(self.mechanism_of(n),),
         )
 
-    async def start(self, tenants: Sequence[Tenant]) -> list[Path]:
+    async def start(self, tenants: Sequence[GpuShare]) -> list[Path]:
         """What the agent does before the containers run. For each share the socket that its processes attach to: MPS's, or none."""
         await self.limits.choose()
         begun: set[str] = set()
@@ -189,7 +201,7 @@ class SharedNode:
                 folder.put(tenant.allocation, Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes))
         return sockets
 
-    async def run(self, tenants: Sequence[Tenant], pids: Sequence[int]) -> NodeSample:
+    async def run(self, tenants: Sequence[GpuShare], pids: Sequence[int]) -> NodeSample:
         """The containers run, their processes have registered; what the driver says of them."""
         on_gpus: dict[str, list[GpuProcess]] = {}
         for n, tenant in enumerate(tenants):
@@ -201,17 +213,17 @@ class SharedNode:
                 (self.folder / "vm" / tenant.allocation / PIDS).write_bytes(pack_pids(mine))
             processes = on_gpus.setdefault(tenant.uuid, [])
             processes += [GpuProcess(pid=pid, memory_bytes=_BYTES, utilization_ratio=0.01) for pid in mine]
-        self.places.tell()
+        self.places.publish()
         await self.limits.recover([(tenant, (self.mechanism_of(n),)) for n, tenant in enumerate(tenants)])
         return NodeSample(gpus={uuid: gpu_sample(uuid, tuple(each)) for uuid, each in on_gpus.items()})
 
     async def sampled(self, sample: NodeSample) -> None:
         """One second later."""
         self.clock.now += 1.0
-        await self.news.sample_taken(sample)
+        await self.hardware_events.sample_taken(sample)
 
     async def close(self) -> None:
-        await self.truth.close()
+        await self.memory_watcher.close()
         await self.limits.close()
         self.client.close()
         await self.checkpoint.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.containers import Containers
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
@@ -26,10 +26,10 @@ def socket_of(folder: Path, n: int) -> Path:
     return folder / "vm" / f"{n:016x}" / SOCKET
 
 
-def tenant(n: int) -> Tenant:
+def tenant(n: int) -> GpuShare:
     """Of container n."""
     uuid = f"GPU-{n % 8:08x}-aaaa-bbbb-cccc-0123456789ab"
-    return Tenant(
+    return GpuShare(
         allocation=f"{n:016x}",
         gpu=uuid[4:12],
         uuid=uuid,
@@ -49,7 +49,7 @@ async def serve(folder: Path, count: int) -> None:
 
     async def container_of(pid: int) -> Container | None:
         started = processes.start_time(pid)
-        return None if started is None else await containers.of_process(pid, started)
+        return None if started is None else await containers.container_of(pid, started)
 
     backend = VcudaBackend(
         allocation_dir=folder / "vm",

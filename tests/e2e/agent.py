@@ -171,7 +171,7 @@ class Agent:
         self._cluster.processes.check("gpumgr")
 
     def offered(self) -> dict[str, int]:
-        """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 10 s later)."""
+        """Healthy ids in the kubelet's device manager, by resource (the node object follows up to 1 s later)."""
         return self._resources.allocatable()
 
     def is_ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""One builder at a time in a folder of the cache, whoever else runs on this machine: two runs, or one and `python -m tests.e2e.build`."""
+"""One builder at a time in a folder of the cache, also with several runs on one machine, or one and `python -m tests.e2e.build`."""
 
 import fcntl
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ def lock_of(folder: Path) -> Path:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Makes the folder and waits until nobody else is in here with it. The system lets go of it when its holder is killed. Whoever is
-    in must not enter again: he would wait for himself."""
+    """Creates the folder and waits for its lock. The system releases the lock when its holder is killed. The lock is not reentrant: a
+    holder that enters again waits for ever."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_of(folder).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

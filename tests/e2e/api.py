@@ -57,7 +57,7 @@ class Api:
         return response
 
     def request(self, method: str, path: str, body: Json | None = None) -> Json:
-        """One request over the kept connection. The API server closes one that nobody used for 90 s, so such a one is not used either;
+        """One request over the kept connection. The API server closes one that was idle for 90 s, so such a one is not used either;
         one that turns out to be closed all the same is replaced."""
         if time.monotonic() - self._used_at > _KEPT_SECONDS:
             self.close()
@@ -91,7 +91,7 @@ class Api:
 class Pods:
     """All pods of the namespace, kept current by a watch in a thread.
 
-    `since[name]` tells when (monotonic clock) each phase of a pod was first seen.
+    `since[name]` is the time (monotonic clock) at which each phase of a pod was first seen.
     """
 
     def __init__(self, api: Api) -> None:

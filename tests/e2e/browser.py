@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
 
+from gpumgr.agent.api import PodDetails
 from gpumgr.allocator.pods import PodKey
 from gpumgr.web.server import WebServer
 from tests.component.web.scene import Scene
@@ -35,19 +37,19 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 class _Scene(Scene):
-    """With stories as a test tells them."""
+    """With the details of pods that a test sets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stories: dict[PodKey, Mapping[str, Any]] = {}
+        self.pods_by_name: dict[PodKey, PodDetails] = {}
 
-    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
-        return self.stories.get((namespace, pod))
+    def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        return self.pods_by_name.get((namespace, pod))
 
 
 class Stage:
-    """The web server, and the document that it shows at present. With `beat_seconds` it is told again and again, as by a living agent:
-    a page that hears nothing for some seconds says that what it shows is old."""
+    """The web server, and the document that it serves at present. With `beat_seconds` it is sent repeatedly, as by a running agent:
+    a page without an update for some seconds marks its content as old."""
 
     def __init__(self, *, beat_seconds: float | None = None) -> None:
         self._scene = _Scene()
@@ -66,12 +68,12 @@ class Stage:
         return self._scene.states.readers
 
     def show(self, document: Mapping[str, Any]) -> None:
-        """To whoever asks, and to all pages that are open."""
+        """To each new client and to all open pages."""
         self._tell(json.dumps(document).encode())
 
     def remember(self, *stories: Mapping[str, Any]) -> None:
         """These, and no others, of the pods that they name."""
-        self._scene.stories = {(story["namespace"], story["pod"]): story for story in stories}
+        self._scene.pods_by_name = {(story["namespace"], story["pod"]): msgspec.convert(story, PodDetails) for story in stories}
 
     def _tell(self, text: bytes) -> None:
         self._scene.now = text
@@ -93,7 +95,7 @@ class Stage:
             self._heart = asyncio.create_task(self._beat(self._beat_seconds), name="stage_beat")
 
     async def close(self) -> None:
-        """All connections end; nobody listens any more."""
+        """Closes all connections and the listening socket."""
         if self._heart is not None:
             self._heart.cancel()
             await asyncio.wait([self._heart])

@@ -1,6 +1,6 @@
-"""Gets what the cluster is made of: Debian packages; from Go modules the Kubernetes commands, helm, and the kinds of Prometheus Operator.
+"""Gets what the cluster is made of: Debian packages; from Go modules Kubernetes, containerd, helm, and the kinds of Prometheus Operator.
 
-`python -m tests.e2e.build` does it ahead of the tests. Cold: minutes; warm: nothing but a look at the cache.
+`python -m tests.e2e.build` does it ahead of the tests. Cold: minutes; warm: it only reads the stamps of the cache.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .alone import alone_in
-from .places import GO, GO_CDI, GO_CRDS, GO_HELM, KUBERNETES, cache
+from .places import CONTAINERD, GO, GO_CONTAINERD, GO_CRDS, GO_HELM, GO_OLDER, KUBERNETES, OLDER_KUBELET, cache
 
 # File, and the Debian package that brings it.
 NEEDED = {
@@ -31,6 +31,7 @@ NEEDED = {
     "/usr/bin/buildah": "buildah",
 }
 HELM = "3.20.2"
+RUNTIME = ("containerd", "containerd-shim-runc-v2", "ctr")
 COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
 #: What the chart can ask of Prometheus Operator. The package is any of its module's: files that are not Go come with the module alone.
 OPERATOR = "github.com/prometheus-operator/prometheus-operator/pkg/versionutil"
@@ -39,7 +40,7 @@ OPERATOR_KINDS = ("podmonitors", "servicemonitors", "prometheusrules")
 
 
 def install_packages() -> None:
-    """Installs the packages whose commands are missing."""
+    """Installs the packages of missing commands."""
     missing = sorted({package for path, package in NEEDED.items() if not Path(path).exists()})
     if not missing:
         return
@@ -67,7 +68,7 @@ def _keep(out: Path, stamp: str, fill: Callable[[Path], None]) -> None:
 
 
 def _go(*arguments: str, module: Path) -> str:
-    """Runs go in a module whose versions are pinned, and answers what it printed."""
+    """Runs go in a module with pinned versions and returns its output."""
     go = shutil.which("go") or "/usr/local/go/bin/go"
     environ = {**os.environ, "CGO_ENABLED": "0"}
     return subprocess.run([go, *arguments], check=True, cwd=module, env=environ, stdout=subprocess.PIPE, text=True).stdout
@@ -91,16 +92,22 @@ def _copy_crds(out: Path) -> None:
 
 
 def _helm_flags(major: str, minor: str) -> str:
-    """What helm's own build tells it: its version, and that of the Kubernetes that it renders for."""
+    """What helm's own build sets: its version, and that of the Kubernetes that it renders for."""
     helm = "helm.sh/helm/v3"
-    told = [f"-X {helm}/internal/version.version=v{HELM}"]
+    flags = [f"-X {helm}/internal/version.version=v{HELM}"]
     for package in ("chartutil", "lint/rules"):
-        told += [f"-X {helm}/pkg/{package}.k8sVersionMajor={major}", f"-X {helm}/pkg/{package}.k8sVersionMinor={minor}"]
-    return " ".join(told)
+        flags += [f"-X {helm}/pkg/{package}.k8sVersionMajor={major}", f"-X {helm}/pkg/{package}.k8sVersionMinor={minor}"]
+    return " ".join(flags)
+
+
+def _version_flags(version: str) -> str:
+    """The version that a command of Kubernetes reports."""
+    package, (major, minor, _) = "k8s.io/component-base/version", version.split(".")
+    return f"-s -w -X {package}.gitVersion=v{version} -X {package}.gitMajor={major} -X {package}.gitMinor={minor}"
 
 
 def build() -> Path:
-    """Builds what the cache lacks; answers the cache's folder: `kubernetes`, `controllers`, `floor`, `cdi`, `helm` and `crds` are in it."""
+    """Builds what the cache lacks; returns the cache's folder, with one folder for each of the parts."""
     root = cache()
     with alone_in(root):
         _build(root)
@@ -108,19 +115,25 @@ def build() -> Path:
 
 
 def _build(root: Path) -> None:
-    modules = [GO / "go.mod", GO / "go.sum"]
+    modules = _modules(GO)
     major, minor, _ = KUBERNETES.split(".")
-    version = "k8s.io/component-base/version"
-    ldflags = f"-s -w -X {version}.gitVersion=v{KUBERNETES} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
+    ldflags = _version_flags(KUBERNETES)
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
     _go_build(root / "controllers", _stamp(modules), ["k8s.io/kubernetes/cmd/kube-controller-manager"], ldflags)
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
-    files = [GO_CDI / name for name in ("go.mod", "go.sum", "main.go")]
-    _go_build(root / "cdi", _stamp(files), ["."], "-s -w", GO_CDI)
-    files = [GO_HELM / name for name in ("go.mod", "go.sum")]
-    _go_build(root / "helm", _stamp(files), ["helm.sh/helm/v3/cmd/helm"], f"-s -w {_helm_flags(major, minor)}", GO_HELM)
-    files = [Path(__file__), *(GO_CRDS / name for name in ("go.mod", "go.sum"))]
-    _keep(root / "crds", _stamp(files), _copy_crds)
+    containerd = "github.com/containerd/containerd/v2"
+    ldflags = f"-s -w -X {containerd}/version.Version=v{CONTAINERD}"
+    packages = [f"{containerd}/cmd/{name}" for name in RUNTIME]
+    _go_build(root / "containerd", _stamp(_modules(GO_CONTAINERD)), packages, ldflags, GO_CONTAINERD)
+    ldflags = _version_flags(OLDER_KUBELET)
+    _go_build(root / "older", _stamp(_modules(GO_OLDER)), ["k8s.io/kubernetes/cmd/kubelet"], ldflags, GO_OLDER)
+    ldflags = f"-s -w {_helm_flags(major, minor)}"
+    _go_build(root / "helm", _stamp(_modules(GO_HELM)), ["helm.sh/helm/v3/cmd/helm"], ldflags, GO_HELM)
+    _keep(root / "crds", _stamp([Path(__file__), *_modules(GO_CRDS)]), _copy_crds)
+
+
+def _modules(module: Path) -> list[Path]:
+    return [module / "go.mod", module / "go.sum"]
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Observer:
                 self.look(data)
 
     def look(self, data: bytes) -> None:
-        """Keeps the doubles of one answer whose two holders both have processes."""
+        """Keeps the duplicates of one answer where both holders have processes."""
         self.seen.samples += 1
         found = doubles(each for each in read_list(data) if each.resource.startswith("tencent.com/"))
         if not found:

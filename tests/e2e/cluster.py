@@ -9,17 +9,19 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import grpc
 
-from . import build, image, manifests, traces
+from . import build, image, manifests, node_software, traces
 from .api import NAMESPACE, PODS, Api, ApiError, Pods
 from .devices import make_devices
 from .logs import written
 from .manifests import Json
+from .node_software import NodeSoftware
 from .places import AUDIT_LOG, CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
 from .ports import free_ports
 from .processes import Processes, wait_until
@@ -50,6 +52,7 @@ class Cluster:
             raise PermissionError("the end-to-end cluster needs root")
         build.install_packages()
         self._binaries = build.build()
+        self._software = node_software.current(self._binaries)
         self._claim()
         try:
             self._start_runtime()
@@ -108,7 +111,6 @@ class Cluster:
         return path
 
     def _start_runtime(self) -> None:
-        (STATE / "containerd.toml").write_text(manifests.CONTAINERD)
         (STATE / "cni" / "10-none.conflist").write_text(json.dumps(manifests.CNI))
         self.start_containerd()
         client, peer = f"http://127.0.0.1:{self._etcd}", f"http://127.0.0.1:{self._peer}"
@@ -121,7 +123,9 @@ class Cluster:
 
     def start_containerd(self) -> None:
         """Starts the container runtime; images and containers are those of its folder."""
-        self.processes.start("containerd", ["containerd", "--config", STATE / "containerd.toml"])
+        software = self._software
+        config = str(software.write_config())
+        self.processes.start("containerd", [software.containerd, "--config", config], software.environment())
 
     def wait_containerd(self, timeout: float = 120) -> None:
         """Waits until the container runtime answers the kubelet's kind of calls; its socket is there before that."""
@@ -225,10 +229,32 @@ class Cluster:
         config.write_text(json.dumps(manifests.kubelet_config(self._kubelet)))
         self.processes.start(
             "kubelet",
-            [self._binaries / "kubernetes" / "kubelet", f"--config={config}", f"--kubeconfig={self.kubeconfig('node')}",
+            [self._software.kubelet, f"--config={config}", f"--kubeconfig={self.kubeconfig('node')}",
              f"--hostname-override={NODE}", f"--root-dir={KUBELET_ROOT}", f"--cert-dir={KUBELET_ROOT / 'pki'}"],
         )  # fmt: skip
         wait_until("the kubelet's device manager", self._listens, 120)
+
+    @contextmanager
+    def older_node(self) -> Iterator[None]:
+        """Runs an older kubelet and container runtime on the node, which must have no pods; the usual ones again afterwards."""
+        usual = self._software
+        self._replace_software(node_software.older(self._binaries))
+        try:
+            yield
+        finally:
+            self.delete_all()
+            self._replace_software(usual)
+
+    def _replace_software(self, software: NodeSoftware) -> None:
+        for name in ("kubelet", "containerd"):
+            self.processes.stop(name)
+        self._software = software
+        self.start_containerd()
+        self._import_image()
+        self.start_kubelet()
+        version = f"v{software.kubelet_version}"
+        wait_until(f"kubelet {version}", lambda: self.node()["status"]["nodeInfo"]["kubeletVersion"] == version)
+        self.wait_ready()
 
     def _listens(self) -> bool:
         self.processes.check("kubelet")
@@ -264,7 +290,7 @@ class Cluster:
         return {name: int(offered[name]) for name in (manifests.CORE, manifests.MEMORY) if name in offered}
 
     def wait_allocatable(self, cores: int, memory: int, timeout: float = 90) -> None:
-        """Waits until the node object offers exactly this (the kubelet publishes it every 10 s)."""
+        """Waits until the node object offers exactly this."""
         wanted = {manifests.CORE: cores, manifests.MEMORY: memory}
         wait_until(f"allocatable {wanted}", lambda: self.allocatable() == wanted, timeout, every=0.2)
 
@@ -286,7 +312,7 @@ class Cluster:
 
     def wait_gone(self, names: Sequence[str], timeout: float = 90) -> None:
         """Waits until none of these pods exists: by what the API server says itself, as the watch may not have brought them yet; and
-        by the watch, so that nobody takes one of them for a later namesake."""
+        by the watch, so that no test takes one of them for a later pod of the same name."""
         wait_until("pods gone", lambda: not self._existing() & set(names), timeout, every=0.1)
         self.pods.wait("pods gone", lambda pods: not any(name in pods for name in names), timeout)
 
@@ -308,7 +334,7 @@ class Cluster:
 
     def ctr(self, *arguments: str) -> str:
         """Runs containerd's own client in the kubelet's namespace."""
-        command = ["ctr", "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
+        command = [str(self._software.ctr), "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def log_of(self, pod: str, container: str = "main") -> str:

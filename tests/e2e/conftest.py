@@ -3,8 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -13,6 +16,39 @@ from .cluster import Cluster
 from .node import Node
 from .places import HERE
 
+#: Files (and one folder) without the cluster, and the unit of work that they belong to. All others are the cluster's unit.
+APART: Final = {
+    "page": "page",
+    "test_chart.py": "chart",
+    "test_chart_rights.py": "chart",
+    "test_dashboard.py": "prometheus",
+    "test_image_build.py": "image",
+    "test_mps_in_a_pod.py": "nspawn",
+    "test_prometheus.py": "prometheus",
+    "test_promtool.py": "prometheus",
+    "test_rules.py": "prometheus",
+    "test_systemd.py": "nspawn",
+}
+
+
+def unit_of_work(path: Path) -> str:
+    """What runs in one process: there are one cluster and one container of systemd-nspawn."""
+    return APART.get(path.relative_to(HERE).parts[0], "cluster")
+
+
+class ClusterApart(LoadScopeScheduling):  # type: ignore[misc]
+    """One process has the tests of the cluster, the other takes the other units at the same time.
+
+    pytest-xdist's own groups (`--dist=loadgroup`) have no effect with pytest 9.2, which ignores the names that it gives to tests.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of_work(self.config.rootpath / nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ClusterApart:
+    return ClusterApart(config, log)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -20,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
             # Of the test alone: the cluster's fixture may have to build binaries first.
             item.add_marker(pytest.mark.timeout(240, func_only=True))
+            if "cluster" in getattr(item, "fixturenames", ()):
+                assert unit_of_work(item.path) == "cluster", f"{item.nodeid} needs the cluster"
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,9 @@ import yaml
 from gpumgr.checkpoint import files
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
+from tools import chart
 
-from . import chart, image_agent
+from . import image_agent
 from .agent import SIM, Agent, agent_config
 from .cluster import Cluster
 from .logs import written
@@ -117,7 +118,7 @@ class Installed(Agent):
         self._cluster.kubectl("label", "node", NODE, f"{LABEL}=true", "--overwrite")
 
     def leave(self) -> None:
-        """The node and the cluster as they were: other tests apply DaemonSets that nobody is to run."""
+        """Restores the node and the cluster: other tests apply DaemonSets that must not run."""
         self._cluster.kubectl("label", "node", NODE, f"{LABEL}-")
         self._cluster.stop_controllers()
 
@@ -174,7 +175,7 @@ class Installed(Agent):
         return found[-1]
 
     def _task(self) -> tuple[str, int]:
-        """The running container's id and the host's process id of its first process. The API server hears of a container a moment
+        """The running container's id and the host's process id of its first process. The API server lists a container a moment
         after the kubelet's resources are there, and of its end a moment after it."""
         found: list[tuple[str, int]] = []
 

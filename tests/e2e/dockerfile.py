@@ -44,7 +44,7 @@ class Stage:
 def read_stages(path: Path, build_args: Mapping[str, str]) -> list[Stage]:
     """The stages in order, the last one called "shipped". `build_args` go over the defaults of ARG.
 
-    Raises ValueError for an instruction, and KeyError for a variable, that nobody here knows.
+    Raises ValueError for an unknown instruction and KeyError for an unknown variable.
     """
     common: dict[str, str] = {}
     stages: list[Stage] = []

@@ -10,7 +10,7 @@ from typing import Any, Final
 from .places import PROJECT
 from .processes import wait_until
 
-#: Read by whoever prints the project's figures.
+#: Read by the programs that print the project's figures.
 FIGURES: Final = PROJECT / "build" / "installation.json"
 
 

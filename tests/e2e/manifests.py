@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .places import CONTAINERD_SOCKET, IMAGE, KUBELET_ROOT, NODE, POD_LOGS, PROJECT, STATE
+from .places import CDI_SPECS, CONTAINERD_SOCKET, IMAGE, KUBELET_ROOT, NODE, POD_LOGS, PROJECT, STATE
 
 Json = dict[str, Any]
 RIGHTS = PROJECT / "config" / "examples" / "rbac.yaml"
@@ -17,27 +18,6 @@ MEMORY = "tencent.com/vcuda-memory"
 SLEEP = "trap 'exit 0' TERM; sleep 3600 & wait"
 #: The same, after writing to the log what the container got.
 SHOW = f"env; find /dev -maxdepth 1 -name 'nvidia*' | sort; cut -d' ' -f2 /proc/mounts; echo shown; {SLEEP}"
-
-# `restrict_oom_score_adj`: without CAP_SYS_RESOURCE (a sandboxed machine) runc can't lower the score.
-CONTAINERD = f"""
-version = 2
-root = "{STATE}/containerd/root"
-state = "{STATE}/containerd/state"
-disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs",
-  "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.devmapper"]
-[grpc]
-address = "{CONTAINERD_SOCKET}"
-[plugins."io.containerd.grpc.v1.cri"]
-sandbox_image = "{IMAGE}"
-restrict_oom_score_adj = true
-[plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "/usr/lib/cni"
-conf_dir = "{STATE}/cni"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
-runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
-Root = "{STATE}/runc"
-"""
 
 # The node is Ready only with a network; every pod here uses the host's, so this one carries nothing.
 CNI: Json = {"cniVersion": "0.4.0", "name": "none", "plugins": [{"type": "loopback"}]}
@@ -61,8 +41,36 @@ CONTROLLERS = (
 )
 
 
+def containerd_config(folder: Path) -> str:
+    """containerd's settings, in the version that 1.6 and 2.x read; images and containers are kept in `folder`.
+
+    `restrict_oom_score_adj`: without CAP_SYS_RESOURCE (a sandboxed machine) runc can't lower the score. 1.6 ignores `cdi_spec_dirs`.
+    """
+    return f"""
+version = 2
+root = "{folder}/root"
+state = "{folder}/state"
+disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.devmapper"]
+[grpc]
+address = "{CONTAINERD_SOCKET}"
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "{IMAGE}"
+restrict_oom_score_adj = true
+cdi_spec_dirs = ["{CDI_SPECS}"]
+[plugins."io.containerd.grpc.v1.cri".cni]
+bin_dir = "/usr/lib/cni"
+conf_dir = "{STATE}/cni"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+Root = "{STATE}/runc"
+"""
+
+
 def kubelet_config(port: int) -> Json:
-    """The kubelet's settings: those of an ordinary node, less what a test machine lacks."""
+    """The kubelet's settings: those of an ordinary node, less what a test machine lacks, with shorter waits: a container that ended
+    starts again after 1 s (10 s to 5 min), and a change of the allocatable devices is published after 1 s (10 s)."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -76,6 +84,9 @@ def kubelet_config(port: int) -> Json:
         "failCgroupV1": False,
         "failSwapOn": False,
         "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
+        "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
+        "nodeStatusUpdateFrequency": "1s",
+        "nodeStatusReportFrequency": "5m",
         "evictionHard": {},
         "localStorageCapacityIsolation": False,
         "makeIPTablesUtilChains": False,

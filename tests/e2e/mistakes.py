@@ -44,7 +44,7 @@ def _take_mount_out(objects: Iterable[Json], name: str) -> None:
 
 
 def status(agent: Installed, *, init: bool = False) -> Json:
-    """Of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has told."""
+    """Of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has reported it."""
     statuses = agent.newest()["status"].get("initContainerStatuses" if init else "containerStatuses", [])
     return statuses[0] if statuses else {}
 
@@ -64,7 +64,7 @@ def last_words(agent: Installed, *, init: bool = False) -> Json:
 
 def event(cluster: Cluster, agent: Installed, reason: str, wanted: str) -> str:
     """The message of its newest pod's event with this reason that has the wanted words. Waits for it: others may come before, of a
-    probe that was earlier than the agent, or of a volume that the kubelet had not heard of yet."""
+    probe that was earlier than the agent, or of a volume that the kubelet had not received yet."""
     about = f"involvedObject.uid={agent.newest()['metadata']['uid']},reason={reason}"
     messages: list[str] = []
 

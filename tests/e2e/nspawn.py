@@ -83,11 +83,19 @@ class Machine:
 
 @contextmanager
 def booted(binds: Mapping[Path, Path]) -> Iterator[Machine]:
-    """A machine with folders of this host in it (host's path -> path inside)."""
-    STATE.mkdir(parents=True, exist_ok=True)
-    record = STATE / "pids"
-    end_recorded(record)
-    record.unlink(missing_ok=True)
+    """A machine with folders of this host in it (host's path -> path inside); new ones in STATE. Waits until no other run has a machine."""
+    with alone_in(STATE):
+        record = STATE / "pids"
+        end_recorded(record)
+        shutil.rmtree(STATE)
+        for each in (STATE, *(source for source in binds if source.is_relative_to(STATE))):
+            each.mkdir()
+        with _booted(binds, record) as machine:
+            yield machine
+
+
+@contextmanager
+def _booted(binds: Mapping[Path, Path], record: Path) -> Iterator[Machine]:
     processes = Processes(STATE, record)
     shown = [f"--bind={source}:{target}" for source, target in binds.items()]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told, _cgroup() as inside:
@@ -97,7 +105,7 @@ def booted(binds: Mapping[Path, Path]) -> Iterator[Machine]:
         told.settimeout(_BOOT_SECONDS)
         command = ["systemd-nspawn", "--quiet", f"--machine={NAME}", f"--directory={root()}", "--boot", "--volatile=overlay"]
         command += ["--private-network", "--register=no", "--notify-ready=yes", "--console=pipe", *shown]
-        # A machine outlives an nspawn that is killed. SIGTERM nspawn takes as a wish to power off.
+        # A machine continues when its nspawn is killed. nspawn treats SIGTERM as a request to power off.
         processes.start("nspawn", ["setpriv", "--pdeathsig", "TERM", "--", *inside, *command], {"NOTIFY_SOCKET": str(address)})
         try:
             leader = _leader(told)
@@ -110,7 +118,7 @@ def booted(binds: Mapping[Path, Path]) -> Iterator[Machine]:
 
 
 def _leader(told: socket.socket) -> int:
-    """The process id of the machine's systemd, when that has booted. nspawn tells it as services do."""
+    """The process id of the machine's systemd, after its boot. nspawn sends it as services do (sd_notify)."""
     leader = 0
     while True:
         lines = told.recv(4096).decode().splitlines()

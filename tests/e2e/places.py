@@ -4,7 +4,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-KUBERNETES: Final = "1.35.4"
+KUBERNETES: Final = "1.37.2"
+CONTAINERD: Final = "2.4.2"
+#: One test runs a kubelet of this version, with the containerd of Debian.
+OLDER_KUBELET: Final = "1.35.4"
 NODE: Final = "e2e-node"
 IMAGE: Final = "gpumgr.invalid/busybox:e2e"
 
@@ -15,7 +18,7 @@ AGENT_STATE: Final = Path("/var/lib/gpumgr-e2e")
 #: Held for as long as a harness lives; the system lets go of it when the harness is killed.
 LOCK: Final = Path("/run/gpumgr-e2e.lock")
 
-#: The kubelet knows no other folder for device plugins, whatever its root is.
+#: The kubelet uses this folder for device plugins with any root folder.
 DEVICE_PLUGINS: Final = Path("/var/lib/kubelet/device-plugins")
 KUBELET_ROOT: Final = STATE / "kubelet"
 POD_RESOURCES: Final = KUBELET_ROOT / "pod-resources" / "kubelet.sock"
@@ -27,14 +30,17 @@ CONTAINERD_SOCKET: Final = STATE / "cri" / "containerd.sock"
 AUDIT_LOG: Final = STATE / "logs" / "audit.log"
 #: The agent's folder for sockets and regions; as on a real node it is memory.
 RUN_DIR: Final = STATE / "run"
-#: Tells one boot of the machine from the next; a test that boots it in play mounts a file of its own here.
+#: Where the container runtime reads CDI specs.
+CDI_SPECS: Final = RUN_DIR / "cdi"
+#: Distinguishes one boot of the machine from the next; a test that simulates a boot mounts a file of its own here.
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 HERE: Final = Path(__file__).resolve().parent
 PROJECT: Final = HERE.parent.parent
 GO: Final = HERE / "go"
-GO_CDI: Final = HERE / "go_cdi"
+GO_CONTAINERD: Final = HERE / "go_containerd"
+GO_OLDER: Final = HERE / "go_older"
 GO_HELM: Final = HERE / "go_helm"
 GO_CRDS: Final = HERE / "go_crds"
 

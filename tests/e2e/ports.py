@@ -10,8 +10,8 @@ _GIVEN: set[int] = set()
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on at this moment, and that stay free until they are bound: the system itself gives
-    none of them to a connection or to a listener that wants any, and nobody gets one of them twice."""
+    """Ports of 127.0.0.1 without a listener at this moment, and that stay free until they are bound: the system itself gives
+    none of them to a connection or to a listener without a given port, and none is returned twice."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in (*range(10_000, first), *range(last + 1, 1 << 16)) if port not in _GIVEN]
     random.shuffle(others)

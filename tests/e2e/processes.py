@@ -129,7 +129,7 @@ class Processes:
 def wait_until(what: str, condition: object, timeout: float = 60.0, every: float = 0.05) -> None:
     """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds.
 
-    The default is for a machine that stalls: what comes at all comes within it, and whoever waits for it loses nothing. The last
+    The default is for a machine that stalls: an expected event occurs within it, and a longer wait costs nothing. The last
     look begins after the deadline, so that a stall that outlasts it ends in a look and not in an error.
     """
     assert callable(condition)

@@ -59,7 +59,7 @@ class Prometheus:
         return result
 
     async def firing(self) -> dict[str, list[dict[str, Any]]]:
-        """Alert's name -> its firing instances, as the API tells them."""
+        """Alert's name -> its firing instances, as the API lists them."""
         async with self._http.get(f"{self._url}/alerts") as answer:
             document = await answer.json()
         found: dict[str, list[dict[str, Any]]] = {}

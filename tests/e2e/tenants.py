@@ -27,7 +27,7 @@ BLOCK = 1 << 28
 
 @contextmanager
 def limited(cluster: Cluster, agent: Agent, changes: Changes) -> Iterator[Node]:
-    """A node whose agent enforces as `changes` say; an ordinary one again afterwards."""
+    """A node with an agent that enforces as `changes` say; an ordinary one again afterwards."""
     programs.build()
     agent.ensure()
     node = Node(cluster, agent)
@@ -68,7 +68,7 @@ def pids(node: Node, name: str) -> list[int]:
 
 
 def _cgroups_of(top: Path, identity: str) -> list[Path]:
-    """Unlike a glob, the walk minds no cgroups of others that go away meanwhile."""
+    """Unlike a glob, the walk ignores cgroups that are removed during it."""
     return [Path(folder) / identity for folder, below, _ in os.walk(top) if identity in below]
 
 

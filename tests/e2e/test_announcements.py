@@ -40,7 +40,7 @@ def history(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_a_pod_carries_what_it_was_given_under_one_name(node: Node) -> None:
-    # No other test has a pod of this name: the history tells of them all.
+    # No other test has a pod of this name: the history contains them all.
     node.run([gpu_pod("announced", 30, 16)])
     (held,) = node.ledger_of("announced")
     wait_until("its annotations", lambda: "gpumgr.io/allocations" in annotations(node, "announced"))

@@ -23,9 +23,7 @@ from gpumgr.settings.gpu_manager_flags import _RULES as RULES
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.settings.live import LIVE, flat
 from gpumgr.settings.schema import plain
-
-from .build import build
-from .chart import (
+from tools.chart import (
     BASE,
     CHART,
     TAKE_OVER,
@@ -39,6 +37,8 @@ from .chart import (
     render,
     settings_file,
 )
+
+from .build import build
 from .chart_values import BLOCKS, MISTAKES, SETS, Values
 from .manifests import Json
 from .places import PROJECT
@@ -357,7 +357,7 @@ def test_the_chart_wants_the_files_together_that_the_agent_wants_together() -> N
     keys = ("tls_cert_file", "tls_key_file", "client_ca_file")
     for paths in product((None, "/var/lib/gpumgr/file.pem"), repeat=len(keys)):
         values = {"settings": {"http": {key: path for key, path in zip(keys, paths, strict=True) if path}}}
-        found = tls_files.misfit(*paths)
+        found = tls_files.missing_file(*paths)
         if found is None:
             assert settings_file(render(values)).count("file.pem") == sum(map(bool, paths))
             continue
@@ -388,7 +388,7 @@ def test_the_notes_say_which_labels_count_and_what_of_gpu_manager(tmp_path: Path
     assert "kubectl label node NODE gpumgr.io/node=enable" in notes({})
     assert "kubectl label node NODE gpumgr.io/node=disable" in notes({})
     assert "gpumgr.io/node" not in notes({"affinity": None})
-    assert "Nodes that ran gpu-manager? Set gpuManager.takeOver" in notes({})
+    assert "For nodes that ran gpu-manager, set gpuManager.takeOver" in notes({})
     assert "ran gpu-manager" not in notes({"gpuManager": {"takeOver": True}})
 
 
@@ -418,7 +418,7 @@ def test_the_metrics_service_is_headless_and_says_how_to_scrape() -> None:
     {**AUTHORITY, "http": {"tlsSecret": "web-tls"}},
 ])  # fmt: skip
 def test_nobody_is_told_to_scrape_who_would_be_refused(values: Values) -> None:
-    """Metrics ask for the token then (gpumgr/web/door/access.py), and a Prometheus that goes by annotations has none."""
+    """Metrics ask for the token then (gpumgr/web/access.py), and a Prometheus that goes by annotations has none."""
     annotated: Json = {"metrics": {"service": {"annotations": {"prometheus.io/scrape": "true"}}}}
 
     def annotations(values: Values) -> dict[str, str]:
@@ -436,7 +436,7 @@ def test_nobody_is_told_to_scrape_who_would_be_refused(values: Values) -> None:
     ("serviceMonitor", "ServiceMonitor", "endpoints"),
 ])  # fmt: skip
 def test_a_monitor_names_job_and_instance_as_the_rules_have_them(value: str, kind: str, where: str, name: str) -> None:
-    """Under whatever name the chart is installed."""
+    """Under any name of the release."""
     metrics = {value: {"enabled": True, "labels": {"release": "prom"}}}
     text = render({"metrics": metrics, "http": {"tokenSecret": "web-token"}, "nameOverride": name})
     full = f"gpumgr-{name}" if name else "gpumgr"
@@ -478,7 +478,7 @@ def test_the_preflight_sees_the_same_node_as_the_agent() -> None:
 
 def test_what_is_generated_is_up_to_date() -> None:
     stale = [str(path.relative_to(PROJECT)) for path, text in generated() if not path.exists() or path.read_text() != text]
-    assert not stale, f"run `python -m tests.e2e.chart`: {stale}"
+    assert not stale, f"run `python -m tools.chart`: {stale}"
     for folder in (BASE, TAKE_OVER):
         assert {path.name for path in folder.iterdir()} == {path.name for path, _ in generated() if path.parent == folder}
 

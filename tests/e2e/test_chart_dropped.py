@@ -46,7 +46,7 @@ def test_pods_have_limits_and_keep_their_files_from_an_agent_with_one_capability
         kept, left = (RUN / "hami-core" / allocation(node, name) for name in ("stays", "goes"))
         assert kept.is_dir()
         node.delete(["goes"])
-        agent.kill()  # its next life finds one folder that a container has mounted, and one that nobody has
+        agent.kill()  # the next agent finds one folder that a container has mounted, and one without a mount
         wait_until("the ended pod's files gone", lambda: not left.exists(), 120)
         assert kept.is_dir()
         node.check()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tools.chart import BASE, CHART, NAMESPACE, daemonset, helm, objects, render
+
 from .build import OPERATOR_KINDS, build
-from .chart import BASE, CHART, NAMESPACE, daemonset, helm, objects, render
 from .chart_values import SETS, Values
 from .cluster import Cluster
 from .manifests import Json
@@ -40,7 +41,7 @@ def operator_kinds(cluster: Cluster) -> Iterator[None]:
     cluster.kubectl("apply", "--server-side", files)
     try:
         cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", files)
-        # A kind is told of a moment after it is established; kubectl knows no other way to the path of an object.
+        # A kind is listed a moment after it is established; kubectl has no other way to the path of an object.
         kinds = ("api-resources", "--api-group=monitoring.coreos.com", "--output=name")
         wait_until("the kinds", lambda: len(cluster.kubectl(*kinds).splitlines()) == len(OPERATOR_KINDS), every=0.2)
         yield
@@ -83,7 +84,7 @@ def test_server_side_apply(values: Values, cluster: Cluster) -> None:
 @pytest.mark.parametrize("http", [{}, {"tokenSecret": "web-token", "tlsSecret": "web-tls"}], ids=["plain", "token and tls"])
 @pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
 def test_monitors_rules_and_dashboard_are_what_the_operator_defines(monitor: str, http: Values, cluster: Cluster) -> None:
-    """Whatever it does not define would be refused, and nothing that was sent is dropped."""
+    """A field that it does not define would be refused, and no field that was sent is dropped."""
     metrics = {**WATCHED, monitor: {"enabled": True, "interval": "15s", "labels": {"release": "prom"}}}
     text = render({"metrics": metrics, "http": http}, release=RELEASE)
     watched = {key: each for key, each in objects(text).items() if each["apiVersion"] == "monitoring.coreos.com/v1"}

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.component.enforcement.tracing import look
+from tools.chart import agent_container, daemonset, render
 
-from .chart import agent_container, daemonset, render
 from .manifests import Json
 
 

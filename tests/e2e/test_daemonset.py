@@ -91,7 +91,7 @@ def wait_replicas(node: Node, name: str, replicas: int, timeout: float = 150) ->
 
 
 def lives(node: Node, names: Iterable[str]) -> dict[str, tuple[str, str, int]]:
-    """Pod -> its container, when that started, how often it was started anew: the same as long as nobody disturbs it."""
+    """Pod -> its container, when that started, how often it was started anew: the same until it is restarted."""
     pods = node.cluster.pods.all()
     statuses = {name: pods[name]["status"]["containerStatuses"][0] for name in names}
     return {
@@ -128,7 +128,7 @@ def test_the_image_brings_the_client_of_vcuda(agent: Installed) -> None:
 
 
 def test_the_images_own_healthcheck_agrees(agent: Installed) -> None:
-    """Kubernetes has its probes; Docker and podman run this. It goes by the settings, whose port is none of the default's."""
+    """Kubernetes has its probes; Docker and podman run this. It uses the settings, which have a port other than the default."""
     command = image_agent.healthcheck_command()
     agent.run_inside(*command)
 
@@ -225,7 +225,7 @@ def idle(folder: str, marker: str) -> Json:
 
 
 def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> None:
-    """Told in its pod's log; nothing is changed, pods run on, and with the right version all is as it was."""
+    """Reported in its pod's log; nothing is changed, pods continue, and with the right version the agent works as before."""
     node.run([gpu_pod("share", 20, 20)])
     ledger = agent.ledger()
     agent.stop()
@@ -281,8 +281,8 @@ def booted_anew(cluster: Cluster, agent: Installed) -> Iterator[str]:
 def test_the_node_boots(node: Node, agent: Installed, cluster: Cluster) -> None:
     """All that ran is gone, the ledger is not; who comes back gets GPUs, and nothing is held for those who don't.
 
-    The agent reads the boot's id for MPS alone, whose daemons and compute modes a boot ends (tests/unit/enforcement); it goes by
-    what the kubelet and the container runtime say of pods. The kubelet reads the id to tell a boot from its own restart.
+    The agent reads the boot's id for MPS alone, because a boot ends its daemons and compute modes (tests/unit/enforcement); for pods it
+    uses the kubelet and the container runtime. The kubelet reads the id to distinguish a boot from its own restart.
     """
     residents(node)
     old = cluster.node()["status"]["nodeInfo"]["bootID"]
@@ -348,7 +348,7 @@ def test_every_right_that_the_chart_grants_is_used(node: Node, agent: Installed,
 
 
 def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cluster: Cluster) -> None:
-    """Offenders are evicted, refused pods removed, if the operator wants that; the chart grants it then, not before."""
+    """Pods over their limit are evicted and refused pods removed if configured; the chart grants the rights then, not before."""
     plain = rights_granted(cluster)
     changes: dict[str, dict[str, Any]] = {
         "kubernetes": {"delete_failed_pods": True},

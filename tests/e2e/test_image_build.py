@@ -21,9 +21,6 @@ from .image_agent import AUTHORITIES, DOCKERFILE
 from .manifests import Json
 from .places import PROJECT
 
-# One run on a machine at a time: the kept image is shared.
-pytestmark = pytest.mark.usefixtures("cluster")
-
 #: Our builder's Debian as an image, under the name that the Dockerfile has for its base: no registry is asked.
 BASE: Final = """FROM scratch
 ADD root.tar /
@@ -141,7 +138,7 @@ def source_tree(folder: Path) -> Path:
 
 
 def trust(folder: Path) -> list[str]:
-    """For a machine whose network has authorities of its own. A folder that the image has is mounted over, so nothing is left of it."""
+    """For a machine in a network with certificate authorities of its own. The mount hides the folder of the image, so that none is left."""
     if not AUTHORITIES.exists():
         return []
     home = folder / "home"
@@ -165,7 +162,7 @@ def ours(built: Image, tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 
 def test_every_file_is_the_same(built: Image, ours: Image) -> None:
-    """Names, types, modes, owners, links and contents; times are told by SOURCE_DATE_EPOCH or not at all."""
+    """Names, types, modes, owners, links and contents; times come from SOURCE_DATE_EPOCH or are absent."""
     names = (built.files.keys() | ours.files.keys()) - IMPLIED
     assert len(names) > 5000
     pairs = {name: (built.files.get(name), ours.files.get(name)) for name in names}

@@ -10,9 +10,10 @@ from typing import Final
 import pytest
 import yaml
 
+from tools.chart import CHART, NAMESPACE, HelmError, helm
+
 from . import daemonset, nvidia_plugin
 from .agent import SIM, Agent
-from .chart import CHART, NAMESPACE, HelmError, helm
 from .cluster import Cluster
 from .daemonset import STATE, Installed
 from .manifests import SHOW, Json, container, gpu_pod, pod
@@ -117,10 +118,11 @@ def test_the_preflight_says_in_the_pod_why_it_refuses(agent: Installed, cluster:
 
 @pytest.mark.usefixtures("node")
 def test_a_folder_that_the_node_lacks(agent: Installed, cluster: Cluster) -> None:
-    """The volume is named like the setting's section, the setting's path is told."""
+    """The volume is named like the setting's section, and the message has the setting's path."""
     with installed_with(agent, {"cri": {"socket": "/run/nowhere/containerd.sock"}}):
         told = event(cluster, agent, "FailedMount", 'volume "cri"')
-    assert told == 'MountVolume.SetUp failed for volume "cri" : hostPath type check failed: /run/nowhere is not a directory'
+    failed = 'MountVolume.SetUp failed for volume "cri" : hostPath type check failed, /run/nowhere is not a directory, '
+    assert told == f'{failed}unable to determine its type: path "/run/nowhere" does not exist'
 
 
 @pytest.mark.usefixtures("node")
@@ -136,7 +138,7 @@ def test_the_ledgers_mount_was_taken_out(agent: Installed) -> None:
 
 
 def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> None:
-    """No container starts without its folder; who asks for GPUs is told which one, and the doctor names the setting."""
+    """No container starts without its folder; the refusal of a GPU request names the folder, and the doctor names the setting."""
     with installed_with(agent, without_mount="allocations"):
         agent.wait_offered()
         state, told = doctor(agent)["host-paths"]
@@ -154,7 +156,7 @@ def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> Non
 
 
 def test_who_may_not_write_places_pods_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
-    """Each right is named once, by the log and by the doctor. When it is back, pods are told of again."""
+    """Each right is named once, by the log and by the doctor. When it is restored, pods are reported again."""
     with denied(cluster, ("patch", "pods"), ("create", "events")):
         wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "warning", every=1)
         node.run([gpu_pod("first", 20, 20), gpu_pod("second", 20, 20)])
@@ -187,7 +189,7 @@ def annotations(node: Node, name: str) -> Json:
 
 
 def test_who_may_not_list_pods_places_them_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
-    """By what the kubelet says of them. When the right is back, the pods that came meanwhile are told of."""
+    """From the kubelet's data. When the right is restored, the pods that were admitted without it are reported."""
     with denied(cluster, ("list", "pods")):
         wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "error", every=1)
         agent.renew()
@@ -238,7 +240,7 @@ def test_a_configmap_with_a_value_of_another_type(node: Node, agent: Installed, 
         wait_until("the refusal", lambda: lines(agent, "config_rejected"), 150, every=0.2)
         (told,) = lines(agent, "config_rejected")
         assert told["reason"].endswith(WRONG_PORT)
-        assert told["consequence"] == "the settings of before stay in force"
+        assert told["consequence"] == "the previous settings stay in effect"
         wait_until("the node's event", lambda: any(WRONG_PORT in each for each in rejections(cluster)), every=0.2)
         node.run([gpu_pod("share", 20, 20)])
         cluster.kubectl("delete", "pod", name, f"--namespace={NAMESPACE}")
@@ -323,7 +325,7 @@ def test_nvidias_plugin_beside_the_agent(node: Node, agent: Installed, cluster: 
         assert visible(node, "theirs") == gpu
         wait_until("the warning", lambda: lines(agent, "gpus_given_out_twice"), every=0.2)
         told = lines(agent, "gpus_given_out_twice")[0]  # again where the other was once slow to answer
-        assert f"answers at {nvidia_plugin.SOCKET}: it gives these GPUs out as nvidia.com/gpu" in told["problem"]
+        assert f"answers at {nvidia_plugin.SOCKET}: it allocates these GPUs as nvidia.com/gpu" in told["problem"]
         assert told["remedy"].startswith("keep it off this node (the nodeSelector of its DaemonSet; ")
         assert doctor(agent)["plugins"] == ("error", f"{told['problem']}; {told['remedy']}")
         node.check()

@@ -38,7 +38,7 @@ def wait_idle() -> None:
 
 
 def end_daemons() -> None:
-    """Those that an agent without MPS has left. A record may be older than whoever has its process id now."""
+    """Those that an agent without MPS has left. A record may be older than the process that has its process id now."""
     kill_and_wait([pid for pid in map(recorded, records()) if pid is not None and is_daemon(pid)])
 
 
@@ -50,7 +50,7 @@ def is_daemon(pid: int) -> bool:
 
 
 def records() -> list[Path]:
-    """Where daemons have written down their process ids. Folders may go away meanwhile, which a walk does not mind."""
+    """Where daemons have written down their process ids. Folders may be removed during the walk."""
     found = [Path(folder) / name for folder, _, names in os.walk(RUN_DIR / "mps") for name in names]
     return [path for path in found if path.parent.name == "pipe" and path.suffix == ".pid"]
 
@@ -92,13 +92,6 @@ def exclusive() -> list[int]:
     return [index for index in range(8) if control().compute_mode(index) == 3]
 
 
-def test_an_idle_daemon_ends_and_the_gpu_is_as_before(mps: Node) -> None:
-    mps.run([tenant("gone", SLEEP)])
-    assert gpu_index(mps, "gone") in exclusive()
-    mps.delete(["gone"])
-    wait_idle()
-
-
 def test_whole_gpus_are_never_exclusive(mps: Node) -> None:
     """The daemon of a GPU that was shared a moment ago makes room at once."""
     mps.run([tenant("shared", SLEEP)])
@@ -120,3 +113,10 @@ def test_the_daemon_outlives_the_agent_and_is_adopted(mps: Node) -> None:
     assert recorded(record) == before
     kill_and_wait([before])
     wait_until("a new daemon", lambda: recorded(record) not in (None, before))
+
+
+def test_an_idle_daemon_ends_and_the_gpu_is_as_before(mps: Node) -> None:
+    mps.run([tenant("gone", SLEEP)])
+    assert gpu_index(mps, "gone") in exclusive()
+    mps.delete(["gone"])
+    wait_idle()

@@ -6,7 +6,6 @@ can be killed. NVIDIA's program is played by one that lies on the host alone.
 """
 
 import json
-import shutil
 import subprocess
 import tarfile
 from asyncio import to_thread
@@ -21,8 +20,9 @@ from gpumgr.sim.control import SimControl
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import compile_library
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from tools import chart
 
-from . import chart, image_agent
+from . import image_agent
 from .agent import SIM
 from .nspawn import STATE, Machine, booted
 from .places import PROJECT
@@ -74,9 +74,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def host(image: Path) -> Iterator[Machine]:
     """A host on which nothing of gpumgr is installed."""
-    for folder in (KUBELET, SIM_DIR):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
     binds = {
         image: IMAGE,
         KUBELET: Path("/var/lib/kubelet"),

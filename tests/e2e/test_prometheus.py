@@ -16,10 +16,10 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from gpumgr.demo.life import Life
+from gpumgr.demo.activity import Activity
 from gpumgr.demo.node import Node, open_node
 from gpumgr.demo.script import Script
-from gpumgr.demo.work import Work
+from gpumgr.demo.workload import Workload
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .ports import free_ports
@@ -72,13 +72,13 @@ class Scene:
             await asyncio.sleep(0.7)
 
     async def linger(self) -> int:
-        """All pods go; another comes and goes, and a process that began meanwhile stays on its GPU. Its pid."""
+        """Deletes all pods; another one starts and ends, and a process that it started stays on its GPU. Returns its pid."""
         for other in list(self.node.pods.values()):
             self.node.delete(other)
         pod = await self.share("lingering")
         (gpu,) = self.node.gpus_of(pod)
-        pid = self.node.stray(self.node.indices[gpu], memory_bytes=GIB)
-        await self.node.journal.until("gpu_stranger", pid=pid)
+        pid = self.node.start_unattributed(self.node.indices[gpu], memory_bytes=GIB)
+        await self.node.agent_log.until("gpu_stranger", pid=pid)
         self.node.delete(pod)
         return pid
 
@@ -119,8 +119,8 @@ async def bare_node(settings: Mapping[str, Mapping[str, object]]) -> AsyncIterat
 
 
 @asynccontextmanager
-async def at_work(what: Work | Life) -> AsyncIterator[None]:
-    """It runs meanwhile. Raises what it fails with."""
+async def at_work(what: Workload | Activity) -> AsyncIterator[None]:
+    """It runs in the background. Raises what it fails with."""
     task = asyncio.create_task(what.run())
     try:
         yield
@@ -171,15 +171,15 @@ async def until_all_have_data(prometheus: Prometheus, queries: set[str]) -> None
 async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
     queries = set(dashboard_queries())
     assert len(queries) > 40
-    (port,) = free_ports(1)  # the agent is killed meanwhile, and must come back where it was
-    async with bare_node({"http": {"port": port}}) as (folder, node), at_work(work := Work(node)):
+    (port,) = free_ports(1)  # the agent is killed in this test, and must use the same port again
+    async with bare_node({"http": {"port": port}}) as (folder, node), at_work(work := Workload(node)):
         script = Script(node, time.monotonic)
         first, *others = script.steps
         await first.play()  # starts the agent
         async with watched(folder, node) as stage:
             for step in others:
                 await step.play()
-            async with at_work(Life(node, work)):
+            async with at_work(Activity(node, work)):
                 await until_all_have_data(stage.prometheus, queries)
             # What the demo does not show, an ended pod's process that stays, or only for a moment between two scrapes: a lost GPU.
             await stage.linger()
@@ -238,7 +238,7 @@ def _scenarios(stage: Scene) -> dict[str, Callable[[], Awaitable[None]]]:
     async def quarantined() -> None:
         pid = await stage.linger()
         await stage.until_fires("GpumgrGpuQuarantined")
-        node.end_stray(pid)
+        node.end_unattributed(pid)
 
     async def nvml_stale() -> None:
         node.control.hang()

@@ -5,8 +5,8 @@ Only ours: gpu-manager's container_gpu_memory_total is a gauge, and its name can
 
 import subprocess
 
-from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.text import page
+from gpumgr.metrics.registry import Metrics
+from gpumgr.metrics.text_format import page
 from tests.unit.metrics.pages import full_picture
 from tests.unit.metrics.pictures import uuid_of
 
@@ -20,9 +20,9 @@ def complaints(text: bytes) -> str:
 
 def test_promtool_has_nothing_to_say_of_our_metrics() -> None:
     metrics = Metrics(node="node-1", version="1", gpu_manager_names=False)
-    metrics.show(full_picture())
+    metrics.set_picture(full_picture())
     metrics.xid(uuid_of(0), 79)
-    assert complaints(page(metrics.blocks(), openmetrics=False)) == ""
+    assert complaints(page(metrics.render(), openmetrics=False)) == ""
 
 
 def test_promtool_would_complain() -> None:

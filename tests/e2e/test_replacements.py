@@ -1,4 +1,4 @@
-"""A full node whose pods come and go through the scheduler: every replacement runs, at the first attempt."""
+"""A full node with pods replaced through the scheduler: every replacement runs, at the first attempt."""
 
 import pytest
 

@@ -8,7 +8,7 @@ from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
 from .node import Node
 from .processes import wait_until, waited_seconds
 
-#: Times that the agent is held to, in seconds; what it waits for a processor meanwhile is not its own.
+#: Times that the agent is held to, in seconds; its wait for a processor does not count.
 OFFERED_AGAIN = 2.0
 REGISTERED_AGAIN = 2.0
 STOPPED = 5.0
@@ -37,10 +37,10 @@ def residents() -> list[Json]:
 
 
 def stages() -> Json:
-    """A pod whose init container had a share and has ended.
+    """A pod with an init container that had a share and has ended.
 
     A kubelet that starts admits its pods again, and looks at such an init container as if it were to start: where the plugin is not
-    back yet, it refuses the pod (devicesToAllocate in its device manager), whatever the plugin does later.
+    back yet, it refuses the pod (devicesToAllocate in its device manager), regardless of later device lists.
     """
     return pod("stages", [container(cores=20, memory=20)], init=[container("first", 20, 20, command="true")])
 
@@ -73,7 +73,7 @@ def test_the_agent_is_killed_with_pods_running(node: Node) -> None:
 
 
 def test_the_agent_is_killed_while_pods_are_admitted(node: Node) -> None:
-    """Pods asked for while the agent is away fail at the kubelet; those admitted stay; nothing is held twice or for nobody."""
+    """Pods created while the agent is down fail at the kubelet; admitted ones stay; no device is held twice or without a holder."""
     pods = [gpu_pod(f"rush-{index}", 10, 10) for index in range(30)]
     node.cluster.create(pods)
     names = [each["metadata"]["name"] for each in pods]
@@ -139,7 +139,10 @@ def test_the_kubelet_restarts_with_an_ended_init_container(node: Node) -> None:
     node.cluster.kubelet_restart()
     node.agent.wait_offered()
     node.cluster.wait_ready()
-    time.sleep(8)  # a refused pod's phase comes after its refusal
+    # The kubelet writes the phases of pods in the order in which it meets them: that of a refused one before that of a new one.
+    node.run([gpu_pod("later", 10, 10)])
+    node.delete(["later"])
+    node.wait_freed("later")
     if node.count(node.cluster.pods.all(), ["stages"], "Failed"):
         assert node.cluster.pods.all()["stages"]["status"]["reason"] == "UnexpectedAdmissionError"
         node.wait_freed("stages")

@@ -5,7 +5,6 @@ The host is a container (nspawn.py); the kubelet is the simulated one, on this s
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -67,8 +66,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def host(wheel: Path) -> Iterator[Machine]:
     """A host with the wheel in its environment, and the service installed by it."""
-    shutil.rmtree(KUBELET, ignore_errors=True)
-    KUBELET.mkdir(parents=True)
     binds = {
         wheel.parent: Path("/opt/wheels"),
         KUBELET: PLUGINS.parent,
@@ -184,7 +181,7 @@ def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, ku
 def warnings(host: Machine) -> list[str]:
     """Of the agent, in the journal; but for the one that a slow machine earns."""
     found = [str(each["GPUMGR_EVENT"]) for each in journal(host, f"_SYSTEMD_UNIT={UNIT}", "--priority=warning")]
-    return [event for event in found if event != "errand_takes_long"]
+    return [event for event in found if event != "background_call_takes_long"]
 
 
 def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubelet) -> None:

@@ -1,4 +1,4 @@
-"""What the driver says of containers' processes: offenders, strangers, evictions; and a node on which nothing enforces."""
+"""The driver's data on processes: containers over their limit, unattributed processes, evictions; and a node without enforcement."""
 
 from gpumgr.sim.control import SimProcess
 

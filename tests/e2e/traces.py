@@ -4,6 +4,7 @@ It serves the end of a run and, with the same steps, the start of the next one a
 """
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -95,7 +96,7 @@ def _cgroups() -> Iterator[Path]:
 
 def live_containers(uid: str) -> int:
     """How many of a pod's containers have processes now, the sandbox not counted."""
-    with contextlib.suppress(FileNotFoundError):  # the pod's cgroup went away meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the pod's cgroup was removed
         for tree in _cgroups():
             for pod in (*tree.glob(f"pod{uid}"), *tree.glob(f"*/pod{uid}")):
                 return max(0, sum(any(_processes(path)) for path in pod.glob("*/cgroup.procs")) - 1)
@@ -103,18 +104,18 @@ def live_containers(uid: str) -> int:
 
 
 def _processes(path: Path) -> Iterator[int]:
-    """What a cgroup.procs names; nothing where the cgroup goes away meanwhile."""
+    """What a cgroup.procs names; nothing where the cgroup is removed."""
     with contextlib.suppress(OSError):
         yield from (int(pid) for pid in path.read_text().split() if pid != "0")
 
 
 def processes_below(folder: Path) -> set[int]:
-    """Process ids in a cgroup and in those below it, any of which may go away meanwhile."""
+    """Process ids in a cgroup and in those below it, any of which may be removed at the same time."""
     return {pid for group, _, _ in os.walk(folder) for pid in _processes(Path(group) / "cgroup.procs")}
 
 
 def _shims() -> Iterator[int]:
-    """Process ids of the shims of our containerd, told by the address of its socket."""
+    """Process ids of the shims of our containerd, identified by the address of its socket."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")
@@ -124,10 +125,17 @@ def _shims() -> Iterator[int]:
             yield int(path.name)
 
 
+def _shim_sockets() -> Iterator[str]:
+    """Paths of their sockets, which containerd 1.6 and 2.x record in files of different names."""
+    tasks = "containerd*/state/*runtime.v2.task/k8s.io/*"
+    for path in STATE.glob(f"{tasks}/bootstrap.json"):
+        yield str(json.loads(path.read_text())["address"]).removeprefix("unix://")
+    for path in STATE.glob(f"{tasks}/address"):
+        yield path.read_text().removeprefix("unix://")
+
+
 def _end_containers() -> None:
-    sockets = [
-        path.read_text().removeprefix("unix://") for path in STATE.glob("containerd/state/*runtime.v2.task/k8s.io/*/address")
-    ]
+    sockets = list(_shim_sockets())
     inside = {pid for tree in _cgroups() for pid in processes_below(tree)}
     kill_and_wait([*_shims()])
     kill_and_wait([*inside])
@@ -138,7 +146,7 @@ def _end_containers() -> None:
         kill_and_wait([*late])
     for name in sockets:
         Path(name).unlink(missing_ok=True)
-    for folder in (Path("/run/containerd/s"), Path("/run/containerd")):
+    for folder in map(Path, ("/run/containerd/s", "/run/containerd/fifo", "/run/containerd")):
         _remove_folder(folder)
 
 

@@ -6,10 +6,11 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from gpumgr.allocator.ids import union
 from gpumgr.allocator.pods import ContainerKind, ContainerSpec, PodKey
 from gpumgr.allocator.sweep import sweep
 from gpumgr.errors import Refusal
-from gpumgr.units import CORES_PER_GPU, KINDS
+from gpumgr.units import CORES_PER_GPU, RESOURCES
 from tests.unit.allocator.kubelet import Table
 from tests.unit.allocator.nodes import empty, pod
 
@@ -72,11 +73,11 @@ class Node(RuleBasedStateMachine):
         """Every live container's ids stand in the ledger under its name, to the last one."""
         ledger = self.table.ledger
         for (key, container), ids in self.table.held.items():
-            for kind in KINDS:
+            for kind in RESOURCES:
                 if not ids.get(kind):
                     continue
                 mine = [a for a in ledger.of(key, self.table.pods[key].uid) if a.container == container and a.held(kind)]
-                assert [set(ledger.cards.format(kind, a.held(kind))) for a in mine] == [ids[kind]]
+                assert [set(ledger.gpu_registry.format(kind, a.held(kind))) for a in mine] == [ids[kind]]
 
     @invariant()
     def free_undoes_occupy(self) -> None:
@@ -90,10 +91,10 @@ class Node(RuleBasedStateMachine):
     def nobody_exceeds_a_gpu(self) -> None:
         ledger = self.table.ledger
         pods = {a.pod for a in ledger.allocations.values()}
-        for card in ledger.cards.cards:
-            for kind in KINDS:
-                shares = [ledger.held_by(kind, lambda a, p=key: a.pod == p).get(card.name, 0) for key in pods]  # type: ignore[misc]
-                assert sum(mask.bit_count() for mask in shares) <= card.all_ids(kind).bit_count()
+        for gpu in ledger.gpu_registry.gpus:
+            for resource in RESOURCES:
+                shares = [union(*(a.held(resource) for a in ledger.of(pod))).get(gpu.name, 0) for pod in pods]
+                assert sum(map(int.bit_count, shares)) <= gpu.all_ids(resource).bit_count()
 
 
 Node.TestCase.settings = settings(

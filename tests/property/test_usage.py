@@ -4,13 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.allocator.ids import ALL_CORES
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.usage.containers import Container
-from gpumgr.usage.excess import Excess, weigh
 from gpumgr.usage.join import join
-from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse, Stranger
-from gpumgr.usage.strangers import Known, encounter
+from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse, UnattributedProcess
+from gpumgr.usage.over_limit import OverLimitState, apply_readings
+from gpumgr.usage.unattributed import KnownProcesses, update_unattributed
+from tests.allocations import allocated
 from tests.unit.metrics.pictures import name_of, uuid_of, view_of
 
 GPUS = 3
@@ -28,7 +29,7 @@ def ledgers(draw: st.DrawFn) -> Ledger:
         cores = ALL_CORES if len(gpus) > 1 else draw(st.sampled_from([0b111, ALL_CORES]))
         uid = draw(UIDS)
         allocations.append(
-            Allocation(
+            allocated(
                 id=f"a{number}",
                 pod=("team", f"pod-{uid}") if uid or draw(st.booleans()) else None,
                 uid=draw(st.sampled_from([uid, None])),
@@ -73,21 +74,21 @@ def test_every_process_is_in_exactly_one_place(
     ledger: Ledger, node: NodeSample, owners: dict[int, Container | None], own_pids: frozenset[int]
 ) -> None:
     use = join(ledger, node, owners, own_pids=own_pids)
-    cards = ledger.cards.by_uuid
+    gpu_registry = ledger.gpu_registry.by_uuid
     listed = {
-        (cards[uuid].name, process.pid): process.memory_bytes
+        (gpu_registry[uuid].name, process.pid): process.memory_bytes
         for uuid, gpu in node.gpus.items()
-        if uuid in cards
+        if uuid in gpu_registry
         for process in gpu.processes or ()
         if process.pid not in own_pids
     }
     at_home = [(each.gpu, pid) for each in use.containers.values() for pid in each.processes]
-    strange = list(use.strangers)
-    unclear = [key for key in listed if key[1] in use.unclear and key not in at_home and key not in strange]
-    assert sorted([*at_home, *strange, *unclear]) == sorted(listed)
+    strange = list(use.unattributed)
+    unknown = [key for key in listed if key[1] in use.unknown and key not in at_home and key not in strange]
+    assert sorted([*at_home, *strange, *unknown]) == sorted(listed)
     assert all(each.processes[pid] == listed[each.gpu, pid] for each in use.containers.values() for pid in each.processes)
     assert all(pid in own_pids or owners[pid] is not None for _, pid in at_home)
-    assert not any(owners.get(pid, "?") is None for _, pid in unclear)
+    assert not any(owners.get(pid, "?") is None for _, pid in unknown)
 
 
 @settings(deadline=None)
@@ -97,14 +98,16 @@ def test_everybody_has_a_use_and_the_sums_agree(ledger: Ledger, node: NodeSample
     granted = {(a.id, gpu) for a in ledger.allocations.values() for gpu in a.gpus}
     assert use.containers.keys() == granted
     readable = {
-        ledger.cards.by_uuid[u].name for u, g in node.gpus.items() if g.processes is not None and u in ledger.cards.by_uuid
+        ledger.gpu_registry.by_uuid[u].name
+        for u, g in node.gpus.items()
+        if g.processes is not None and u in ledger.gpu_registry.by_uuid
     }
     assert use.gpus.keys() == readable
     for name, gpu in use.gpus.items():
         mine = [each for each in use.containers.values() if each.gpu == name]
         assert gpu.container_memory_bytes == sum(each.memory_bytes or 0 for each in mine)
         assert gpu.container_processes == sum(each.process_count for each in mine)
-        assert gpu.stranger_processes == sum(1 for key in use.strangers if key[0] == name)
+        assert gpu.unattributed_processes == sum(1 for key in use.unattributed if key[0] == name)
     for each in use.containers.values():
         told = [used for used in each.processes.values() if used is not None]
         assert each.memory_bytes == (None if each.gpu not in readable or (each.processes and not told) else sum(told))
@@ -121,13 +124,13 @@ def use_of(memory_bytes: int | None, name: str = "a") -> ContainerUse:
 @settings(deadline=None)
 @given(readings, st.integers(1, 5))
 def test_over_is_what_the_last_readings_in_a_row_say(history: list[int | None], samples: int) -> None:
-    state, told = Excess(), list[bool]()
+    state, told = OverLimitState(), list[bool]()
     read = list[bool]()
     expected = False
     for memory_bytes in history:
-        weighed = weigh(state, [use_of(memory_bytes)], samples=samples, slack_bytes=SLACK)
-        state = weighed.state
-        told += [True] * len(weighed.began) + [False] * len(weighed.ended)
+        change = apply_readings(state, [use_of(memory_bytes)], samples=samples, slack_bytes=SLACK)
+        state = change.state
+        told += [True] * len(change.began) + [False] * len(change.ended)
         if memory_bytes is not None:
             read.append(memory_bytes > LIMIT + SLACK)
             if len(read) >= samples and len(set(read[-samples:])) == 1:
@@ -140,10 +143,10 @@ def test_over_is_what_the_last_readings_in_a_row_say(history: list[int | None], 
 @settings(deadline=None)
 @given(readings, st.integers(1, 5))
 def test_readings_that_tell_nothing_could_as_well_not_be(history: list[int | None], samples: int) -> None:
-    def run(values: list[int | None]) -> Excess:
-        state = Excess()
+    def run(values: list[int | None]) -> OverLimitState:
+        state = OverLimitState()
         for value in values:
-            state = weigh(state, [use_of(value)], samples=samples, slack_bytes=SLACK).state
+            state = apply_readings(state, [use_of(value)], samples=samples, slack_bytes=SLACK).state
         return state
 
     assert run(history).over == run([value for value in history if value is not None]).over
@@ -152,13 +155,13 @@ def test_readings_that_tell_nothing_could_as_well_not_be(history: list[int | Non
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from([None, 0, 10**9])), max_size=20), st.integers(1, 4))
 def test_allocations_do_not_touch_one_another(history: list[dict[str, int | None]], samples: int) -> None:
-    together, alone = Excess(), dict.fromkeys("abc", Excess())
+    together, alone = OverLimitState(), dict.fromkeys("abc", OverLimitState())
     for values in history:
-        together = weigh(together, [use_of(v, k) for k, v in values.items()], samples=samples, slack_bytes=SLACK).state
-        assert together.standings.keys() == values.keys()
+        together = apply_readings(together, [use_of(v, k) for k, v in values.items()], samples=samples, slack_bytes=SLACK).state
+        assert together.streaks.keys() == values.keys()
         for name in "abc":
             mine = [use_of(values[name], name)] if name in values else []
-            alone[name] = weigh(alone[name], mine, samples=samples, slack_bytes=SLACK).state
+            alone[name] = apply_readings(alone[name], mine, samples=samples, slack_bytes=SLACK).state
         assert together.over == frozenset().union(*(state.over for state in alone.values()))
 
 
@@ -170,16 +173,16 @@ def test_allocations_do_not_touch_one_another(history: list[dict[str, int | None
 )
 def test_a_living_stranger_is_told_once(history: list[tuple[frozenset[tuple[str, int]], frozenset[str]]]) -> None:
     """Between two tellings of one process it must have been told gone."""
-    known: Known = {}
+    known: KnownProcesses = {}
     present: set[tuple[int, int]] = set()
     for listed, readable in history:
         seen = {key for key in listed if key[0] in readable}
         use = NodeUse(
             taken_at=0.0,
-            strangers={key: Stranger(gpu=key[0], uuid=key[0], pid=key[1]) for key in seen},
+            unattributed={key: UnattributedProcess(gpu=key[0], uuid=key[0], pid=key[1]) for key in seen},
             gpus={gpu: GpuUse(uuid=gpu) for gpu in readable},
         )
-        met = encounter(known, use, {pid: 1 for _, pid in seen})
+        met = update_unattributed(known, use, {pid: 1 for _, pid in seen})
         assert not met.new.keys() & present
         assert met.gone <= present
         present = (present | met.new.keys()) - met.gone

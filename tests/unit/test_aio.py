@@ -9,28 +9,28 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.aio import (
-    BUG_AGAIN_SECONDS,
-    Bugs,
+    BUG_LOG_SECONDS,
+    BugLog,
     DaemonCalls,
     DaemonExitedError,
-    Latest,
+    LatestValue,
     every,
     finish_shielded,
     forever,
     persistently,
     run_shielded,
-    sleep_as_told,
+    sleep_for_latest,
 )
 
 
 async def test_a_reader_sees_the_current_value_first() -> None:
-    latest = Latest(1)
+    latest = LatestValue(1)
     with latest.subscribe() as values:
         assert await anext(values) == 1
 
 
 async def test_a_slow_reader_sees_only_the_newest_value() -> None:
-    latest = Latest(0)
+    latest = LatestValue(0)
     with latest.subscribe() as values:
         assert await anext(values) == 0
         for value in range(1, 100):
@@ -38,8 +38,8 @@ async def test_a_slow_reader_sees_only_the_newest_value() -> None:
         assert await anext(values) == 99
 
 
-async def test_an_equal_value_wakes_nobody() -> None:
-    latest = Latest(b"a")
+async def test_an_equal_value_wakes_no_waiter() -> None:
+    latest = LatestValue(b"a")
     with latest.subscribe() as values:
         await anext(values)
         waiting = asyncio.ensure_future(anext(values))
@@ -51,7 +51,7 @@ async def test_an_equal_value_wakes_nobody() -> None:
 
 
 async def test_readers_leave_no_trace() -> None:
-    latest = Latest(0)
+    latest = LatestValue(0)
 
     async def read() -> None:
         with latest.subscribe() as values:
@@ -68,7 +68,7 @@ async def test_readers_leave_no_trace() -> None:
 
 
 async def test_a_closed_subscription_ends() -> None:
-    latest = Latest(0)
+    latest = LatestValue(0)
     with latest.subscribe() as values:
         waiting = asyncio.create_task(_collect(values))
         await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def _collect(values: object) -> list[int]:
     return [value async for value in values]  # type: ignore[attr-defined]
 
 
-async def test_shielded_work_outlives_its_caller() -> None:
+async def test_shielded_work_continues_after_its_caller_is_cancelled() -> None:
     began, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
@@ -109,7 +109,7 @@ async def test_shielded_work_returns_and_raises() -> None:
     assert await finish_shielded(0)
 
 
-async def test_a_failure_that_nobody_waits_for_is_logged() -> None:
+async def test_a_failure_without_a_waiter_is_logged() -> None:
     go_on = asyncio.Event()
 
     async def work() -> None:
@@ -161,16 +161,16 @@ async def test_a_daemon_that_must_not_end_the_agent_goes_on_after_its_bugs() -> 
     assert told["exc_info"].__traceback__ is not None
 
 
-def test_of_bugs_one_a_minute_is_told_with_their_number() -> None:
+def test_one_bug_a_minute_is_logged_with_the_number_of_all() -> None:
     now = 0.0
-    bugs = Bugs("teller", clock=lambda: now)
+    bugs = BugLog("teller", clock=lambda: now)
     with capture_logs() as logs:
-        for now in (0.0, 1.0, BUG_AGAIN_SECONDS - 1, BUG_AGAIN_SECONDS, BUG_AGAIN_SECONDS + 1):  # noqa: B007
-            bugs.tell(LookupError("a bug"))
+        for now in (0.0, 1.0, BUG_LOG_SECONDS - 1, BUG_LOG_SECONDS, BUG_LOG_SECONDS + 1):  # noqa: B007
+            bugs.record(LookupError("a bug"))
     assert [line["number"] for line in logs] == [1, 4]
 
 
-async def test_every_retries_weather_and_tells_each_text_once() -> None:
+async def test_every_retries_transient_errors_and_logs_each_text_once() -> None:
     said = iter(["rain", "rain", "hail", None])
 
     async def work() -> None:
@@ -180,16 +180,16 @@ async def test_every_retries_weather_and_tells_each_text_once() -> None:
         raise LookupError("a bug")
 
     with capture_logs() as logs, pytest.raises(LookupError, match="a bug"):
-        await every(0, work, name="walk", weather=(OSError,))
+        await every(0, work, name="walk", transient=(OSError,))
     assert [line["error"] for line in logs] == ["rain", "hail"]
 
 
-# -- a sleep whose length changes ------------------------------------------------------------------------------------------
+# -- a sleep with a changing length ----------------------------------------------------------------------------------------
 
 
 async def test_a_sleep_that_becomes_shorter_ends() -> None:
-    seconds = Latest(3600.0)
-    sleeping = asyncio.create_task(sleep_as_told(seconds))
+    seconds = LatestValue(3600.0)
+    sleeping = asyncio.create_task(sleep_for_latest(seconds))
     await asyncio.sleep(0)
     seconds.set(1800.0)
     await asyncio.sleep(0.01)
@@ -202,7 +202,7 @@ async def test_a_sleep_that_becomes_shorter_ends() -> None:
 
 async def test_a_sleep_ends_by_itself() -> None:
     async with asyncio.timeout(5):
-        await sleep_as_told(Latest(0.01))
+        await sleep_for_latest(LatestValue(0.01))
 
 
 # -- calls that may hang ---------------------------------------------------------------------------------------------------

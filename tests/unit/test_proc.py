@@ -1,4 +1,4 @@
-"""Processes of the host as /proc tells of them."""
+"""Processes of the host as /proc lists them."""
 
 from pathlib import Path
 

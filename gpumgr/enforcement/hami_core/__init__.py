@@ -1,5 +1,5 @@
-"""HAMi-core: a library of the operator inside the container keeps cores and memory; the agent seeds, watches and repairs its region.
+"""HAMi-core: the operator's library inside the container limits cores and memory; the agent makes, monitors and repairs its region.
 
-The region is a file that the container shares with the agent, and may write: nothing in it is believed, and it decides nothing about
-anybody else. Layouts and offsets are the library's released ones (`layouts`).
+The region is a file that the container shares with the agent and can write: nothing in it is trusted, and it affects no other
+container. Layouts and offsets are the library's released ones (`layouts`).
 """

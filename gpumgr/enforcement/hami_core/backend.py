@@ -1,8 +1,8 @@
-"""Backend "hami-core": the operator's libvgpu.so in the container keeps cores and memory; limits come from a region seeded here.
+"""Backend "hami-core": the operator's libvgpu.so in the container limits cores and memory; a region file has the limits.
 
-The region file is bound into the container as a file, under the name that the environment gives and under the library's default name:
-a process that lost its environment meets the same limits, and a mount point can be neither removed nor replaced from inside. It is
-made anew at every start: a library of another version, or slots of the last life, would stop the next one.
+The region file is mounted into the container under the name in the environment and under the library's default name: a process without
+its environment has the same limits, and a mount point can be neither removed nor replaced from inside. The file is written again at every
+start: another version of the library, or slots of the former container, would stop the next one.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.allocator.tenant import Tenant
 from gpumgr.enforcement import operator_library
-from gpumgr.enforcement.backend import BackendName, Finding, Running
+from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import library, seed
+from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.view import RegionView
-from gpumgr.enforcement.hami_core.watch import NspidOf, Watch
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import Refusal
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 
-#: Where the container finds its region: this name is in its environment, ...
+#: The region in the container: this path is in its environment, ...
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
-#: ... and this one is the library's without any environment.
+#: ... and this one is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 _FOLDER: Final = "hami-core"
 _UNSET: Final = (
@@ -44,12 +44,12 @@ log = structlog.get_logger(__name__)
 class HamiCore:
     """Implements Backend.
 
-    `library_dir` keeps installed libraries, on a disk: a container's mounts name them for as long as it exists, over reboots too.
-    `run_dir` is on a tmpfs. `nspid_of` tells a process's number in its container (None: gone); it is called in threads.
+    `library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
+    `run_dir` is on a tmpfs. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
     name: Final[BackendName] = "hami-core"
-    limits: Final[frozenset[Kind]] = frozenset({"core", "memory"})
+    limits: Final[frozenset[Resource]] = frozenset({"core", "memory"})
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class HamiCore:
         self._library_path, self._library_sha256, self._library_dir = library_path, library_sha256, library_dir
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._clock = nspid_of, clock
-        self._watches: dict[AllocationId, Watch] = {}
-        self._said: set[str] = set()
+        self._monitors: dict[AllocationId, RegionMonitor] = {}
+        self._logged: set[str] = set()
 
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:
@@ -76,8 +76,8 @@ class HamiCore:
             return str(error)
         return None
 
-    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:
-        """Raises Refusal if the settings name no library any more."""
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """Raises Refusal if the settings name no library."""
         if kind == "memory":
             return ContainerResponse(envs={"CUDA_DEVICE_MEMORY_LIMIT_0": f"{tenant.memory_bytes // seed.MEBIBYTE}m"})
         if self._library_sha256 is None:
@@ -99,8 +99,8 @@ class HamiCore:
             ),
         )
 
-    async def start(self, tenant: Tenant) -> None:
-        """Installs the library and makes a region, a new file every time: the container of the last one is gone."""
+    async def start(self, tenant: GpuShare) -> None:
+        """Installs the library and makes a new region file: the container of the former one is gone."""
         try:
             await asyncio.to_thread(self._start, tenant)
         except LibraryError as error:
@@ -114,10 +114,10 @@ class HamiCore:
     async def vacate(self, uuids: Collection[str]) -> None:
         pass
 
-    async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
-    async def adjust(self, running: Sequence[Running]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:
         if running:
             await asyncio.to_thread(self._adjust, tuple(running))
 
@@ -127,77 +127,77 @@ class HamiCore:
         except FileNotFoundError:
             return frozenset()
         except OSError as error:
-            self._complain(self._folder, error)
-            return frozenset(tuple(self._watches))
+            self._log_once(self._folder, error)
+            return frozenset(tuple(self._monitors))
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
         await asyncio.to_thread(self._cleanup, allocation)
 
-    async def recover(self, tenants: Sequence[Tenant]) -> None:
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await asyncio.to_thread(self._recover, tuple(tenants))
 
     def own_pids(self) -> Collection[int]:
         return ()
 
     async def close(self) -> None:
-        watches, self._watches = self._watches, {}
-        for watch in watches.values():
-            watch.close()
+        monitors, self._monitors = self._monitors, {}
+        for monitor in monitors.values():
+            monitor.close()
 
     def region(self, allocation: AllocationId) -> RegionView | None:
-        """What the library itself tells of its processes and their memory; None if there is nothing to believe. Takes microseconds."""
-        watch = self._watches.get(allocation)
-        seen = watch.read() if watch else None
+        """The region as the library wrote it; None if it is missing or unreadable. Takes microseconds."""
+        monitor = self._monitors.get(allocation)
+        seen = monitor.read() if monitor else None
         return seen if isinstance(seen, RegionView) else None
 
-    # -- in a thread -------------------------------------------------------------------------------------------------------
+    # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _start(self, tenant: Tenant) -> None:
+    def _start(self, tenant: GpuShare) -> None:
         if self._library_path is None or self._library_sha256 is None:
             raise LibraryError(_UNSET)
         wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
         library.put_in_place(self._library_path, self._library_sha256, self._library_dir)
-        # Closed first: a look at the old region meanwhile would find another file in its place.
-        if (old := self._watches.get(tenant.allocation)) is not None:
+        # Closed first: a check of the old region would find another file at its path.
+        if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
         folder = self._folder / tenant.allocation
         for each in (self._folder, folder):
             each.mkdir(parents=True, exist_ok=True)
             each.chmod(0o711)
-        self._watches[tenant.allocation] = self._watch(RegionFile.create(folder, seed.LAYOUT, seed.seed(wanted)))
+        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.LAYOUT, seed.seed(wanted)))
 
-    def _observe(self, running: Sequence[Running]) -> list[Finding]:
-        return [finding for each in running for finding in self._watch_of(each.tenant).look(each)]
+    def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
+        return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
 
-    def _adjust(self, running: Sequence[Running]) -> None:
+    def _adjust(self, running: Sequence[RunningContainer]) -> None:
         for each in running:
-            self._watch_of(each.tenant).mend(each)
+            self._monitor_of(each.tenant).repair(each)
 
     def _cleanup(self, allocation: AllocationId) -> None:
-        if (watch := self._watches.pop(allocation, None)) is not None:
-            watch.close()
+        if (monitor := self._monitors.pop(allocation, None)) is not None:
+            monitor.close()
         with suppress(FileNotFoundError):
             shutil.rmtree(self._folder / allocation)
 
-    def _recover(self, tenants: Sequence[Tenant]) -> None:
-        """Regions that are there; a container that has not started yet has none."""
+    def _recover(self, tenants: Sequence[GpuShare]) -> None:
+        """Opens existing regions; a container that has not started yet has none."""
         for tenant in tenants:
             folder = self._folder / tenant.allocation
-            if tenant.allocation not in self._watches and os.path.lexists(folder):
-                self._watches[tenant.allocation] = self._watch(RegionFile.open(folder))
+            if tenant.allocation not in self._monitors and os.path.lexists(folder):
+                self._monitors[tenant.allocation] = self._monitor(RegionFile.open(folder))
 
-    def _watch_of(self, tenant: Tenant) -> Watch:
-        """The tenant's; one that runs without having been started by any life of the agent gets one that says so."""
+    def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
+        """The container's monitor; a container that runs and has no region gets one that reports this."""
         missing = Unreadable(reason="was never made, or is lost")
-        return self._watches.get(tenant.allocation) or self._watches.setdefault(tenant.allocation, self._watch(missing))
+        return self._monitors.get(tenant.allocation) or self._monitors.setdefault(tenant.allocation, self._monitor(missing))
 
-    def _complain(self, path: Path, error: OSError) -> None:
-        """Logs what can't be looked at, once."""
-        said = f"{path}: {error.strerror or error}"
-        if said not in self._said:
-            self._said.add(said)
-            log.warning("hami_core_not_looked_at", reason=said)
+    def _log_once(self, path: Path, error: OSError) -> None:
+        """Logs each text once."""
+        reason = f"{path}: {error.strerror or error}"
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning("hami_core_folder_not_listed", reason=reason)
 
-    def _watch(self, region: RegionFile | Unreadable) -> Watch:
-        return Watch(region, nspid_of=self._nspid_of, clock=self._clock)
+    def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
+        return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)

@@ -18,7 +18,7 @@ SEMAPHORE_BYTES: Final = 32
 #: The words that identify a region: magic (i32), major and minor version (u32).
 HEAD: Final = struct.Struct("<iII")
 
-#: In every layout a slot begins with the process's number in its container and on the host (i32; host 0 = unknown).
+#: In every layout a slot begins with the process's pid in its container and on the host (i32; host 0: unknown).
 SLOT_PID: Final = 0
 SLOT_HOSTPID: Final = 4
 #: Of each device's counters in a slot: context, module, data, offset, total (u64); the last is what counts against the limit.
@@ -26,7 +26,7 @@ USED_TOTAL: Final = 32
 
 
 class UnknownLayout(GpumgrError):
-    """A file that is no region of a released HAMi-core."""
+    """The file is not a region of a released HAMi-core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ V1_1_DIRTY: Final = Layout(
     priority=2_008_940,
     last_kernel_time=2_008_944,
 )
-#: Since HAMi v2.8.2; the one that gpumgr seeds.
+#: Since HAMi v2.8.2; the one that gpumgr makes.
 V1_2: Final = Layout(
     name="v1.2",
     version=(1, 2),

@@ -1,4 +1,4 @@
-"""What a region says, taken from its bytes. The container may have written any of them: every value is bounded or left out. Pure."""
+"""Decodes a region. The container may have written any of its bytes: every value is bounded or left out. Pure."""
 
 import re
 import struct
@@ -9,7 +9,7 @@ from typing import Final, Literal
 from gpumgr.enforcement.hami_core import layouts
 from gpumgr.enforcement.hami_core.layouts import Layout
 
-#: No GPU has so much memory: a counter from here on has run below zero, or was made up.
+#: No GPU has so much memory: a counter from here on is an underflow or forged.
 IMPLAUSIBLE_BYTES: Final = 1 << 48
 _UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
 _I32: Final = struct.Struct("<i")
@@ -17,13 +17,13 @@ _U64: Final = struct.Struct("<Q")
 _PIDS: Final = struct.Struct("<ii")
 
 ProblemCode = Literal["header", "process_count", "uuid", "counter", "torn"]
-#: Nobody but a container that writes by itself does these; the others can come of the library's own races.
+#: Only a container that writes the region itself causes these; races of the library can cause the others.
 TAMPERING: Final[frozenset[ProblemCode]] = frozenset({"header", "process_count", "uuid"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A value that was not taken; `message` says which."""
+    """A value that was left out; `message` says which."""
 
     code: ProblemCode
     message: str
@@ -31,9 +31,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One process. `pid` is its number in the container, `hostpid` on the host (0 = unknown); `used_bytes` by device.
+    """One process. `pid` in the container, `hostpid` on the host (0: unknown); `used_bytes` by device.
 
-    `torn`: it was being written during every look at it. `seqlock` is odd while it is written; None: the layout has none.
+    `torn`: it was being written at every read. `seqlock` is odd while it is written; None: the layout has none.
     """
 
     index: int
@@ -46,21 +46,21 @@ class Slot:
 
     @property
     def live(self) -> bool:
-        """A process has it. (The library counts what others have used, too, until somebody tidies up.)"""
+        """Whether a process has it. (The library counts the memory of abandoned slots too, until it cleans up.)"""
         return self.pid > 0 and self.status != 0
 
     @property
     def stuck(self) -> bool:
-        """Whoever reads it in the container waits, without end, until the seqlock is even."""
+        """Whether readers in the container wait until the seqlock is even."""
         return self.seqlock is not None and self.seqlock % 2 == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionView:
-    """One region at one look. Tuples by device have the region's device count, at least 1; limits always 16.
+    """One region at one time. Tuples by device have the region's device count, at least 1; limits always 16.
 
-    `slots` are the live ones and the stuck ones; `used_bytes` is what the live ones hold, `stale_bytes` all others. Counters are the
-    library's own word, bounded.
+    `slots` are the live ones and the stuck ones; `used_bytes` is what the live ones hold, `stale_bytes` all others. Counters are
+    the library's, bounded.
     """
 
     layout: Layout
@@ -79,7 +79,7 @@ class RegionView:
 
 
 def process_count(tail: bytes) -> int:
-    """How many slots are worth reading, whatever the region says."""
+    """The number of slots to read, bounded."""
     (count,) = _I32.unpack_from(tail, 0)
     return int(min(max(count, 0), layouts.SLOTS))
 
@@ -95,7 +95,7 @@ def seqlock_of(layout: Layout, slot: bytes) -> int | None:
 
 
 def decode(layout: Layout, header: bytes, tail: bytes, slots: Sequence[bytes], torn: Iterable[int] = ()) -> RegionView:
-    """`header`: up to the slots; `tail`: from the process count to the structure's end; `torn`: indices of slots in motion."""
+    """`header`: up to the slots; `tail`: from the process count to the structure's end; `torn`: slots that were being written."""
     devices = device_count(layout, header)
     marked = frozenset(torn)
     problems = [*_header_problems(layout, header), *_count_problems(tail)]
@@ -133,7 +133,7 @@ def _header_problems(layout: Layout, header: bytes) -> list[Problem]:
     if magic != layouts.MAGIC:
         return [Problem(code="header", message=f"it begins with {magic} instead of {layouts.MAGIC}")]
     if layout.version not in (None, tuple(version)):
-        return [Problem(code="header", message=f"it calls itself version {version[0]}.{version[1]} instead of {layout.name}")]
+        return [Problem(code="header", message=f"it has version {version[0]}.{version[1]} instead of {layout.name}")]
     return []
 
 
@@ -162,7 +162,7 @@ def _slot(layout: Layout, index: int, raw: bytes, devices: int, torn: bool, prob
 
 
 def _uuids(layout: Layout, header: bytes, problems: list[Problem]) -> tuple[str, ...]:
-    """The cells that hold a UUID, in order. Others are empty, or a problem; their text goes nowhere."""
+    """The cells that hold a UUID, in order. Others are empty or a problem; their text is not used."""
     found = []
     for device in range(layouts.DEVICES):
         start = layout.uuids + device * layouts.UUID_BYTES
@@ -170,7 +170,7 @@ def _uuids(layout: Layout, header: bytes, problems: list[Problem]) -> tuple[str,
         if _UUID.fullmatch(cell):
             found.append(cell.decode("ascii"))
         elif cell:
-            problems.append(Problem(code="uuid", message=f"the name of device {device} is no GPU's UUID"))
+            problems.append(Problem(code="uuid", message=f"the name of device {device} is not a GPU's UUID"))
     return tuple(found)
 
 

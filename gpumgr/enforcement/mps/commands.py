@@ -1,4 +1,4 @@
-"""Texts of `nvidia-cuda-mps-control`: what it is told and what it answers, in both protocols.
+"""Commands and answers of `nvidia-cuda-mps-control` in both protocols, and the choice of the protocol.
 
 Protocol 2 takes commands on standard input, protocol 3 as `module verb` words. Sources: NVIDIA's MPS documentation r615 (pages
 "Legacy MPS v2 Interface", "MPS v3 Interface", "MPS v3 Namespaces", "Environment Variables"), nvidia-cuda-mps-control(1), and the
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.errors import MpsError
 
-Protocol = Literal[2, 3]
-#: What the operator may ask for (settings, mps.protocol).
+MpsProtocol = Literal[2, 3]
+#: The setting mps.protocol.
 ProtocolSetting = Literal["auto", "2", "3"]
+PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 
 #: The one server of a daemon in protocol 3. Names there: lower-case letters, digits and "_", 64 at most.
 SERVER: Final = "gpu"
@@ -23,6 +24,26 @@ _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+_COMMON_CAVEATS: Final = (
+    "a fatal CUDA fault in one container ends the CUDA work of all on its GPU",
+    "containers of hami-core or vcuda get no CUDA context on a GPU of MPS",
+)
+#: What the limits of each protocol do not cover, for `gpumgr doctor`.
+CAVEATS: Final[Mapping[MpsProtocol, tuple[str, ...]]] = {
+    2: (
+        "limits hold for each process, not for the container",
+        "a process that drops its own gets the largest of its GPU (with an exempt container on it: all of it)",
+        "root in a container can change those of all, until they are corrected seconds later",
+        *_COMMON_CAVEATS,
+    ),
+    3: (
+        "it is not documented whether memory is limited for each process or for the container",
+        "a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU it can't see loses its memory limit",
+        *_COMMON_CAVEATS,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,31 +58,48 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """What the installed program can do. `multiuser_option` lets one server serve clients of all users; None: it has none."""
+class ControlFeatures:
+    """Features of the installed program. `multiuser_option` lets one server serve clients of all users; None: it has none."""
 
-    protocols: frozenset[Protocol]
+    protocols: frozenset[MpsProtocol]
     multiuser_option: str | None = None
 
 
-def parse_help(plain: str, with_protocol_3: str) -> Abilities:
+def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
     """From what `-h` and `-p 3 -h` print."""
     text = f"{plain}\n{with_protocol_3}"
     option = re.search(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])", text)
     newer = all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace"))
-    return Abilities(protocols=frozenset({2, 3} if newer else {2}), multiuser_option=option.group(1) if option else None)
+    return ControlFeatures(protocols=frozenset({2, 3} if newer else {2}), multiuser_option=option.group(1) if option else None)
 
 
 def is_help(text: str) -> bool:
-    """Whether this program's `-h` may have printed it: it names MPS, and the option that starts the daemon. Older programs that know
-    no -h print something else."""
+    """Whether this may be the output of the program's `-h`: it has MPS and the option that starts the daemon. Older programs
+    without -h print something else."""
     return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
+
+
+def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None) -> MpsProtocol:
+    """The protocol of the whole node. `kept`: that of the node's existing containers, None without any. Raises MpsError.
+
+    It stays while any container has it: what a container was given at its start (the daemon's folder and limits in its environment, or
+    the folder of a namespace) can't be changed, also not by a reboot, and answers must not depend on anything that changes. A drained
+    node gets the newer protocol.
+    """
+    newest: MpsProtocol = 3 if 3 in features.protocols else 2
+    wanted = kept or PROTOCOLS.get(setting, newest)
+    if wanted not in features.protocols:
+        why = "containers of this node use it: drain the node" if kept else "mps.protocol asks for it: set it to auto"
+        raise MpsError(
+            f"the installed nvidia-cuda-mps-control does not support MPS protocol {wanted} (driver r615 and newer do), and {why}"
+        )
+    return wanted
 
 
 # -- the daemon ------------------------------------------------------------------------------------------------------------
 
 
-def start(protocol: Protocol, multiuser_option: str | None) -> Command:
+def start(protocol: MpsProtocol, multiuser_option: str | None) -> Command:
     words = ["-d"]
     if protocol == 3:
         words += ["-p", "3"]
@@ -70,15 +108,15 @@ def start(protocol: Protocol, multiuser_option: str | None) -> Command:
     return Command(words=tuple(words))
 
 
-def quit_daemon(protocol: Protocol, patience_seconds: int) -> Command:
-    """Ends it with its servers. In protocol 2 servers whose clients don't leave are ended after the patience."""
+def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
+    """Ends the daemon and its servers. In protocol 2 servers that still have clients are ended after the patience."""
     return Command(words=("-q",)) if protocol == 3 else Command(text=f"quit -t {patience_seconds}\n")
 
 
-def environment(protocol: Protocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
-    """For the daemon and for everyone who talks to it. With one visible GPU its index is 0 for limits.
+def environment(protocol: MpsProtocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
+    """For the daemon and the programs that connect to it. The daemon sees one GPU, which has the index 0 in limits.
 
-    The version in the environment wins over the option, so a foreign setting in the agent's own environment has no effect.
+    The version in the environment overrides the option, so a setting in the agent's own environment has no effect.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,
@@ -88,24 +126,24 @@ def environment(protocol: Protocol, uuid: str, pipe: Path, log: Path) -> Mapping
     }
 
 
-def list_servers(protocol: Protocol) -> Command:
+def list_servers(protocol: MpsProtocol) -> Command:
     return Command(words=("server", "list", _PLAIN)) if protocol == 3 else Command(text="get_server_list\n")
 
 
-def parse_servers(protocol: Protocol, answer: str) -> Mapping[str, int | None]:
+def parse_servers(protocol: MpsProtocol, answer: str) -> Mapping[str, int | None]:
     """name -> pid (None: no process yet). In protocol 2 the name is the pid. Raises MpsError."""
     if protocol == 2:
         return {str(pid): pid for pid in parse_pids(answer)}
     return {name: int(pid) if pid.isdigit() and int(pid) else None for name, _, pid, *_ in _rows(answer, 4)}
 
 
-def list_clients(protocol: Protocol, server_pid: int) -> Command:
+def list_clients(protocol: MpsProtocol, server_pid: int) -> Command:
     if protocol == 3:
         return Command(words=("client", "list", f"--server={SERVER}", _PLAIN))
     return Command(text=f"get_client_list {server_pid}\n")
 
 
-def parse_clients(protocol: Protocol, answer: str) -> Mapping[int, str | None]:
+def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None]:
     """pid -> namespace (None in protocol 2). Raises MpsError."""
     if protocol == 2:
         return dict.fromkeys(parse_pids(answer))
@@ -116,19 +154,19 @@ def parse_clients(protocol: Protocol, answer: str) -> Mapping[int, str | None]:
 
 
 def bound_servers_to_come(cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
-    """No client can go beyond it, whatever its environment says. `memory_bytes` None: not limited by MPS."""
+    """Limits all clients of future servers, independent of their environment. `memory_bytes` None: not limited by MPS."""
     memory = () if memory_bytes is None else (f"set_default_device_pinned_mem_limit 0 {_megabytes(memory_bytes)}",)
     return _typed(f"set_default_active_thread_percentage {cores}", *memory)
 
 
 def bound_server(pid: int, cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
-    """The same for the new clients of a server that runs: the defaults mean nothing to it any more."""
+    """The same for new clients of a running server, for which the defaults have no effect."""
     memory = () if memory_bytes is None else (f"set_device_pinned_mem_limit {pid} 0 {_megabytes(memory_bytes)}",)
     return _typed(f"set_active_thread_percentage {pid} {cores}", *memory)
 
 
 def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
-    """What the daemon has for each of these servers (None: for those to come), as text, a line for each limit."""
+    """Queries the limits of each of these servers (None: of future ones), a line for each limit."""
     lines: list[str] = []
     for server in servers:
         which, default = (f" {server}", "") if server is not None else ("", "default_")
@@ -139,8 +177,7 @@ def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
 
 
 def parse_bounds(servers: Sequence[int | None], answer: str, *, memory: bool) -> Mapping[int | None, str]:
-    """Each server's lines, in the order in which they were asked for; nothing if they are not as many as the questions: whose each is
-    could not be told."""
+    """Each server's lines, in the order of the queries; empty if their number differs from that of the queries."""
     lines, number = answer.splitlines(), 1 + memory
     if len(lines) != number * len(servers):
         return {}
@@ -173,7 +210,7 @@ def parse_namespaces(answer: str) -> Mapping[str, tuple[str, str]]:
 
 
 def within(limits: tuple[str, str], cores: int, memory_bytes: int | None) -> bool:
-    """Whether a namespace with these limits can't go beyond what was granted (`memory_bytes` None: it may)."""
+    """Whether these limits of a namespace are at most what was granted (`memory_bytes` None: no limit)."""
     memory, percentage = limits
     try:
         return parse_percentage(percentage) <= cores and (memory_bytes is None or parse_size(memory) <= memory_bytes)
@@ -182,7 +219,7 @@ def within(limits: tuple[str, str], cores: int, memory_bytes: int | None) -> boo
 
 
 def create_namespace(name: str) -> Command:
-    """Raises MpsError for a name that MPS does not take."""
+    """Raises MpsError for a name that MPS does not accept."""
     if not _NAME.match(name):
         raise MpsError(f"{name!r} can't be the name of an MPS namespace: lower-case letters, digits and '_', 64 at most")
     return Command(words=("namespace", "create", name, f"--server={SERVER}"))
@@ -206,7 +243,7 @@ def parse_pids(answer: str) -> tuple[int, ...]:
 
 
 def parse_percentage(answer: str) -> float:
-    """ "30", "30.0" and "30.00" are all seen. Raises MpsError."""
+    """Drivers print "30", "30.0" or "30.00". Raises MpsError."""
     try:
         return float(answer.strip().removesuffix("%"))
     except ValueError:
@@ -236,4 +273,4 @@ def _number(text: str, answer: str) -> int:
 
 def _unreadable(wanted: str, answer: str) -> MpsError:
     shown = answer.strip()[:80]
-    return MpsError(f"NVIDIA's MPS control program answered {shown!r}, not {wanted}; is its version known to gpumgr?")
+    return MpsError(f"NVIDIA's MPS control program answered {shown!r}, not {wanted}; gpumgr may not support its version")

@@ -1,6 +1,6 @@
-"""What is on disk for one GPU: `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants.
+"""The folder of one GPU's daemon: `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the shares of its containers).
 
-run_dir is on a tmpfs: daemons and these files end with the boot.
+run_dir is on a tmpfs: these files end with the boot, as the daemons do.
 """
 
 import json
@@ -16,9 +16,8 @@ import structlog
 
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.commands import SERVER
+from gpumgr.files import replace_file
 
-#: sun_path has 108 bytes with its end (unix(7)).
-SOCKET_PATH_BYTES: Final = 107
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
@@ -28,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a tenant was granted: `cores` in percent, `memory_bytes` in bytes."""
+    """What a container was granted; `cores` in percent."""
 
     cores: int
     memory_bytes: int
@@ -59,28 +58,28 @@ class GpuFolder:
         return self.pipe / SERVER / allocation
 
     def make(self) -> None:
-        """A server may run as its client's user: it has to pass through the folders. Raises OSError."""
+        """Makes the folders, open to all users: a server may run as its client's user. Raises OSError."""
         for folder in (self.root.parent, self.root, self.pipe, self.log, self._tenants, self.shm):
             if not folder.is_dir():
                 folder.mkdir(parents=True)
-                folder.chmod(0o1777 if folder == self.shm else 0o755)  # whatever the umask is
+                folder.chmod(0o1777 if folder == self.shm else 0o755)  # independent of the umask
 
     def clear_pipe(self) -> None:
-        """Removes what a dead daemon left, but no folder: containers have folders mounted. Raises OSError."""
+        """Removes the files of a daemon that ended, but no folder: containers have folders mounted. Raises OSError."""
         for folder, below, names in os.walk(self.pipe):
             links = [name for name in below if os.path.islink(os.path.join(folder, name))]
             for name in (*names, *links):
                 os.unlink(os.path.join(folder, name))
 
     def remove(self) -> None:
-        """All of it; `shm` is no mount any more. Raises OSError."""
+        """Removes the folder, in which `shm` must not be a mount. Raises OSError."""
         if self.root.exists():
             shutil.rmtree(self.root)
 
-    # -- tenants -----------------------------------------------------------------------------------------------------------
+    # -- shares ------------------------------------------------------------------------------------------------------------
 
     def allocations(self) -> list[AllocationId]:
-        """Raises OSError: they could not be read, which does not mean that there are none."""
+        """The containers on record. Raises OSError if they can't be read, which does not mean that there are none."""
         try:
             return sorted(name for name in os.listdir(self._tenants) if _ALLOCATION.match(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -91,7 +90,8 @@ class GpuFolder:
 
     def put(self, allocation: AllocationId, share: Share) -> None:
         """Raises OSError."""
-        _replace(self._tenants / allocation, json.dumps({"cores": share.cores, "memory_bytes": share.memory_bytes}))
+        text = json.dumps({"cores": share.cores, "memory_bytes": share.memory_bytes})
+        replace_file(self._tenants / allocation, text, durable=False)  # on a tmpfs
 
     def drop(self, allocation: AllocationId) -> None:
         """Raises OSError."""
@@ -110,7 +110,7 @@ class GpuFolder:
 
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
-    """uuid and folder of each GPU that something is kept for. Raises OSError."""
+    """uuid and folder of each GPU that has a folder. Raises OSError."""
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -121,12 +121,6 @@ def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
 
 
 def socket_path_bytes(root: Path) -> int:
-    """Bytes of the longest socket's name below this root."""
+    """Bytes of the longest socket path below this root."""
     uuid = f"GPU-{'0' * 36}"
     return max(len(os.fsencode(root / uuid / name)) for name in _LONGEST)
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text)
-    os.replace(beside, path)

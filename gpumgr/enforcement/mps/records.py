@@ -1,9 +1,8 @@
-"""Which GPUs have a daemon, where its folder is, and which compute mode the GPU had before: `<state_dir>/mps/<gpu uuid>`.
+"""What gpumgr keeps on disk about MPS: the node's protocol, and for each GPU with a daemon a record `<state_dir>/mps/<gpu uuid>`.
 
-Not in the daemon's own folder: enforcement.run_dir may be another after a restart of the agent, or somebody may empty it. Then the mode
-that the agent finds would be its own, kept for ever as the one before, and a second daemon would be started for the GPU.
-
-A boot ends daemons and compute modes, so records of another boot count for nothing.
+A record has the daemon's folder and the compute mode that the GPU had before. It is not in the daemon's folder, because a restart of the
+agent may find another enforcement.run_dir or an emptied one: the agent would then take its own compute mode for the former one, and
+start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot are ignored.
 """
 
 import json
@@ -13,20 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from gpumgr.enforcement.mps.commands import PROTOCOLS, MpsProtocol
+from gpumgr.files import replace_file
+
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
+_PROTOCOL_NAME: Final = "mps_protocol"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """`former_mode`: NVML's number; None while the mode is not ours."""
+    """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
 
     folder: Path
     former_mode: int | None = None
 
 
 class Records:
-    """Read once and written through: nobody else writes there while the agent runs."""
+    """Read once and written through: only the agent writes there."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
@@ -42,12 +45,12 @@ class Records:
         return self._known.get(uuid)
 
     def begin(self, uuid: str, folder: Path, former_mode: int | None = None) -> None:
-        """Unless there is one. Raises OSError."""
+        """Makes a record unless the GPU has one. Raises OSError."""
         if uuid not in self._known:
             self._put(uuid, Record(folder=folder, former_mode=former_mode))
 
     def set_former_mode(self, uuid: str, mode: int | None) -> None:
-        """Of a GPU that has a record. Raises OSError."""
+        """For a GPU with a record. Raises OSError."""
         self._put(uuid, replace(self._known[uuid], former_mode=mode))
 
     def drop(self, uuid: str) -> None:
@@ -57,13 +60,12 @@ class Records:
 
     def _put(self, uuid: str, record: Record) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        beside = self._root / f".{uuid}.new"
-        beside.write_text(json.dumps({"boot": self._boot, "folder": str(record.folder), "former_mode": record.former_mode}))
-        os.replace(beside, self._root / uuid)
+        text = json.dumps({"boot": self._boot, "folder": str(record.folder), "former_mode": record.former_mode})
+        replace_file(self._root / uuid, text, durable=False)  # a record of an earlier boot is ignored
         self._known[uuid] = record
 
     def _read(self, path: Path) -> Record | None:
-        """None: of another boot, or unreadable, which no record of this boot is: each is put in its place when it is complete."""
+        """None for a record of another boot or an unreadable one; records of this boot are complete."""
         try:
             read = json.loads(path.read_bytes())
             mode = read["former_mode"]
@@ -71,3 +73,17 @@ class Records:
             return record if read["boot"] == self._boot else None
         except (ValueError, KeyError, TypeError):
             return None
+
+
+def read_protocol(state_dir: Path) -> MpsProtocol | None:
+    """The node's protocol; None if there is no valid record. Raises OSError."""
+    try:
+        return PROTOCOLS.get((state_dir / _PROTOCOL_NAME).read_text().strip())
+    except FileNotFoundError:
+        return None
+
+
+def write_protocol(state_dir: Path, protocol: MpsProtocol) -> None:
+    """Durable, because containers keep their protocol over a reboot. Raises OSError."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    replace_file(state_dir / _PROTOCOL_NAME, f"{protocol}\n")

@@ -1,6 +1,6 @@
-"""Limits by a library in the container that looks like libcuda.so.1: gpu-manager's file and socket interface, made to hold.
+"""Limits by a library in the container in the place of libcuda.so.1, with gpu-manager's files and socket.
 
-One folder for each allocation, seen by the container as /etc/vcuda, read-only: `vcuda.config` (limits), `pids.config` (the host's
-pids whose memory counts) and `vcuda.sock`, where each process registers before its first CUDA call goes through. The library itself is
-the operator's; it knows CUDA 11 and older.
+Each allocation has a folder, which its container sees read-only as /etc/vcuda: `vcuda.config` (the limits), `pids.config` (the host's
+pids, the GPU memory of which counts) and `vcuda.sock`, where each process registers before its first CUDA call. The operator supplies
+the library; it supports CUDA 11 and older.
 """

@@ -1,54 +1,47 @@
-"""The backend `vcuda`: files and a socket for each tenant; the library in the container does the rest."""
+"""Backend "vcuda": files and a socket for each container; the operator's library in the container enforces the limits."""
 
 import asyncio
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import BackendName, Finding, Running
+from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files
-from gpumgr.enforcement.vcuda.listener import Listener, path_problem
-from gpumgr.enforcement.vcuda.mounts import has_mounted
-from gpumgr.enforcement.vcuda.pids import MOST_PIDS
+from gpumgr.enforcement.vcuda.config import MOST_PIDS
 from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
-from gpumgr.enforcement.vcuda.rounds import Rounds
-from gpumgr.enforcement.vcuda.ward import PidsOf, Ward
+from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf, RegistrationBatches
 from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.units import Kind
+from gpumgr.units import Resource
+from gpumgr.unix_socket import path_problem
 from gpumgr.usage.containers import Container
 
 _log = structlog.get_logger(__name__)
 
-#: The names that gpumgr gives allocations. gpu-manager's folders lie beside ours and are called otherwise.
+#: The ids that gpumgr gives allocations. Folders of gpu-manager, which are beside ours, have other names.
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
 #: What containers find in the place of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
-@dataclass(slots=True)
-class _Seat:
-    """What is kept for one tenant."""
-
-    ward: Ward
-    rounds: Rounds
-    listener: Listener | None = None
-
-
 class VcudaBackend:
-    """See backend.Backend. `container_of` and `pids_of` tell whose a process is and what runs in a container.
+    """Implements Backend. `container_of` returns the container of a process, `pids_of` the processes of a container.
 
-    `driver_files_obstacle` says why containers would get the driver's files without the library in them (None: they get it).
+    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it).
     """
+
+    name: Final[BackendName] = "vcuda"
+    limits: Final[frozenset[Resource]] = frozenset({"core", "memory"})
 
     def __init__(
         self,
@@ -62,26 +55,16 @@ class VcudaBackend:
         has_mounted: HasMounted = has_mounted,
     ) -> None:
         self._allocation_dir = allocation_dir
-        self._library_path = library_path
-        self._library_sha256 = library_sha256
-        self._pids_of = pids_of
-        self._driver_files_obstacle = driver_files_obstacle
-        self._seats: dict[AllocationId, _Seat] = {}
-        self._said: dict[AllocationId, str] = {}
-        self._said_of_folder: str | None = None
+        self._library_path, self._library_sha256 = library_path, library_sha256
+        self._pids_of, self._driver_files_obstacle = pids_of, driver_files_obstacle
+        self._slots: dict[AllocationId, ContainerSlot] = {}
+        self._batches = RegistrationBatches()
+        self._logged: dict[AllocationId | None, str] = {}
         self._service = RegistrationService(self, container_of, has_mounted)
 
     @property
-    def name(self) -> BackendName:
-        return "vcuda"
-
-    @property
-    def limits(self) -> frozenset[Kind]:
-        return frozenset({"core", "memory"})
-
-    @property
     def registrations(self) -> Mapping[str, int]:
-        """How many registrations ended how since the start: "ok", or a gRPC status in small letters."""
+        """Registrations since the start by outcome: "ok", or a gRPC status in lower case."""
         return self._service.outcomes
 
     async def unavailable(self) -> str | None:
@@ -93,151 +76,138 @@ class VcudaBackend:
             return str(error)
         if (obstacle := self._driver_files_obstacle()) is not None:
             return f"containers get no {LIBRARY}: {obstacle}"
-        return path_problem(self._allocation_dir / ("0" * 16) / files.SOCKET)
+        socket = self._allocation_dir / ("0" * 16) / files.SOCKET
+        problem = path_problem(socket)
+        return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
 
-    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:  # noqa: ARG002 (the same for every tenant)
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002 (the same for every container)
         """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library."""
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
-    async def start(self, tenant: Tenant) -> None:
-        """Needs no names: folder and socket are the allocation's."""
+    async def start(self, tenant: GpuShare) -> None:
         if (reason := await self.unavailable()) is not None:
-            raise Refusal("internal", f"the limits of {tenant.describe()} can't be kept: {reason}")
-        seat = self._seat(tenant)
+            raise Refusal("internal", f"the limits of {tenant.describe()} can't be enforced: {reason}")
+        slot = self._slot(tenant)
         try:
-            await asyncio.to_thread(seat.ward.lay_out, tenant)
-            await self._listen(seat)
+            await asyncio.to_thread(slot.prepare_start, tenant)
+            await slot.listen(self._service)
         except OSError as error:
-            raise Refusal("internal", f"{seat.ward.folder} can't be made ready: {error.strerror or error}") from error
+            raise Refusal("internal", f"{slot.folder} can't be prepared: {error.strerror or error}") from error
 
     async def vacate(self, uuids: Collection[str]) -> None:
         pass
 
-    async def observe(self, running: Sequence[Running]) -> Sequence[Finding]:
-        ours = [(self._seats[each.tenant.allocation].ward, each) for each in self._ours(running)]
-        return await asyncio.to_thread(self._look, ours) if ours else ()
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        known = self._known(running)
+        return await asyncio.to_thread(_findings, known) if known else ()
 
-    async def adjust(self, running: Sequence[Running]) -> None:
-        ours = self._ours(running)
-        if not ours:
-            return
-        await asyncio.to_thread(self._keep, [(self._seats[r.tenant.allocation].ward, r) for r in ours])
-        for one in ours:
-            seat = self._seats.get(one.tenant.allocation)
-            if seat is not None and (seat.listener is None or not seat.listener.in_place):
-                await self._listen_if_possible(seat)
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:
+        known = self._known(running)
+        if known:
+            await asyncio.to_thread(self._update, known)
+        for slot, _ in known:
+            if slot.tenant.allocation in self._slots:
+                await self._listen(slot)
 
     def remains(self) -> Collection[AllocationId]:
-        found = set(self._seats)
+        found = set(self._slots)
         try:
             names = os.listdir(self._allocation_dir)
         except FileNotFoundError:
             return found
         except OSError as error:
-            if (text := f"{self._allocation_dir}: {error.strerror or error}") != self._said_of_folder:
-                self._said_of_folder = text
-                _log.warning("vcuda_not_looked_at", reason=text)
+            if (reason := f"{self._allocation_dir}: {error.strerror or error}") != self._logged.get(None):
+                self._logged[None] = reason
+                _log.warning("vcuda_folder_not_listed", reason=reason)
             return found
         return found | {n for n in names if _ALLOCATION.fullmatch(n) and files.holds_ours(self._allocation_dir / n)}
 
     async def cleanup(self, allocation: AllocationId) -> None:
-        seat = self._seats.pop(allocation, None)
-        self._said.pop(allocation, None)
+        slot = self._slots.pop(allocation, None)
+        self._logged.pop(allocation, None)
         self._service.forget(allocation)
-        if seat is not None and seat.listener is not None:
-            await seat.listener.close(0)
+        if slot is not None:
+            await slot.hang_up(0)
         await asyncio.to_thread(files.remove, self._allocation_dir / allocation)
 
-    async def recover(self, tenants: Sequence[Tenant]) -> None:
-        seats = [self._seat(tenant) for tenant in tenants]
-        await asyncio.to_thread(self._take_over, [seat.ward for seat in seats])
-        for seat in seats:
-            await self._listen_if_possible(seat)
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        slots = [self._slot(tenant) for tenant in tenants]
+        await asyncio.to_thread(self._take_over, slots)
+        for slot in slots:
+            await self._listen(slot)
 
     def own_pids(self) -> Collection[int]:
         return ()
 
     async def close(self) -> None:
-        listeners = [seat.listener for seat in self._seats.values() if seat.listener is not None]
-        await asyncio.gather(*(listener.close(_CLOSE_GRACE_SECONDS) for listener in listeners))
+        await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
 
-    # -- what the service asks -----------------------------------------------------------------------------------------------
+    # -- for the registration service ----------------------------------------------------------------------------------------
 
-    def tenant(self, allocation: AllocationId) -> Tenant | None:
-        seat = self._seats.get(allocation)
-        return seat.ward.tenant if seat else None
+    def tenant(self, allocation: AllocationId) -> GpuShare | None:
+        slot = self._slots.get(allocation)
+        return slot.tenant if slot else None
 
     async def enter(self, allocation: AllocationId, container: Container, pid: int) -> None:
-        if (seat := self._seats.get(allocation)) is not None:
-            await seat.rounds.join(container, pid)
+        if (slot := self._slots.get(allocation)) is not None:
+            await self._batches.register(slot, container, pid)
 
-    # -- seats -----------------------------------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------------------------------------
 
-    def _seat(self, tenant: Tenant) -> _Seat:
-        if (seat := self._seats.get(tenant.allocation)) is None:
-            ward = Ward(tenant, self._allocation_dir / tenant.allocation, self._pids_of)
-            seat = self._seats[tenant.allocation] = _Seat(ward, Rounds(ward.register))
-        return seat
+    def _slot(self, tenant: GpuShare) -> ContainerSlot:
+        slot = self._slots.get(tenant.allocation)
+        if slot is None:
+            slot = ContainerSlot(tenant, self._allocation_dir / tenant.allocation, self._pids_of)
+            self._slots[tenant.allocation] = slot
+        return slot
 
-    def _ours(self, running: Sequence[Running]) -> list[Running]:
-        return [one for one in running if one.tenant.allocation in self._seats]
+    def _known(self, running: Sequence[RunningContainer]) -> list[tuple[ContainerSlot, RunningContainer]]:
+        return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
 
-    async def _listen(self, seat: _Seat) -> None:
-        """Raises Refusal if the path is too long, OSError."""
-        path = seat.ward.folder / files.SOCKET
-        if (reason := path_problem(path)) is not None:
-            raise Refusal("internal", reason)
-        if seat.listener is not None:
-            if seat.listener.in_place:
-                return
-            await seat.listener.close(0)
-        seat.listener = Listener(path, self._service)
-        await seat.listener.listen()
+    async def _listen(self, slot: ContainerSlot) -> None:
+        with self._logging_errors(slot):
+            await slot.listen(self._service)
 
-    async def _listen_if_possible(self, seat: _Seat) -> None:
+    def _take_over(self, slots: Sequence[ContainerSlot]) -> None:
+        for slot in slots:
+            with self._logging_errors(slot):
+                slot.take_over()
+
+    def _update(self, known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> None:
+        for slot, running in known:
+            with self._logging_errors(slot):
+                slot.update(running)
+
+    @contextmanager
+    def _logging_errors(self, slot: ContainerSlot) -> Iterator[None]:
+        """Logs what prevents a container's files or socket, each text once."""
         try:
-            await self._listen(seat)
+            yield
         except (OSError, GpumgrError) as error:
-            self._complain(seat.ward, error)
-
-    def _take_over(self, wards: Sequence[Ward]) -> None:
-        for ward in wards:
-            try:
-                ward.take_over()
-            except (OSError, GpumgrError) as error:
-                self._complain(ward, error)
-
-    def _keep(self, running: Sequence[tuple[Ward, Running]]) -> None:
-        for ward, one in running:
-            try:
-                ward.keep(one)
-            except (OSError, GpumgrError) as error:
-                self._complain(ward, error)
-
-    def _complain(self, ward: Ward, error: Exception) -> None:
-        """Logs what keeps one tenant from its files or its socket, once."""
-        allocation, text = ward.tenant.allocation, str(error)
-        if self._said.get(allocation) != text:
-            self._said[allocation] = text
-            _log.warning("vcuda_not_kept", allocation=allocation, tenant=ward.tenant.describe(), reason=text)
-
-    def _look(self, running: Sequence[tuple[Ward, Running]]) -> list[Finding]:
-        return [finding for ward, one in running for finding in (_unregistered(ward, one), _too_many(one)) if finding]
+            allocation, text = slot.tenant.allocation, str(error)
+            if self._logged.get(allocation) != text:
+                self._logged[allocation] = text
+                _log.warning("vcuda_not_kept", allocation=allocation, tenant=slot.tenant.describe(), reason=text)
 
 
-def _unregistered(ward: Ward, running: Running) -> Finding | None:
-    strangers = ward.strangers(running)
-    if not strangers:
+def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:
+    """Reads files of processes: call it on a thread."""
+    return [finding for slot, running in known for finding in (_unregistered(slot, running), _too_many(running)) if finding]
+
+
+def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | None:
+    unregistered = slot.unregistered(running)
+    if not unregistered:
         return None
-    pids = ", ".join(map(str, strangers[:10])) + (", ..." if len(strangers) > 10 else "")
+    pids = ", ".join(map(str, unregistered[:10])) + (", ..." if len(unregistered) > 10 else "")
     message = (
-        f"{running.tenant.describe()} uses its GPU past {LIBRARY} (pid {pids}), so no limit holds there: "
-        "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must bring no libcuda.so.1 of its own"
+        f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {pids}), so no limit applies there: "
+        "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of its own"
     )
     return Finding(allocation=running.tenant.allocation, code="unregistered", message=message)
 
 
-def _too_many(running: Running) -> Finding | None:
+def _too_many(running: RunningContainer) -> Finding | None:
     if (count := len(running.pids)) <= MOST_PIDS:
         return None
     message = (

@@ -1,31 +1,41 @@
-"""`vcuda.config`: the limits of one container, as libcuda-control.so reads them.
+"""`vcuda.config` and `pids.config`: the limits of one container and its processes, as libcuda-control.so reads them.
 
-Source: `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with glibc (FILENAME_MAX 4096).
-The library takes exactly 8,240 bytes from one read, and reads the file again now and then.
+Source of the limits' layout: `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with
+glibc (FILENAME_MAX 4096). The library takes exactly 8,240 bytes from one read, and reads the file again at intervals.
+
+`pids.config` is an array of int32 without a header, the host's pids. The library reads at most 1,024 of them, searches them by
+bisection (they must ascend), and counts the GPU memory of these processes only; with an empty file it counts and limits nothing.
 """
 
 import struct
+from collections.abc import Collection
 from typing import Final
 
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.errors import Refusal
 
 #: pod_uid, limit, (reserved), container_name, bus_id, gpu_memory, utilization, hard_limit, driver major, driver minor, enable.
 _LAYOUT: Final = struct.Struct("<48si4044s4096s16sQiiiii4x")
 CONFIG_BYTES: Final = _LAYOUT.size
 
-#: Room for texts, less the closing zero.
+#: Sizes of the texts without their closing NUL.
 POD_UID_BYTES: Final = 47
 CONTAINER_NAME_BYTES: Final = 4095
 BUS_ID_BYTES: Final = 15
 
+MOST_PIDS: Final = 1024
+_PID_BYTES: Final = 4
 
-def pack_config(tenant: Tenant) -> bytes:
-    """The file for this tenant. Raises Refusal if a name does not fit.
+#: The only entry before the container has a process: the host's init never ends, so its pid is never reused, and it never uses a GPU.
+INIT_PID: Final = 1
 
-    Without a soft limit the cores are kept exactly (hard_limit 1); with one a container may go up to it while others are idle.
-    The library hands the two names to the client that registers the process, which insists on both but which nobody believes: a name
-    that the kubelet does not tell is replaced by the allocation's.
+
+def pack_config(tenant: GpuShare) -> bytes:
+    """The content of vcuda.config. Raises Refusal if a name does not fit.
+
+    Without a soft limit the cores are a hard limit (hard_limit 1); with one the container may use up to it while others are idle.
+    The library passes the two names to the client that registers the process. The client requires both and the agent trusts neither:
+    a name that the kubelet does not give is replaced by the allocation's.
     """
     return _LAYOUT.pack(
         _text("the pod's uid", tenant.pod_uid or tenant.allocation, POD_UID_BYTES),
@@ -36,7 +46,7 @@ def pack_config(tenant: Tenant) -> bytes:
         tenant.memory_bytes,
         tenant.cores,
         1 if tenant.core_limit is None else 0,
-        0,  # the driver's version: the library asks the driver itself
+        0,  # the driver's version: the library queries the driver itself
         0,
         1,
     )
@@ -45,7 +55,31 @@ def pack_config(tenant: Tenant) -> bytes:
 def _text(what: str, value: str, most_bytes: int) -> bytes:
     data = value.encode()
     if len(data) > most_bytes:
-        raise Refusal("internal", f"{what} has {len(data)} bytes and vcuda.config has room for {most_bytes}: {value[:60]!r}...")
+        raise Refusal("internal", f"{what} has {len(data)} bytes and vcuda.config holds {most_bytes}: {value[:60]!r}...")
     if b"\0" in data:
         raise Refusal("internal", f"{what} has a zero byte, which vcuda.config can't hold: {value[:60]!r}")
     return data
+
+
+def chosen_pids(pids: Collection[int], first: Collection[int] = ()) -> tuple[int, ...]:
+    """The pids for the file, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the lowest."""
+    distinct = set(pids)
+    if len(distinct) > MOST_PIDS:
+        preferred = set(first)
+        distinct = set(sorted(distinct, key=lambda pid: (pid not in preferred, pid))[:MOST_PIDS])
+    return tuple(sorted(distinct))
+
+
+def pack_pids(pids: Collection[int], first: Collection[int] = ()) -> bytes:
+    """The content of pids.config, see `chosen_pids`. Raises ValueError without a pid: an empty file would lift the limit."""
+    chosen = chosen_pids(pids, first)
+    if not chosen:
+        raise ValueError("pids.config must name at least one process")
+    return struct.pack(f"<{len(chosen)}i", *chosen)
+
+
+def unpack_pids(content: bytes) -> tuple[int, ...]:
+    """The pids in a pids.config; empty if it is damaged."""
+    if len(content) % _PID_BYTES:
+        return ()
+    return struct.unpack(f"<{len(content) // _PID_BYTES}i", content)

@@ -1,7 +1,7 @@
 """The folder of one allocation, which its container sees as /etc/vcuda.
 
-Files are replaced, never written in place: the library opens them by path each time and must not meet half of one. No lock is taken:
-a container can hold one on a file that it can only read, and would stall whoever waits for it. Nothing here must outlive the host.
+Files are replaced, never written in place: the library opens them by path each time and must not read an incomplete one. They are not
+locked: a container can lock a file that it can only read, and would block the agent.
 """
 
 import contextlib
@@ -10,24 +10,25 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from gpumgr.files import replace_file, temporary_of
+
 CONFIG: Final = "vcuda.config"
 PIDS: Final = "pids.config"
 SOCKET: Final = "vcuda.sock"
 _OURS: Final = (CONFIG, PIDS, SOCKET)
 
 _FOLDER_MODE: Final = 0o755
-_FILE_MODE: Final = 0o644
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, for everyone to enter and only root to change, whatever the umask is. Raises OSError."""
+    """Makes the folder with mode 0755, independent of the umask. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) != _FOLDER_MODE:
         folder.chmod(_FOLDER_MODE)
 
 
 def read(folder: Path, name: str) -> bytes | None:
-    """The file's content; None if there is none."""
+    """The file's content; None if it can't be read."""
     try:
         return (folder / name).read_bytes()
     except OSError:
@@ -35,32 +36,22 @@ def read(folder: Path, name: str) -> bytes | None:
 
 
 def replace(folder: Path, name: str, content: bytes) -> bool:
-    """Makes the file say `content`. False: it did already and is the same file still. Raises OSError."""
+    """Writes the file unless it has this content already; returns whether it was written. Raises OSError."""
     if read(folder, name) == content:
         return False
-    fresh = folder / _fresh(name)
-    with contextlib.suppress(FileNotFoundError):  # left by an earlier life; opening it would follow a link
-        fresh.unlink()
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, _FILE_MODE)
-        file.write(content)
-    os.rename(fresh, folder / name)
+    replace_file(folder / name, content, durable=False)  # every start of the container, also after a reboot, writes it again
     return True
 
 
 def holds_ours(folder: Path) -> bool:
-    """Whether something of ours is in there."""
+    """Whether the folder has a file of this backend."""
     return any(os.path.lexists(folder / name) for name in _OURS)
 
 
 def remove(folder: Path) -> None:
-    """Removes what is ours, and the folder if nothing else is in it. Raises OSError."""
-    for name in (*_OURS, *map(_fresh, _OURS)):
+    """Removes the files of this backend, and the folder if it is empty then. Raises OSError."""
+    for name in _OURS:
         (folder / name).unlink(missing_ok=True)
+        temporary_of(folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _fresh(name: str) -> str:
-    return f".{name}.new"

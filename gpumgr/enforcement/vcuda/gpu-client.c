@@ -1,13 +1,13 @@
 /* gpu-client: registers the calling container's process at the agent, over gRPC on a unix socket, and exits.
  *
- * libcuda-control.so runs it inside the container as /usr/local/nvidia/bin/gpu-client and looks at nothing but its exit status:
+ * libcuda-control.so runs it inside the container as /usr/local/nvidia/bin/gpu-client and reads only its exit status:
  *
  *   gpu-client --addr SOCKET --bus-id ID --pod-uid UID (--cont-name NAME | --cont-id ID)
  *
- * 0: registered, nothing printed. 255: one line on stderr says why. The images of others have no libraries to count on, so it is
- * static and speaks the little HTTP/2 (RFC 9113) and HPACK (RFC 7541) that one unary call takes by itself. It sends a header table
- * size of 0, so no header of the answer can refer to a dynamic table. While the agent restarts, the call is tried again until the
- * deadline; registering twice does no harm.
+ * 0: registered, without output. 255: failed, with the reason in one line on stderr. The container's image may lack libraries, so the
+ * program is static and implements the parts of HTTP/2 (RFC 9113) and HPACK (RFC 7541) that one unary call needs. It sends a header
+ * table size of 0, so no header of the response can refer to a dynamic table. While the agent restarts, the call is retried until the
+ * deadline; registering twice has no effect.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -35,10 +35,10 @@ enum { GRPC_UNAVAILABLE = 14 };
 
 typedef struct { unsigned char *bytes; size_t size, room; } Buffer;
 
-/* What the answer has told so far; -1: not told. */
+/* The parts of the response that were read so far; -1: not read. */
 typedef struct { int http_status, grpc_status; char message[TEXT_MAX]; } Answer;
 
-/* AGAIN: nobody answered, which a restarting agent explains; FAILED: it can't work; `reason` says why in both cases. */
+/* AGAIN: there was no answer, as while the agent restarts; FAILED: a retry can't succeed. `reason` has the cause in both cases. */
 typedef enum { DONE, AGAIN, FAILED } Outcome;
 
 static char reason[TEXT_MAX + 256];
@@ -58,7 +58,7 @@ __attribute__((format(printf, 2, 3))) static Outcome because(Outcome outcome, co
     return outcome;
 }
 
-/* -- what is sent ------------------------------------------------------------------------------------------------------ */
+/* -- the request ------------------------------------------------------------------------------------------------------- */
 
 static void add(Buffer *to, const void *bytes, size_t size) {
     if (to->size + size > to->room) {
@@ -131,7 +131,7 @@ static Buffer request(const char *pod_uid, const char *bus_id, const char *conta
     return out;
 }
 
-/* -- HPACK, as far as an answer needs it --------------------------------------------------------------------------------- */
+/* -- HPACK, the parts that a response needs ------------------------------------------------------------------------------ */
 
 /* Lengths in bits of the codes of 0..255 and of the end mark (RFC 7541, appendix B). Within a length the codes ascend with the
  * symbols, and each length goes on where the shorter one ended, so the lengths say all. */
@@ -207,7 +207,7 @@ static int read_string(Reader *in, char *text, size_t room) {
 static void note_header(Answer *answer, const char *name, const char *value) {
     char *end;
     long number = strtol(value, &end, 10);
-    if (end == value || *end) number = 2; /* gRPC's UNKNOWN: a status that is no number */
+    if (end == value || *end) number = 2; /* gRPC's UNKNOWN: the status is not a number */
     if (!strcmp(name, "grpc-status")) answer->grpc_status = (int)number;
     if (!strcmp(name, ":status")) answer->http_status = (int)number;
     if (!strcmp(name, "grpc-message")) snprintf(answer->message, sizeof answer->message, "%s", value);
@@ -334,7 +334,7 @@ static Outcome read_answer(int fd, Answer *answer) {
     return outcome;
 }
 
-/* Undoes the percent encoding of grpc-message, and keeps it one line. */
+/* Decodes the percent encoding of grpc-message, and replaces line breaks. */
 static void decode_message(char *text) {
     char *to = text;
     for (char *at = text; *at; at++) {
@@ -352,7 +352,7 @@ static Outcome judge(Answer *answer) {
     if (answer->grpc_status == 0) return DONE;
     if (answer->grpc_status < 0) return because(FAILED, "the answer has HTTP status %d and no gRPC status", answer->http_status);
     decode_message(answer->message);
-    return because(answer->grpc_status == GRPC_UNAVAILABLE ? AGAIN : FAILED, "the agent says no (gRPC status %d): %s",
+    return because(answer->grpc_status == GRPC_UNAVAILABLE ? AGAIN : FAILED, "the agent refused (gRPC status %d): %s",
         answer->grpc_status, *answer->message ? answer->message : "no reason given");
 }
 
@@ -362,7 +362,7 @@ static Outcome call_once(const struct sockaddr_un *address, const Buffer *out) {
     if (fd < 0) return because(FAILED, "no socket: %s", strerror(errno));
     Outcome outcome = DONE;
     if (connect(fd, (const struct sockaddr *)address, sizeof *address)) {
-        /* The socket is gone, nobody listens, or the queue is full: what a restart and a rush look like. */
+        /* The socket is missing, no process listens, or the queue is full: the agent restarts, or is under load. */
         int again = errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR;
         outcome = because(again ? AGAIN : FAILED, "can't connect: %s", strerror(errno));
     }
@@ -383,7 +383,7 @@ static int fail(const char *what) {
     return EXIT_FAILED;
 }
 
-/* Fills in the values of --flag VALUE and --flag=VALUE; the exit status, 0 if all is well. */
+/* Fills in the values of --flag VALUE and --flag=VALUE; returns the exit status, 0 without an error. */
 static int parse(int argc, char **argv, const char **value) {
     for (int at = 1; at < argc; at++) {
         int flag = 0;

@@ -1,7 +1,6 @@
-"""The unix socket of one allocation: bound for everyone in the container, sturdy against whoever connects."""
+"""The unix socket of one allocation, open to every user in the container and protected against misuse."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
@@ -11,60 +10,43 @@ from grpclib.protocol import H2Protocol
 from h2.config import H2Configuration
 
 from gpumgr.rpc.server import DrainingServer
+from gpumgr.unix_socket import UnixSocket
 
-#: sun_path of Linux's sockaddr_un, less the closing zero.
-MOST_PATH_BYTES: Final = 107
 _MODE: Final = 0o666
 _BACKLOG: Final = 128
-#: Of one container at once; a registration takes milliseconds, and our client comes again when it is turned away.
+#: At once, of one container. A registration takes milliseconds, and the client retries when it is refused.
 _MOST_CONNECTIONS: Final = 128
 #: Longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
-#: A registration takes some hundred bytes. h2 itself would gather a frame of 16 MiB before it finds it too large.
+#: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it finds it too large.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
-#: The least that HTTP/2 allows: so much may lie here unread for one connection.
+#: The minimum of HTTP/2: as many bytes of one connection may wait here unread.
 _WINDOW_BYTES: Final = 65535
 
 
-def path_problem(path: Path) -> str | None:
-    """Why no socket can be there; None if one can."""
-    size = len(os.fsencode(path))
-    if size <= MOST_PATH_BYTES:
-        return None
-    return f"the socket {path} would have a path of {size} bytes and {MOST_PATH_BYTES} are possible: set a shorter container.allocation_dir"
-
-
 class Listener:
-    """Serves `service` at `path`. Cheap: nothing runs until somebody connects. Use it once; a new socket takes a new listener."""
+    """Serves `service` at `path`, once: a new socket needs a new listener."""
 
     def __init__(self, path: Path, service: Any) -> None:
-        self.path: Final = path
+        self._socket = UnixSocket(path, mode=_MODE)
         self._server = _Server([service])
-        self._inode: tuple[int, int] | None = None
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket's file is there and is ours."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._inode
+        """Whether the socket's file is the one that this listener made."""
+        return self._socket.in_place
 
     async def listen(self) -> None:
-        """Replaces a socket that an earlier life left. Raises OSError."""
-        await self._server.start(path=str(self.path), backlog=_BACKLOG)
-        self.path.chmod(_MODE)
-        found = self.path.stat()
-        self._inode = (found.st_dev, found.st_ino)
+        """Replaces a socket of an earlier process of the agent. Raises OSError."""
+        await self._server.start(sock=self._socket.bind(replace_served=True), backlog=_BACKLOG)
 
     async def close(self, grace_seconds: float) -> None:
-        """Lets running calls end and hangs up. The file stays: a restarted agent listens there again."""
+        """Waits for calls in flight and disconnects. The file stays: a restarted agent replaces it."""
         await self._server.drain(grace_seconds, lambda: None)
 
 
 class _Server(DrainingServer):
-    """A server for peers that may mean no good: h2 checks their headers, and little is kept for each of them."""
+    """A server for untrusted peers: h2 checks their headers, and little memory is kept for each of them."""
 
     def __init__(self, services: list[Any]) -> None:
         super().__init__(services)
@@ -72,18 +54,18 @@ class _Server(DrainingServer):
             http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
         ).__for_server__()
         self._h2_config = H2Configuration(client_side=False, header_encoding="ascii")
-        self._guards: set[_Guard] = set()
+        self._limited: set[_LimitedProtocol] = set()
 
     def _protocol_factory(self) -> H2Protocol:
-        return cast("H2Protocol", _Guard(super()._protocol_factory, self._guards))
+        return cast("H2Protocol", _LimitedProtocol(super()._protocol_factory, self._limited))
 
 
-class _Guard(asyncio.Protocol):
-    """Stands before one connection's protocol: so many at once, for so long, with so many bytes, and no bytes do harm elsewhere."""
+class _LimitedProtocol(asyncio.Protocol):
+    """Limits one connection in time and bytes, and all connections in number, before its bytes reach HTTP/2."""
 
-    def __init__(self, make: Callable[[], H2Protocol], guards: "set[_Guard]") -> None:
+    def __init__(self, make: Callable[[], H2Protocol], limited: "set[_LimitedProtocol]") -> None:
         self._make = make
-        self._guards = guards
+        self._limited = limited
         self._inner: H2Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._end: asyncio.TimerHandle | None = None
@@ -91,10 +73,10 @@ class _Guard(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if len(self._guards) >= _MOST_CONNECTIONS:
+        if len(self._limited) >= _MOST_CONNECTIONS:
             self._transport.abort()
             return
-        self._guards.add(self)
+        self._limited.add(self)
         self._end = asyncio.get_running_loop().call_later(_MOST_CONNECTION_SECONDS, transport.close)
         self._inner = self._make()
         self._inner.connection_made(transport)
@@ -108,7 +90,7 @@ class _Guard(asyncio.Protocol):
             return
         try:
             self._inner.data_received(data)
-        except Exception:  # bytes that h2 itself stumbles over, such as headers that are no ASCII
+        except Exception:  # bytes on which h2 itself fails, such as headers that are not ASCII
             self._transport.abort()
 
     def pause_writing(self) -> None:
@@ -120,7 +102,7 @@ class _Guard(asyncio.Protocol):
             self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._guards.discard(self)
+        self._limited.discard(self)
         if self._end is not None:
             self._end.cancel()
         if self._inner is not None:

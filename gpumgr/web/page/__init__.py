@@ -1,1 +1,1 @@
-"""The page at `/`: one file, read by whoever serves it."""
+"""The page at `/`, a single file."""

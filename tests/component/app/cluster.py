@@ -1,4 +1,4 @@
-"""A node that is announced: the agent with its kubelet in memory, and the real writer before the stand-in API server."""
+"""A node and its API server: the agent with its kubelet in memory, and the real publisher in front of the stand-in API server."""
 
 import asyncio
 import json
@@ -9,53 +9,51 @@ from typing import Any, NoReturn
 
 from gpumgr.agent.history import History
 from gpumgr.allocator.history import Entry
-from gpumgr.app.announcing import Announcing
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Pace
-from gpumgr.kubeapi.writer.announcer import Announcer
+from gpumgr.kubeapi.publisher.decisions import DecisionReporter
+from gpumgr.kubeapi.publisher.publisher import Publisher
+from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Document
 from gpumgr.sim.kubelet_pods import PodStatus, SimPod
 from tests.unit.agent.world import World
 
-_PACE = Pace(pause_seconds=(0.005, 0.01))
+_PACE = WatchTimes(pause_seconds=(0.005, 0.01))
 
 
 class Cluster:
-    """`look` moves time on and lets the announcing look; its daemon does not run. `timing`: what the writer has for a clock."""
+    """`look` advances the clock and reports once; the reporter's daemon does not run. `timing`: the publisher's clock."""
 
     def __init__(
         self, world: World, api: SimApiServer, server: ApiServer, timing: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
         self.world, self.api = world, api
-        self.cache, self.announcer = PodCache(server, api.node_name, pace=_PACE), Announcer(server, api.node_name, **timing or {})
+        self.cache, self.publisher = (
+            PodCache(server, api.node_name, watch_times=_PACE),
+            Publisher(server, api.node_name, **timing or {}),
+        )
         self.daemons: list[asyncio.Task[NoReturn]] = []
-        self.described = 0
         self.settings = settings
-        self.announcing = self.announce()
+        self.decisions = self.reporter()
 
-    def announce(self) -> Announcing:
-        """As at the start of an agent."""
-        return Announcing(
-            self.announcer,
-            books=self.world.books,
+    def reporter(self, clock: Callable[[], float] | None = None) -> DecisionReporter:
+        """As at the start of an agent; `clock` (monotonic, in seconds) is the world's unless given."""
+        return DecisionReporter(
+            self.publisher,
+            agent_state=self.world.agent_state,
             pods=self.cache,
-            describe=self._describe,
             node=self.api.node_name,
-            clock=self.world.clock,
+            clock=clock or self.world.clock,
             **self.settings,
         )
 
-    def _describe(self) -> None:
-        self.described += 1
-
     @property
     def history(self) -> History:
-        return self.world.books.history
+        return self.world.agent_state.history
 
     async def shown(self, pod: SimPod, status: PodStatus | None = None) -> SimPod:
-        """The API server has the pod, and the cache knows."""
+        """The API server has the pod, and the cache too."""
         status = status or PodStatus(phase="Pending")
         self.api.put(pod, status)
         await self.until(lambda: getattr(self.cache.by_uid(pod.uid), "phase", None) == status.phase)
@@ -65,13 +63,13 @@ class Cluster:
         return await self.world.run(await self.shown(pod))
 
     async def look(self, seconds: float = 1.0) -> None:
-        """Until all that is then to be said is written."""
+        """Until what is due then is written."""
         self.world.clock.now += seconds
-        self.announcing.look()
+        self.decisions.report()
         await self.written()
 
     async def written(self) -> None:
-        await self.until(lambda: self.announcer.state().waiting == 0)
+        await self.until(lambda: self.publisher.state().waiting == 0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -79,7 +77,7 @@ class Cluster:
                 assert not any(daemon.done() for daemon in self.daemons), self.daemons
                 await asyncio.sleep(0.002)
 
-    def tell(self, **entry: Any) -> None:
+    def add(self, **entry: Any) -> None:
         self.history.add(Entry(at=1.0, **entry))
 
     @property
@@ -94,18 +92,18 @@ class Cluster:
         return self.api.annotations(pod.uid)
 
     def allocations(self, pod: SimPod) -> list[dict[str, Any]]:
-        """What the pod's annotation lists."""
+        """The containers in the pod's annotation."""
         result: list[dict[str, Any]] = json.loads(self.annotations(pod)["gpumgr.io/allocations"])
         return result
 
 
 @asynccontextmanager
 async def announced(world: World, folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    """Both daemons of the API server's side run."""
+    """The pod cache and the publisher run."""
     async with SimApiServer("node-1") as api:
         server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
         cluster = Cluster(world, api, server, **settings)
-        cluster.daemons += [asyncio.create_task(cluster.cache.run()), asyncio.create_task(cluster.announcer.run())]
+        cluster.daemons += [asyncio.create_task(cluster.cache.run()), asyncio.create_task(cluster.publisher.run())]
         try:
             await cluster.cache.wait_synced()
             yield cluster

@@ -1,22 +1,21 @@
-"""From the kubelet's calls to what `kubectl describe` shows: one patch and one event for a pod, each for the right life of it."""
+"""From the kubelet's calls to what `kubectl describe` shows: one patch and one event for a pod, for the right incarnation."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.allocator.annotations import pod_annotations
 from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.app import announcing
-from gpumgr.app.announcing import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
-from gpumgr.app.podside import tell_refused_eviction
 from gpumgr.kubeapi.cache import PodCache
+from gpumgr.kubeapi.publisher import decisions
+from gpumgr.kubeapi.publisher.decisions import CHECK_SECONDS, LATE_SECONDS, MAX_LATE, SETTLE_SECONDS
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from gpumgr.topology.devices import NodeSnapshot, Topology
 from tests.component.stage.stage import snapshot
@@ -66,7 +65,7 @@ async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Clu
     assert cluster.writes == ["pod", "event"]
 
 
-async def test_nothing_is_said_before_the_pods_calls_are_answered(cluster: Cluster) -> None:
+async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: Cluster) -> None:
     await cluster.run(cluster.world.pod("web", app()))
     cluster.world.clock.now -= 2  # its containers took that long to start
     await cluster.look(SETTLE_SECONDS / 2)
@@ -75,9 +74,9 @@ async def test_nothing_is_said_before_the_pods_calls_are_answered(cluster: Clust
     assert cluster.writes == ["pod", "event"]
 
 
-async def test_the_daemon_tells_of_a_pod_well_within_a_second(cluster: Cluster) -> None:
-    cluster.announcing._clock = asyncio.get_running_loop().time
-    daemon = asyncio.create_task(cluster.announcing.run())
+async def test_the_daemon_writes_a_pods_annotations_and_event_by_itself(cluster: Cluster) -> None:
+    cluster.decisions = cluster.reporter(asyncio.get_running_loop().time)
+    daemon = asyncio.create_task(cluster.decisions.run())
     await asyncio.sleep(0.01)
     await cluster.run(cluster.world.pod("web", app()))
     async with asyncio.timeout(5):
@@ -85,10 +84,9 @@ async def test_the_daemon_tells_of_a_pod_well_within_a_second(cluster: Cluster) 
     daemon.cancel()
     await asyncio.wait([daemon])
     assert cluster.writes == ["pod", "event"]
-    assert cluster.described >= 1
 
 
-async def test_a_crowd_is_told_each_once(cluster: Cluster) -> None:
+async def test_each_of_many_pods_is_reported_once(cluster: Cluster) -> None:
     pods = [await cluster.run(cluster.world.pod(f"web-{number}", app(cores=5, blocks=1))) for number in range(20)]
     await cluster.look()
     assert sorted(cluster.writes) == ["event"] * 20 + ["pod"] * 20
@@ -101,7 +99,7 @@ async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     world = await World.made(snapshot(2, 16))
     async with announced(world, tmp_path, annotate_pods=False, write_events=False) as cluster:
         await cluster.run(cluster.world.pod("web", app()))
-        cluster.tell(what="gpu", code="lost", gpus=("00000000",))
+        cluster.add(what="gpu", code="lost", gpus=("00000000",))
         await cluster.look()
         assert cluster.writes == []
 
@@ -109,7 +107,7 @@ async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
 # -- the right pod -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_pod_that_the_api_server_shows_late_is_told_late(cluster: Cluster) -> None:
+async def test_a_pod_that_the_api_server_shows_late_is_reported_late(cluster: Cluster) -> None:
     pod = await cluster.world.run(cluster.world.pod("web", app()))
     await cluster.look(30)
     assert cluster.writes == []
@@ -119,7 +117,7 @@ async def test_a_pod_that_the_api_server_shows_late_is_told_late(cluster: Cluste
     assert cluster.allocations(pod)[0]["container"] == "main"
 
 
-async def test_another_life_of_the_name_gets_nothing(cluster: Cluster) -> None:
+async def test_another_incarnation_of_the_name_gets_nothing(cluster: Cluster) -> None:
     first = await cluster.run(cluster.world.pod("web-0", app()))
     second = replace(first, uid="uid-99")
     cluster.api.remove(first.uid)
@@ -129,26 +127,26 @@ async def test_another_life_of_the_name_gets_nothing(cluster: Cluster) -> None:
     assert cluster.annotations(second) == {}
 
 
-async def test_a_pod_that_ended_meanwhile_is_forgotten(cluster: Cluster) -> None:
+async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) -> None:
     await cluster.api.stop()
     pod = await cluster.world.run(cluster.world.pod("web", app()))
     view = cluster.world.view(pod)
     cluster.cache._change(None, view)
     cluster.world.clock.now += 1
-    cluster.announcing.look()
-    assert cluster.announcer.state().waiting == 2
+    cluster.decisions.report()
+    assert cluster.publisher.state().waiting == 2
     cluster.cache._change(view, None)
-    assert cluster.announcer.state().waiting == 1
+    assert cluster.publisher.state().waiting == 1
 
 
-async def test_an_allocation_that_turns_out_to_be_anothers_is_moved(cluster: Cluster) -> None:
+async def test_the_annotations_follow_an_allocation_that_is_moved_to_another_pod(cluster: Cluster) -> None:
     world = cluster.world
     one, other = await cluster.shown(world.pod("one", app())), await cluster.shown(world.pod("other", app()))
     await world.run(one)
     await cluster.look()
     assert "gpumgr.io/allocations" in cluster.annotations(one)
     (held,) = world.ledger.allocations.values()
-    world.books.put(world.ledger.occupy(replace(held, pod=("team", "other"), uid=other.uid)))
+    world.agent_state.put(world.ledger.occupy(replace(held, pod=("team", "other"), uid=other.uid)))
     await cluster.look()
     await cluster.look()
     assert cluster.annotations(one) == {}
@@ -159,7 +157,7 @@ async def test_an_allocation_that_turns_out_to_be_anothers_is_moved(cluster: Clu
 async def test_a_schedulers_own_keys_stay_where_we_wrote_nothing(cluster: Cluster) -> None:
     pod = await cluster.shown(cluster.world.pod("web", app()))
     theirs = {"tencent.com/predicate-gpu-idx-0": "1", "tencent.com/predicate-gpu-idx-7": "1", "tencent.com/gpu-assigned": "false"}
-    cluster.announcer.annotate_pod(("team", "web"), pod.uid, theirs)
+    cluster.publisher.annotate_pod(("team", "web"), pod.uid, theirs)
     await cluster.until(lambda: cluster.cache.annotations(pod.uid) == theirs)
     await cluster.world.run(pod)
     await cluster.look()
@@ -172,23 +170,23 @@ async def test_a_schedulers_own_keys_stay_where_we_wrote_nothing(cluster: Cluste
 
 
 async def test_after_a_restart_only_what_is_missing_is_written(cluster: Cluster) -> None:
-    told = await cluster.run(cluster.world.pod("told", app()))
+    written = await cluster.run(cluster.world.pod("written", app()))
     await cluster.look()
-    await cluster.until(lambda: bool(cluster.cache.annotations(told.uid)))
-    untold = await cluster.run(cluster.world.pod("untold", app()))
-    cluster.announcing = cluster.announce()
+    await cluster.until(lambda: bool(cluster.cache.annotations(written.uid)))
+    unwritten = await cluster.run(cluster.world.pod("unwritten", app()))
+    cluster.decisions = cluster.reporter()
     await cluster.look()
     await cluster.look()
     assert cluster.writes == ["pod", "event", "pod"]
-    assert cluster.allocations(untold)[0]["evaluator"] == "share"
+    assert cluster.allocations(unwritten)[0]["evaluator"] == "share"
 
 
-async def test_annotations_that_somebody_removed_are_written_again(cluster: Cluster) -> None:
+async def test_annotations_that_were_removed_are_written_again(cluster: Cluster) -> None:
     pod = await cluster.run(cluster.world.pod("web", app()))
     await cluster.look()
     await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
     before = dict(cluster.annotations(pod))
-    cluster.announcer.annotate_pod(("team", "web"), pod.uid, dict.fromkeys(before))
+    cluster.publisher.annotate_pod(("team", "web"), pod.uid, dict.fromkeys(before))
     await cluster.until(lambda: not cluster.cache.annotations(pod.uid))
     await cluster.look(CHECK_SECONDS)
     await cluster.look()
@@ -197,16 +195,16 @@ async def test_annotations_that_somebody_removed_are_written_again(cluster: Clus
 
 async def test_a_container_on_a_gpu_that_the_driver_does_not_show_waits(cluster: Cluster) -> None:
     pod = await cluster.run(cluster.world.pod("web", app()))
-    await cluster.world.books.set_snapshot(NodeSnapshot(gpus=(), topology=Topology((), ())))
+    await cluster.world.agent_state.set_snapshot(NodeSnapshot(gpus=(), topology=Topology((), ())))
     await cluster.look()
     assert cluster.writes == []
-    await cluster.world.books.set_snapshot(cluster.world.node)
+    await cluster.world.agent_state.set_snapshot(cluster.world.node)
     await cluster.look()
     assert cluster.allocations(pod)[0]["indices"] == [0]
 
 
 async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
-    world, told = cluster.world, cluster.announcing
+    world, reporter = cluster.world, cluster.decisions
     for number in range(5):
         pod = await cluster.run(world.pod(f"web-{number}", app()))
         await cluster.look()
@@ -218,24 +216,24 @@ async def test_nothing_is_kept_of_pods_that_are_gone(cluster: Cluster) -> None:
     await cluster.look()
     assert not world.ledger.allocations
     kept = (
-        told._due,
-        told._untold,
-        told._evaluators,
-        told._written,
-        told._late,
-        told._renamed,
+        reporter._due,
+        reporter._unreported,
+        reporter._evaluators,
+        reporter._published,
+        reporter._late,
+        reporter._renamed,
     )
     assert [len(each) for each in kept] == [0] * 6
     assert cluster.writes.count("pod") == cluster.writes.count("event") == 5
 
 
-async def test_a_pod_that_runs_on_keeps_its_evaluator_however_much_happens(cluster: Cluster) -> None:
+async def test_the_evaluator_of_a_running_pod_is_kept_after_many_events(cluster: Cluster) -> None:
     pod = await cluster.run(cluster.world.pod("web", app()))
     await cluster.look()
     await cluster.until(lambda: bool(cluster.cache.annotations(pod.uid)))
     for number in range(2 * HISTORY_ENTRIES):
-        cluster.tell(what="freed", id=f"other-{number}")
-    cluster.announcing = cluster.announce()
+        cluster.add(what="freed", id=f"other-{number}")
+    cluster.decisions = cluster.reporter()
     await cluster.look()
     await cluster.look()
     assert cluster.writes == ["pod", "event"]
@@ -246,7 +244,7 @@ async def test_a_pod_that_runs_on_keeps_its_evaluator_however_much_happens(clust
 
 
 class BuggyPods(PodCache):
-    """Stumbles over one pod."""
+    """Raises an error for one pod."""
 
     def get(self, pod: PodKey) -> PodView | None:
         if pod == ("team", "odd"):
@@ -254,38 +252,36 @@ class BuggyPods(PodCache):
         return super().get(pod)
 
 
-async def test_a_bug_fails_nobody_who_tells_us_something(cluster: Cluster) -> None:
+async def test_a_bug_does_not_fail_the_caller(cluster: Cluster) -> None:
     cluster.cache.__class__ = BuggyPods
     with capture_logs() as logs:
-        cluster.tell(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
-        cluster.tell(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="b")
-    assert [(line["event"], line["daemon"]) for line in logs] == [("daemon_failed", "announcing")]
-    cluster.tell(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
+        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="a")
+        cluster.add(what="event", pod=("team", "odd"), code="GpuLimitBroken", why="b")
+    assert [(line["event"], line["daemon"]) for line in logs] == [("daemon_failed", "decision_reporter")]
+    cluster.add(what="gpu", code="lost", gpus=("00000001",), why="XID 79")
     await cluster.written()
     assert [event["reason"] for event in cluster.events] == ["GpuLost"]
 
 
-async def test_a_bug_over_one_pod_keeps_nothing_from_the_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_with_one_pod_does_not_stop_the_others(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(view: PodView, *arguments: Any, **named: Any) -> dict[str, str]:
         if view.name == "odd":
             raise LookupError("a bug")
         return pod_annotations(view, *arguments, **named)
 
-    monkeypatch.setattr(announcing, "pod_annotations", odd)
+    monkeypatch.setattr(decisions, "pod_annotations", odd)
     await cluster.run(cluster.world.pod("odd", app()))
     web = await cluster.run(cluster.world.pod("web", app()))
     with pytest.raises(LookupError):
         await cluster.look()
-    assert cluster.described == 1
     await cluster.look()
     assert cluster.allocations(web)[0]["container"] == "main"
-    assert cluster.described == 2
 
 
-# -- refused and other news --------------------------------------------------------------------------------------------------
+# -- refusals and other events------------------------------------------------------------------------------------------------
 
 
-async def test_a_refused_pod_is_told_why_and_not_that_a_part_of_it_was_placed(cluster: Cluster) -> None:
+async def test_a_refused_pod_gets_the_reason_and_no_event_of_a_placement(cluster: Cluster) -> None:
     pod = await cluster.shown(cluster.world.pod("web", app("one"), app("two", 40, 0)))
     with pytest.raises(Refused):
         await cluster.world.run(pod)
@@ -300,12 +296,12 @@ async def test_a_refused_pod_is_told_why_and_not_that_a_part_of_it_was_placed(cl
     assert event["message"].endswith(f"[allocation {refused.id}]")
 
 
-async def test_what_a_pod_is_told_besides(cluster: Cluster) -> None:
+async def test_other_events_of_pods(cluster: Cluster) -> None:
     pod = await cluster.run(cluster.world.pod("web", app()))
     (held,) = cluster.world.ledger.allocations.values()
     await cluster.look()
-    cluster.tell(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuMemoryOverLimit", why="too much")
-    cluster.tell(what="event", id=held.id, code="GpuLimitBroken", why="without a name, but of its allocation")
+    cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuMemoryOverLimit", why="too much")
+    cluster.add(what="event", id=held.id, code="GpuLimitBroken", why="without a name, but of its allocation")
     await cluster.written()
     assert [(event["reason"], event["type"], event["involvedObject"]["uid"]) for event in cluster.events[1:]] == [
         ("GpuMemoryOverLimit", "Warning", pod.uid),
@@ -313,11 +309,11 @@ async def test_what_a_pod_is_told_besides(cluster: Cluster) -> None:
     ]
 
 
-async def test_that_nothing_keeps_a_container_is_said_where_it_was_placed_and_costs_nothing_more(cluster: Cluster) -> None:
+async def test_missing_limits_are_in_the_event_of_the_placement(cluster: Cluster) -> None:
     pod = await cluster.run(cluster.world.pod("web", app()))
     (held,) = cluster.world.ledger.allocations.values()
     assert held.mechanisms == ("none",)
-    cluster.tell(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuLimitNotEnforced", why="nothing keeps it")
+    cluster.add(what="event", id=held.id, pod=held.pod, pod_uid=pod.uid, code="GpuLimitNotEnforced", why="nothing keeps it")
     await cluster.look()
     assert cluster.writes == ["pod", "event"]
     (event,) = cluster.events
@@ -328,46 +324,46 @@ async def test_that_nothing_keeps_a_container_is_said_where_it_was_placed_and_co
 async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events(cluster: Cluster) -> None:
     pod = await cluster.shown(cluster.world.pod("web", app()))
     cluster.api.forbidden.add(("create", "pods/eviction"))
-    cluster.announcer.on_refused_eviction = partial(tell_refused_eviction, cluster.history)
-    for _ in range(2):
-        cluster.announcer.evict(("team", "web"), pod.uid, reason="GPU0 is drained")
+    for number in range(2):
+        cluster.publisher.evict(f"drain {number}", [Eviction(uid=pod.uid, pod=("team", "web"), reason="GPU0 is drained")])
         await cluster.written()
-    (told,) = cluster.history.entries()
-    assert (told.what, told.code, told.pod, told.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
-    assert told.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
-    assert told.why.endswith("create on pods/eviction")
+        await cluster.look()
+    (entry,) = cluster.history.entries()
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), pod.uid)
+    assert entry.why.startswith("the pod is not evicted (GPU0 is drained): HTTP 403: ")
+    assert entry.why.endswith("create on pods/eviction")
     assert [(event["reason"], event["type"]) for event in cluster.events] == [("GpuPodNotEvicted", "Warning")]
 
 
-async def test_a_static_pods_events_are_where_kubectl_looks_for_them(cluster: Cluster) -> None:
+async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) -> None:
     view = replace(cluster.world.view(cluster.world.pod("web", app())), runtime_uid="of-the-kubelet")
     cluster.cache._change(None, view)
-    cluster.tell(what="event", pod=view.key, pod_uid="of-the-kubelet", code="GpuLimitBroken", why="a")
-    cluster.tell(what="event", pod=view.key, pod_uid=view.uid, code="GpuLimitBroken", why="b")
+    cluster.add(what="event", pod=view.key, pod_uid="of-the-kubelet", code="GpuLimitBroken", why="a")
+    cluster.add(what="event", pod=view.key, pod_uid=view.uid, code="GpuLimitBroken", why="b")
     await cluster.written()
     assert [event["involvedObject"]["uid"] for event in cluster.events] == ["of-the-kubelet"] * 2
 
 
-async def test_news_of_a_pod_that_is_not_known_yet_wait_for_a_while(cluster: Cluster) -> None:
+async def test_events_of_an_unknown_pod_wait_for_a_while(cluster: Cluster) -> None:
     pod = cluster.world.pod("web", app())
-    cluster.tell(what="refused", id="r1", pod=("team", "web"), code="no_fit", why="no room")
-    cluster.tell(what="refused", id="r2", pod=("team", "never"), code="no_fit", why="no room")
-    cluster.tell(what="refused", id="r3", code="no_fit", why="nobody knows whose it is")
+    cluster.add(what="refused", id="r1", pod=("team", "web"), code="no_fit", why="no room")
+    cluster.add(what="refused", id="r2", pod=("team", "never"), code="no_fit", why="no room")
+    cluster.add(what="refused", id="r3", code="no_fit", why="its pod is never known")
     await cluster.look()
     assert cluster.writes == []
     await cluster.shown(pod)
     await cluster.look()
     assert [event["involvedObject"]["uid"] for event in cluster.events] == [pod.uid]
     await cluster.look(LATE_SECONDS)
-    assert cluster.announcer.state().dropped == 1
+    assert cluster.publisher.state().dropped == 1
     for number in range(MAX_LATE + 3):
-        cluster.tell(what="refused", id=f"r{number}", pod=("team", f"never-{number}"), code="no_fit", why="no room")
-    assert cluster.announcer.state().dropped == 4
+        cluster.add(what="refused", id=f"r{number}", pod=("team", f"never-{number}"), code="no_fit", why="no room")
+    assert cluster.publisher.state().dropped == 4
 
 
-async def test_what_becomes_of_gpus_is_told_to_the_node(cluster: Cluster) -> None:
+async def test_events_of_gpus_are_the_nodes(cluster: Cluster) -> None:
     for code, why in (("lost", "XID 79: the GPU has fallen off the bus"), ("back", "it is well again"), ("cordoned", "")):
-        cluster.tell(what="gpu", code=code, gpus=("00000001",), why=why)
+        cluster.add(what="gpu", code=code, gpus=("00000001",), why=why)
     await cluster.written()
     assert [(event["type"], event["reason"], event["message"]) for event in cluster.events] == [
         ("Warning", "GpuLost", "GPU1 (00000001): XID 79: the GPU has fallen off the bus"),

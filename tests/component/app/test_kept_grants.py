@@ -1,15 +1,15 @@
-"""A pod that runs for months: how it came to its GPU is known whatever happened on the node since, over restarts too."""
+"""A pod that runs for months: the decision on its GPU is kept after any number of later events, over restarts too."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from gpumgr.agent.history import History
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.sim.kubelet_pods import SimContainer
-from gpumgr.web.story import story
+from gpumgr.web.pod_details import pod_details
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 
@@ -19,24 +19,24 @@ CROWD = tuple(Entry(at=2.0, what="event", code="GpuOverLimit") for _ in range(HI
 
 
 async def restarted(cluster: Cluster, folder: Path) -> None:
-    """The agent's memory goes over a disk; then everybody who listens starts anew."""
-    books = cluster.world.books
+    """Saves and reloads the agent's state, then starts all its listeners anew."""
+    agent_state = cluster.world.agent_state
     told = cluster.world.checkpoint.entries
     first = told[-1].number + 1
     crowd = tuple(replace(entry, number=number) for number, entry in enumerate(CROWD, first))
     disk = SqliteCheckpoint.open(folder)
-    await disk.save(replace(books.ledger.since(Ledger()), entries=tuple(told)))
+    await disk.save(replace(agent_state.ledger.since(Ledger()), entries=tuple(told)))
     await disk.save(Change(entries=crowd))
     assert await disk.close()
     again = SqliteCheckpoint.open(folder)
     loaded = again.load()
-    books.history = History(again, wall_clock=lambda: 7.0)
-    books.history.restore(loaded.history, living=loaded.ledger.allocations)
-    cluster.announcing = cluster.announce()
+    agent_state.history = History(again, wall_clock=lambda: 7.0)
+    agent_state.history.restore(loaded.history, living=loaded.ledger.allocations)
+    cluster.decisions = cluster.reporter()
     assert await again.close()
 
 
-async def test_a_long_lived_pods_annotations_are_not_rewritten_and_its_story_is_whole(tmp_path: Path) -> None:
+async def test_annotations_of_a_long_running_pod_are_not_rewritten_and_its_history_is_complete(tmp_path: Path) -> None:
     async with announced(await World.made(snapshot(2, 16)), tmp_path) as cluster:
         pod = await cluster.run(cluster.world.pod("web", SimContainer(name="main", cores=30, memory_blocks=4)))
         await cluster.look()
@@ -50,7 +50,7 @@ async def test_a_long_lived_pods_annotations_are_not_rewritten_and_its_story_is_
         assert cluster.annotations(pod) == before
         entries = cluster.history.entries()
         assert len(entries) == HISTORY_ENTRIES + 2
-        told = story(Picture(view=cluster.world.agent.view()), None, "team", "web", entries)
+        told = pod_details(NodeReport(view=cluster.world.agent.view()), None, "team", "web", entries)
         assert told is not None
-        assert [(entry["what"], entry["evaluator"]) for entry in told["history"]] == [("granted", "share")] * 2
-        assert all(entry["candidates"] for entry in told["history"])
+        assert [(entry.what, entry.evaluator) for entry in told.history] == [("granted", "share")] * 2
+        assert all(entry.candidates for entry in told.history)

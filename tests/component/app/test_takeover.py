@@ -1,4 +1,4 @@
-"""gpu-manager's running pods, when its file is there, when it is not, and when nobody tells."""
+"""Takeover of gpu-manager's running pods, with its file, without its file, and without any record."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import INCOMPLETE_SECONDS, Housekeeping
-from gpumgr.agent.offers import Offers
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
+from gpumgr.agent.state import AgentState
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.app.takeover import TakeOver
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
@@ -44,20 +44,20 @@ class Kubelet:
         return self.listing
 
 
-class Scene:
-    """A node whose GPUs are known, a kubelet, and what stands in the two files."""
+class TakeoverNode:
+    """A node with known GPUs, a kubelet, and the contents of the two files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kubelet, self.clock = folder, Kubelet(), Clock()
         self.checkpoint, self.pods = MemoryCheckpoint(), MemoryPods(synced=False)
         self.shown: dict[PodKey, dict[str, dict[str, tuple[str, ...]]]] = {}
         self.remembered = 0
-        self.offered: list[Offer] = []
-        self.offers = Offers(self.offered.append, clock=self.clock)
-        self.books = Books(
+        self.offered: list[NodeDevices] = []
+        self.device_lists = DeviceListPublisher(self.offered.append, clock=self.clock)
+        self.agent_state = AgentState(
             Ledger(),
             checkpoint=self.checkpoint,
-            offers=self.offers,
+            device_lists=self.device_lists,
             meter=Drift(),
             runs=lambda _: True,
             policy="binpack",
@@ -68,8 +68,8 @@ class Scene:
         """Of a new start."""
         admission = Admission(self.pods, self.kubelet, pod_wait_seconds=0, clock=self.clock)
         ids = (f"{n:016x}" for n in count(1))
-        housekeeping = self.housekeeping = Housekeeping(
-            books=self.books, admission=admission, pods=self.pods, new_id=lambda: next(ids), clock=self.clock
+        reconciler = self.reconciler = Reconciler(
+            agent_state=self.agent_state, admission=admission, pods=self.pods, new_id=lambda: next(ids), clock=self.clock
         )
 
         async def remember() -> None:
@@ -83,8 +83,8 @@ class Scene:
         made = TakeOver(
             self.folder / "gpu-manager.json",
             self.folder,
-            books=self.books,
-            housekeeping=housekeeping,
+            agent_state=self.agent_state,
+            reconciler=reconciler,
             admission=admission,
             pods=self.pods,
             done=done,
@@ -92,14 +92,14 @@ class Scene:
             wait_synced=wait_synced,
             clock=self.clock,
         )
-        self.books.before_first_offer = made.first
+        self.agent_state.before_first_offer = made.first
         return made
 
     async def show_gpus(self, number: int = 4) -> None:
-        await self.books.set_snapshot(snapshot(number))
+        await self.agent_state.set_snapshot(snapshot(number))
 
     def taken(self) -> list[tuple[str | None, tuple[str, ...]]]:
-        return [(a.uid, a.gpus) for a in self.books.ledger.check().allocations.values()]
+        return [(a.uid, tuple(a.gpus)) for a in self.agent_state.ledger.check().allocations.values()]
 
     def records(self, *uids: str, minors: tuple[int, ...] = (0,), cores: int = 30) -> None:
         record = {"main": {"Devices": [f"/dev/nvidia{minor}" for minor in minors], "Cores": cores, "Memory": 4 << 28}}
@@ -128,15 +128,15 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene(tmp_path)
+def scene(tmp_path: Path) -> TakeoverNode:
+    return TakeoverNode(tmp_path)
 
 
 def named(logs: list[Any], event: str) -> list[Any]:
     return [line for line in logs if line["event"] == event]
 
 
-async def test_a_node_without_gpu_manager_is_free_at_once_and_for_good(scene: Scene) -> None:
+async def test_a_node_without_gpu_manager_is_free_at_once_and_for_good(scene: TakeoverNode) -> None:
     take_over = scene.take_over()
     await scene.show_gpus()
     assert scene.remembered == 0
@@ -145,13 +145,13 @@ async def test_a_node_without_gpu_manager_is_free_at_once_and_for_good(scene: Sc
     assert (scene.remembered, logs) == (1, [])
 
 
-async def test_ids_of_ours_are_nobody_elses_also_of_a_gpu_that_is_gone(scene: Scene) -> None:
+async def test_our_ids_are_not_taken_for_gpu_managers_also_of_a_gpu_that_is_gone(scene: TakeoverNode) -> None:
     scene.kubelets_file("u1", ids=OURS)
     scene.runs("a", "u1")
     assert await scene.take_over().held_back_by() is None
 
 
-async def test_ids_of_which_no_file_tells_hold_everything_back_until_their_pods_end(scene: Scene) -> None:
+async def test_ids_in_no_file_withhold_all_devices_until_their_pods_end(scene: TakeoverNode) -> None:
     take_over = scene.take_over()
     await scene.show_gpus()
     scene.kubelets_file("u1", "u2")
@@ -172,13 +172,13 @@ async def test_ids_of_which_no_file_tells_hold_everything_back_until_their_pods_
     assert scene.remembered == 1
 
 
-async def test_a_kubelet_that_does_not_answer_proves_no_end(scene: Scene) -> None:
+async def test_a_kubelet_that_does_not_answer_proves_no_end(scene: TakeoverNode) -> None:
     scene.kubelets_file("u1")
     scene.kubelet.listing = None
     assert "pod uid u1 (main)" in str(await scene.take_over().held_back_by())
 
 
-async def test_without_an_api_server_the_kubelet_has_time_to_show_its_pods(scene: Scene) -> None:
+async def test_without_an_api_server_the_kubelet_has_time_to_show_its_pods(scene: TakeoverNode) -> None:
     scene.pods.synced = False
     scene.kubelets_file("u1")
     take_over = scene.take_over()
@@ -189,7 +189,7 @@ async def test_without_an_api_server_the_kubelet_has_time_to_show_its_pods(scene
     assert await take_over.held_back_by() is None
 
 
-async def test_records_are_taken_over_and_told_once(scene: Scene) -> None:
+async def test_records_are_taken_over_and_logged_once(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1")
     scene.runs("a", "u1")
@@ -198,12 +198,12 @@ async def test_records_are_taken_over_and_told_once(scene: Scene) -> None:
         await scene.show_gpus()
         assert await take_over.held_back_by() is None
     assert [line["taken"] for line in named(logs, "taken_over_from_gpu_manager")] == [1]
-    (a,) = scene.books.ledger.allocations.values()
-    assert (a.pod, a.uid, a.core_count, a.anonymous) == (("team", "a"), "u1", 30, True)
+    (a,) = scene.agent_state.ledger.allocations.values()
+    assert (a.pod, a.uid, a.cores, a.anonymous) == (("team", "a"), "u1", 30, True)
     assert scene.remembered == 1
 
 
-async def test_what_gpu_manager_gave_out_until_it_stopped_is_taken_over_too(scene: Scene) -> None:
+async def test_what_gpu_manager_gave_out_until_it_stopped_is_taken_over_too(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1")
     take_over = scene.take_over()
@@ -211,20 +211,20 @@ async def test_what_gpu_manager_gave_out_until_it_stopped_is_taken_over_too(scen
     scene.records("u1", "u2")
     scene.kubelets_file("u1", "u2")
     assert await take_over.held_back_by() is None
-    assert sorted(str(a.uid) for a in scene.books.ledger.allocations.values()) == ["u1", "u2"]
+    assert sorted(str(a.uid) for a in scene.agent_state.ledger.allocations.values()) == ["u1", "u2"]
 
 
-async def test_a_driver_that_comes_late_is_waited_for_by_the_records(scene: Scene) -> None:
+async def test_a_driver_that_comes_late_is_waited_for_by_the_records(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1")
     take_over = scene.take_over()
     assert await take_over.held_back_by() is None
-    assert (scene.remembered, len(scene.books.ledger.allocations)) == (0, 0)
+    assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (0, 0)
     await scene.show_gpus()
-    assert (scene.remembered, len(scene.books.ledger.allocations)) == (1, 1)
+    assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (1, 1)
 
 
-async def test_a_file_that_can_not_be_read_tells_nothing(scene: Scene) -> None:
+async def test_an_unreadable_file_counts_as_no_record(scene: TakeoverNode) -> None:
     (scene.folder / "gpu-manager.json").write_text("{")
     take_over = scene.take_over()
     await scene.show_gpus()
@@ -232,14 +232,14 @@ async def test_a_file_that_can_not_be_read_tells_nothing(scene: Scene) -> None:
     scene.runs("a", "u1")
     with capture_logs() as logs:
         assert await take_over.held_back_by() is not None
-    assert named(logs, "gpu_manager_checkpoint_unreadable") == []  # that was told with the first GPUs
+    assert named(logs, "gpu_manager_checkpoint_unreadable") == []  # logged with the first GPUs
     scene.pods.views.clear()
     scene.kubelet.listing = Listing.of({})
     assert await take_over.held_back_by() is None
     assert scene.remembered == 0
 
 
-async def test_a_kubelets_file_that_can_not_be_read_is_read_at_the_next_start(scene: Scene) -> None:
+async def test_a_kubelets_file_that_can_not_be_read_is_read_at_the_next_start(scene: TakeoverNode) -> None:
     (scene.folder / FILE_NAME).write_text("{")
     take_over = scene.take_over()
     await scene.show_gpus()
@@ -249,43 +249,43 @@ async def test_a_kubelets_file_that_can_not_be_read_is_read_at_the_next_start(sc
     assert await scene.take_over().held_back_by() is None
 
 
-async def test_a_full_disk_takes_nothing_over_and_offers_nothing(scene: Scene) -> None:
+async def test_a_full_disk_takes_nothing_over_and_offers_nothing(scene: TakeoverNode) -> None:
     scene.records("u1")
     await scene.show_gpus()
     scene.checkpoint.full = True
     take_over = scene.take_over()
-    assert "can't be remembered" in str(await take_over.held_back_by())
+    assert "can't be saved" in str(await take_over.held_back_by())
     scene.checkpoint.full = False
     assert await take_over.held_back_by() is None
-    assert (scene.remembered, len(scene.books.ledger.allocations)) == (1, 1)
+    assert (scene.remembered, len(scene.agent_state.ledger.allocations)) == (1, 1)
 
 
-async def test_a_kubelet_that_knows_of_no_device_has_forgotten_nobody(scene: Scene) -> None:
+async def test_a_kubelet_without_device_entries_has_no_running_pods_of_gpu_manager(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file()
     scene.take_over()
     await scene.show_gpus()
-    assert len(scene.books.ledger.allocations) == 1
+    assert len(scene.agent_state.ledger.allocations) == 1
 
 
-async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: Scene) -> None:
+async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u9", ids=OURS)
     take_over = scene.take_over(done=True)
     await scene.show_gpus()
     assert await take_over.held_back_by() is None
-    assert scene.books.ledger.allocations == {}
+    assert scene.agent_state.ledger.allocations == {}
 
     scene.kubelets_file("u1", "u2")
     scene.runs("b", "u2")
     scene.runs("a", "u1")
     again = scene.take_over(done=True)
     await scene.show_gpus()
-    assert [a.uid for a in scene.books.ledger.allocations.values()] == ["u1"]
+    assert [a.uid for a in scene.agent_state.ledger.allocations.values()] == ["u1"]
     assert str(await again.held_back_by()).startswith("team/b (main) hold GPUs")
 
 
-async def with_gpu_3_late(scene: Scene, *minors: int) -> None:
+async def with_gpu_3_late(scene: TakeoverNode, *minors: int) -> None:
     """A container runs that has the GPUs of these minors, and the driver shows three GPUs as yet."""
     scene.records("u1", minors=minors, cores=100 * len(minors))
     scene.kubelets_file("u1")
@@ -295,38 +295,38 @@ async def with_gpu_3_late(scene: Scene, *minors: int) -> None:
     assert await take_over.held_back_by() is None
 
 
-async def test_whose_gpu_comes_late_has_it_before_it_is_offered(scene: Scene) -> None:
+async def test_a_record_of_a_gpu_found_later_is_adopted_before_the_gpu_is_offered(scene: TakeoverNode) -> None:
     await with_gpu_3_late(scene, 3)
     assert (scene.taken(), scene.remembered) == ([], 0)
-    scene.offers.start()
+    scene.device_lists.start()
     (scene.folder / "gpu-manager.json").write_text("{")  # what was read once is known
     await scene.show_gpus(4)
-    (late,) = [offer[3] for offer in scene.offered if len(offer) > 3]
+    (late,) = [node_devices[3] for node_devices in scene.offered if len(node_devices) > 3]
     assert late.healthy_blocks == 0  # as of a GPU that somebody has whole
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000003",))], 1)
-    assert scene.books.before_first_offer is None
+    assert scene.agent_state.before_first_offer is None
 
 
-async def test_each_gpu_of_a_record_is_waited_for(scene: Scene) -> None:
+async def test_each_gpu_of_a_record_is_waited_for(scene: TakeoverNode) -> None:
     await with_gpu_3_late(scene, 1, 3)
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000001",))], 0)
     await scene.show_gpus(4)
-    (a,) = scene.books.ledger.check().allocations.values()
-    assert (a.pod, a.gpus, a.core_count) == (("team", "a"), ("00000001", "00000003"), 200)
+    (a,) = scene.agent_state.ledger.check().allocations.values()
+    assert (a.pod, tuple(a.gpus), a.cores) == (("team", "a"), ("00000001", "00000003"), 200)
     assert scene.remembered == 1
 
 
-async def test_a_late_gpu_that_could_not_be_remembered_at_once_has_its_holder_when_it_is(scene: Scene) -> None:
+async def test_a_late_gpu_that_could_not_be_remembered_at_once_has_its_holder_when_it_is(scene: TakeoverNode) -> None:
     await with_gpu_3_late(scene, 3)
     scene.checkpoint.full = True
     await scene.show_gpus(4)
-    assert len(scene.books.ledger.cards.cards) == 3
+    assert len(scene.agent_state.ledger.gpu_registry.gpus) == 3
     scene.checkpoint.full = False
-    assert await scene.housekeeping.sweep()
+    assert await scene.reconciler.sweep()
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000003",))], 1)
 
 
-async def test_a_record_without_room_holds_everything_back_and_is_tried_again_when_something_changes(scene: Scene) -> None:
+async def test_a_record_without_room_holds_everything_back_and_is_tried_again_when_something_changes(scene: TakeoverNode) -> None:
     scene.records("u1", "u2", cores=100)
     scene.kubelets_file("u1", "u2")
     scene.runs("a", "u1")
@@ -338,14 +338,14 @@ async def test_a_record_without_room_holds_everything_back_and_is_tried_again_wh
     assert all(str(reason).startswith("team/b (main) hold GPUs") for reason in reasons)
     assert len(named(logs, "allocation_not_adopted")) == 1
     assert scene.remembered == 0
-    (first,) = scene.books.ledger.allocations
+    (first,) = scene.agent_state.ledger.allocations
     scene.runs("a", "u1", "Succeeded")
-    await scene.books.commit(scene.books.ledger.free((first,)))
+    await scene.agent_state.commit(scene.agent_state.ledger.free((first,)))
     assert await take_over.held_back_by() is None
     assert (scene.taken(), scene.remembered) == ([("u2", (GPU,))], 1)
 
 
-async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(scene: Scene) -> None:
+async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1", ours=("u2",))
     scene.runs("a", "u1")
@@ -354,8 +354,8 @@ async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(s
     with capture_logs() as logs:
         await scene.show_gpus()
         assert await take_over.held_back_by() is None
-    ledger = scene.books.ledger.check()
-    held = {a.uid: (a.pod, a.cores[GPU], a.anonymous) for a in ledger.allocations.values()}
+    ledger = scene.agent_state.ledger.check()
+    held = {a.uid: (a.pod, a.held("core")[GPU], a.anonymous) for a in ledger.allocations.values()}
     assert held == {
         "u2": (("team", "ours"), (1 << 50) - 1, False),
         "u1": (("team", "a"), ((1 << 30) - 1) << 50, True),
@@ -363,7 +363,7 @@ async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(s
     assert named(logs, "allocation_not_adopted") == []
 
 
-async def test_without_podresources_the_api_server_tells_if_it_says_so_for_a_while(scene: Scene) -> None:
+async def test_without_podresources_the_api_server_decides_after_a_while(scene: TakeoverNode) -> None:
     scene.kubelets_file("u1", "u2")
     scene.runs("a", "u1")
     scene.kubelet.listing = None
@@ -380,7 +380,7 @@ async def test_without_podresources_the_api_server_tells_if_it_says_so_for_a_whi
 
 
 @pytest.mark.parametrize("done", [False, True])
-async def test_records_of_pods_that_ended_are_left_behind(scene: Scene, done: bool) -> None:
+async def test_records_of_pods_that_ended_are_left_behind(scene: TakeoverNode, done: bool) -> None:
     """Though the kubelet's file goes on naming them."""
     scene.records("over", "unknown")
     scene.kubelets_file("over", "unknown")
@@ -391,7 +391,7 @@ async def test_records_of_pods_that_ended_are_left_behind(scene: Scene, done: bo
     assert (scene.taken(), scene.remembered) == ([], 0 if done else 1)
 
 
-async def test_once_done_a_record_of_which_the_kubelet_shows_nothing_is_none(scene: Scene) -> None:
+async def test_once_done_a_record_of_which_the_kubelet_shows_nothing_is_none(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1")
     take_over = scene.take_over(done=True)
@@ -402,7 +402,7 @@ async def test_once_done_a_record_of_which_the_kubelet_shows_nothing_is_none(sce
     assert scene.taken() == []
 
 
-async def test_a_static_pod_is_known_by_the_kubelets_uid(scene: Scene) -> None:
+async def test_a_static_pod_is_identified_by_the_kubelets_uid(scene: TakeoverNode) -> None:
     scene.records("static")
     scene.kubelets_file("static")
     scene.runs("a", "mirror")

@@ -1,7 +1,7 @@
 """Input that no healthy kubelet, disk or host gives: each is met with a sentence, and the books stay as they were.
 
 What people write wrongly is tested with the part that reads it: settings in tests/unit/settings/test_load_settings.py and
-test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_life.py), topology text in tests/unit/topology/test_matrix.py
+test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in tests/unit/topology/test_matrix.py
 and tests/unit/cli/test_topology.py, state files and lines of requests in tests/unit/cli/test_place.py, descriptions of simulated
 nodes in tests/unit/nvml/test_sim_nodes.py. Damaged checkpoints are in tests/component/checkpoint/test_store.py, malformed messages
 in tests/unit/deviceplugin/test_codec.py. A clock that is set back under a whole process is in tests/agent/test_recovery.py.
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.aio import Latest
-from gpumgr.app.listener import News
+from gpumgr.aio import LatestValue
+from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
 from gpumgr.deviceplugin.registration import KubeletLink, LinkTiming
 from gpumgr.errors import AlreadyRunning, Refusal
 from gpumgr.proc import HostProcesses
 from gpumgr.sim.kubelet import SimContainer, SimKubelet
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import CORE_RESOURCE, KINDS, Kind
+from gpumgr.units import CORE_RESOURCE, RESOURCES, Resource
 from tests.component.deviceplugin.harness import ScriptedAllocator, device_list
 from tests.component.stage.stage import snapshot, stage
 
@@ -66,7 +66,7 @@ def cores(gpu: int, number: int) -> list[str]:
     ],
     ids=["unknown", "beyond the last", "of the other kind", "empty", "twice", "none", "two GPUs", "halves", "150", "100,000"],
 )
-async def test_ids_that_can_not_be_granted(folder: Path, kind: Kind, ids: list[str], code: str, sentence: str) -> None:
+async def test_ids_that_can_not_be_granted(folder: Path, kind: Resource, ids: list[str], code: str, sentence: str) -> None:
     async with stage(folder) as node:
         with pytest.raises(Refusal) as refused:
             await node.agent.allocate(kind, ids)
@@ -76,7 +76,7 @@ async def test_ids_that_can_not_be_granted(folder: Path, kind: Kind, ids: list[s
         assert (await node.run(node.pod("after", app(20, 4)))).phase == "Running"
 
 
-async def test_ids_that_somebody_holds_are_not_given_again(folder: Path) -> None:
+async def test_held_ids_are_not_allocated_again(folder: Path) -> None:
     async with stage(folder) as node:
         holder = node.pod("holder", app(100, 16))
         assert (await node.run(holder)).phase == "Running"
@@ -88,7 +88,7 @@ async def test_ids_that_somebody_holds_are_not_given_again(folder: Path) -> None
         assert node.ledger == before
 
 
-async def test_a_preference_among_strange_ids_takes_known_ones(folder: Path) -> None:
+async def test_a_preference_among_unknown_ids_takes_known_ones(folder: Path) -> None:
     strange = [f"none-{n}" for n in range(100_000)]
     async with stage(folder) as node:
         assert sorted(await node.agent.prefer("core", [*strange, *cores(2, 100)], [], 3)) == cores(2, 3)
@@ -98,7 +98,7 @@ async def test_a_preference_among_strange_ids_takes_known_ones(folder: Path) -> 
             await node.agent.prefer("core", strange, [], 3)
 
 
-async def test_a_container_with_ids_that_nobody_offered_does_not_start(folder: Path) -> None:
+async def test_a_container_with_ids_that_were_never_offered_does_not_start(folder: Path) -> None:
     async with stage(folder) as node:
         with pytest.raises(Refusal, match=r"holds core ids that this node never offered \(5f3a9c01-c00 \.\.\.\)"):
             await node.agent.pre_start("core", ["5f3a9c01-c00"])
@@ -117,16 +117,16 @@ async def test_a_kubelet_that_refuses_and_then_does_not(folder: Path) -> None:
         await node.kubelet.until(lambda: len(node.kubelet.registrations) >= seen + 3)
         node.check_agreement(first)
         node.kubelet.register_error = None
-        for kind in KINDS:
+        for kind in RESOURCES:
             await node.kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
         second = node.pod("second", app(20, 4))
         assert (await node.run(second)).phase == "Running"
         node.check_agreement(first, second)
 
 
-async def test_what_a_kubelet_refused_or_left_unanswered_is_told(folder: Path) -> None:
+async def test_a_refused_or_unanswered_registration_is_reported(folder: Path) -> None:
     timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.3, first_retry_seconds=0.01, last_retry_seconds=0.05)
-    devices: dict[Kind, Latest[bytes]] = {kind: Latest(device_list(4)) for kind in KINDS}
+    devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(device_list(4)) for kind in RESOURCES}
     told: asyncio.Queue[str | None] = asyncio.Queue()
     async with SimKubelet(folder) as kubelet, asyncio.timeout(30):
         kubelet.register_hangs = True
@@ -164,7 +164,7 @@ def test_a_second_agent_is_refused(tmp_path: Path) -> None:
     assert str(refused.value) == f"another gpumgr agent serves {tmp_path}; stop it before starting this one"
 
 
-async def test_a_full_disk_refuses_in_words_and_loses_nothing(folder: Path) -> None:
+async def test_with_a_full_disk_calls_are_refused_with_a_message_and_no_state_is_lost(folder: Path) -> None:
     async with stage(folder) as node:
         first = node.pod("first", app(20, 4))
         assert (await node.run(first)).phase == "Running"
@@ -193,13 +193,12 @@ async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> Non
     for minor in (0, 2):
         (dev / f"nvidia{minor}").touch()
     async with stage(folder, node=snapshot(3)) as node:
-        news = News(
-            node.agent.books,
+        news = HardwareEvents(
+            node.agent.agent_state,
             HostProcesses(folder),
             device_root=str(dev),
             before_snapshot=ignore,
-            on_processes=ignore,
-            on_sample=lambda _: None,
+            on_sample=ignore,
         )
         await news.snapshot_taken(snapshot(3))
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
@@ -216,7 +215,7 @@ async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> Non
 
 
 async def test_a_clock_that_is_set_back_changes_no_decision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock only dates allocations; what lasts how long is measured by a clock that nobody can set."""
+    """The wall clock only dates allocations; durations are measured by the monotonic clock."""
     falling = count(2_000_000_000, -3600)
     async with stage(folder) as node:
         monkeypatch.setattr(node.agent, "_wall_clock", lambda: float(next(falling)))
@@ -232,6 +231,6 @@ async def test_a_clock_that_is_set_back_changes_no_decision(folder: Path, monkey
         node.delete(pods[0])
         node.clock.now += 60
         for _ in range(3):
-            assert await node.agent.housekeeping.sweep()
+            assert await node.agent.reconciler.sweep()
         node.check_agreement(*pods[1:])
         assert {a.pod for a in node.ledger.allocations.values()} == {("team", "p1"), ("team", "p2")}

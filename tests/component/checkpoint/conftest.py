@@ -1,27 +1,18 @@
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
+from tests.allocations import allocated
 
 GPU = "11111111"
-CARDS = Cards().meet("GPU-11111111-aaaa", 320).meet("GPU-22222222-bbbb", 90)
-
-
-_BASE = Allocation(
-    id="",
-    container="main",
-    gpus=("11111111",),
-    granted_at=1_700_000_000.25,
-    why="share: best fit",
-)
+CARDS = GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)
 
 
 def allocation(name: str, cores: int = 0b11, **more: Any) -> Allocation:
@@ -29,11 +20,16 @@ def allocation(name: str, cores: int = 0b11, **more: Any) -> Allocation:
         "id": f"id-{name}",
         "pod": ("ns", name),
         "uid": f"uid-{name}",
-        "cores": {"11111111": cores},
-        "blocks": {"11111111": cores << 200},
+        "container": "main",
+        "cores": {GPU: cores} if cores else {},
+        "blocks": {GPU: cores << 200} if cores else {},
+        "gpus": (GPU,),
+        "granted_at": 1_700_000_000.25,
+        "why": "share: best fit",
+        "memory_blocks": 320,
         **more,
     }
-    return replace(_BASE, **values)
+    return allocated(**values)
 
 
 LEDGER = Ledger(CARDS).occupy(allocation("a")).occupy(allocation("b", 0b1100, init=True, anonymous=True, pod=None))

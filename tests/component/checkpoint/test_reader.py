@@ -17,7 +17,7 @@ from .conftest import LEDGER, Open, allocation
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What the folder holds; -shm is sqlite's blackboard and says nothing."""
+    """What the folder holds; -shm is sqlite's shared memory and has no saved data."""
     return {path.name: b"" if path.name.endswith("-shm") else path.read_bytes() for path in folder.iterdir()}
 
 
@@ -56,7 +56,7 @@ async def test_shows_what_a_killed_agent_left(companions: tuple[str, ...], tmp_p
     assert files(left) == before
 
 
-async def test_an_agent_that_starts_and_stops_meanwhile_hides_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_a_read_during_starts_and_stops_of_an_agent_is_complete(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.close()
@@ -86,7 +86,7 @@ async def test_nothing_there_is_lost_not_an_error(tmp_path: Path) -> None:
     assert set(files(tmp_path)) == {NAME}
 
 
-async def test_a_corrupt_file_is_told_and_left_where_it_is(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_a_corrupt_file_is_reported_and_left_in_place(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.close()

@@ -2,8 +2,7 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +27,6 @@ Gpumgr = Callable[..., Awaitable[Ended]]
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: sockets' names have at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="gpumgr-cli-") as name:
-        yield Path(name)
-
-
-@pytest.fixture
 def socket(folder: Path) -> Path:
     return folder / "agent.sock"
 
@@ -51,7 +43,7 @@ async def agent(socket: Path) -> AsyncIterator[FakeAgent]:
 def _no_settings_of_this_host(folder: Path, socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("GPUMGR_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("gpumgr.cli.in_force.DEFAULT_CONFIG", folder / "gpumgr.yaml")
+    monkeypatch.setattr("gpumgr.cli.effective_settings.DEFAULT_CONFIG", folder / "gpumgr.yaml")
     monkeypatch.setenv("GPUMGR_CHECKPOINT_DIR", str(folder))
     monkeypatch.setenv("GPUMGR_HTTP_SOCKET", str(socket))
 
@@ -80,7 +72,7 @@ def gpumgr_command(
 
 @pytest.fixture
 async def start(_no_settings_of_this_host: None) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
-    """Starts `gpumgr ARGUMENTS` as a process of its own, on a terminal if told so; what still runs at the end is killed."""
+    """Starts `gpumgr ARGUMENTS` as a process of its own, on a terminal on request; what still runs at the end is killed."""
     async with contextlib.AsyncExitStack() as ends:
 
         async def begin(*arguments: str | Path, terminal: bool = False) -> Process:

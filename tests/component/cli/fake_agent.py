@@ -44,7 +44,7 @@ class FakeAgent:
         self.socket.unlink(missing_ok=True)
 
     async def read(self) -> None:
-        """Until somebody reads a stream."""
+        """Waits until a client reads a stream."""
         await self._reading.wait()
 
     def push(self) -> None:
@@ -52,9 +52,9 @@ class FakeAgent:
             stream.put_nowait(self._event())
 
     async def happen(self, *new: Any) -> None:
-        """Entries are added, and told to all streams."""
+        """Adds entries and sends them to all streams."""
         self.entries += new
-        self.state["history"] = [{"number": told["number"]} for told in reversed(self.entries)]
+        self.state["history"] = [{**entry, "candidates": []} for entry in reversed(self.entries)]
         self.push()
 
     def _event(self) -> bytes:

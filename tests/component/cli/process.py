@@ -11,8 +11,8 @@ import termios
 from typing import Final, Self
 
 _WAIT_SECONDS: Final = 20.0
-#: The child makes the terminal its own first, so that Ctrl-C reaches it as from a keyboard, and hears SIGINT, which a shell makes its
-#: background jobs ignore, whatever the tests were started by.
+#: The child makes the terminal its own first, so that Ctrl-C reaches it as from a keyboard, and handles SIGINT, which a shell ignores
+#: for its background jobs.
 _PROGRAM: Final = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
 from gpumgr.allocator.history import Candidate, Entry
-from gpumgr.allocator.ids import Cards
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
+from tests.allocations import allocated
 
 AT = 1_700_000_000.0
 GPU = "11111111"
-LEDGER = Ledger(Cards().meet("GPU-11111111-aaaa", 320).meet("GPU-22222222-bbbb", 90)).occupy(
-    Allocation(
+LEDGER = Ledger(GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)).occupy(
+    allocated(
         id="a1",
         pod=("team", "resnet-0"),
         uid="uid-resnet-0",
@@ -43,8 +44,8 @@ ENTRIES = (
         why="the least free room",
         mechanisms=("mps",),
         candidates=(
-            Candidate(gpu=GPU, index=0, cores_free=100, memory_blocks_free=320),
-            Candidate(gpu="22222222", index=1, cores_free=100, memory_blocks_free=90),
+            Candidate(gpu=GPU, index=0, cores_free=100, memory_mebibytes_free=81920),
+            Candidate(gpu="22222222", index=1, cores_free=100, memory_mebibytes_free=23040),
         ),
     ),
     Entry(

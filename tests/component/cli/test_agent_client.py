@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from gpumgr.cli.asking.agent_client import AgentAway, AgentClient
+from gpumgr.cli.client.agent_client import AgentClient, AgentUnavailable
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import Handler, listening
 
-#: The whole sentence: a library's words about transfer encodings help nobody.
-ENDED = r"^the agent at \S+ ended the connection before its answer was whole; see its log$"
+#: The whole message: details of a library about transfer encodings do not help the user.
+ENDED = r"^the agent at \S+ closed the connection before its response was complete; see its log$"
 
 
 def answering(text: str, *, status: int = 200) -> Handler:
@@ -40,7 +40,8 @@ async def test_json_goes_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(404, InputError), (409, GpumgrError), (403, GpumgrError), (500, AgentAway), (503, AgentAway)]
+    ("status", "kind"),
+    [(404, InputError), (409, GpumgrError), (403, GpumgrError), (500, AgentUnavailable), (503, AgentUnavailable)],
 )
 async def test_the_agents_own_sentence_is_the_error_fit_for_a_terminal(
     tmp_path: Path, status: int, kind: type[GpumgrError]
@@ -52,14 +53,14 @@ async def test_the_agents_own_sentence_is_the_error_fit_for_a_terminal(
 
 
 @pytest.mark.parametrize(("text", "status"), [("404: Not Found", 404), ("", 500), ("[]", 500)])
-async def test_an_answer_that_is_not_the_agents_is_told(tmp_path: Path, text: str, status: int) -> None:
-    with pytest.raises(GpumgrError, match=f"answered {status} to /api/state; it may be of another version"):
+async def test_an_answer_of_another_server_is_reported(tmp_path: Path, text: str, status: int) -> None:
+    with pytest.raises(GpumgrError, match=f"responded {status} to /api/state; it may be of another version"):
         await asked(tmp_path, answering(text, status=status))
-    with pytest.raises(GpumgrError, match="no gpumgr agent: its answer is no JSON"):
+    with pytest.raises(GpumgrError, match="not a gpumgr agent: its response is not JSON"):
         await asked(tmp_path, answering("<html>"))
 
 
-async def test_an_agent_that_does_not_run_is_told_with_its_socket(tmp_path: Path) -> None:
+async def test_an_agent_that_does_not_run_is_reported_with_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     async with AgentClient(path) as agent:
         with pytest.raises(GpumgrError, match=rf"does not run on this node: there is no socket at {path}; start it .*--socket"):
@@ -72,7 +73,7 @@ async def test_an_agent_that_does_not_run_is_told_with_its_socket(tmp_path: Path
             await anext(agent.stream("/api/stream"))
 
 
-async def test_a_socket_that_is_not_for_this_user_or_can_not_be_is_told(tmp_path: Path) -> None:
+async def test_an_inaccessible_or_impossible_socket_is_reported(tmp_path: Path) -> None:
     async with listening(tmp_path / "a.sock", {}) as path, AgentClient(path) as agent:
         path.chmod(0)
         user = os.geteuid()
@@ -84,11 +85,11 @@ async def test_a_socket_that_is_not_for_this_user_or_can_not_be_is_told(tmp_path
         finally:
             os.seteuid(user)
     async with AgentClient(tmp_path / ("long" * 30)) as agent:
-        with pytest.raises(GpumgrError, match=r"can't be asked at .*path too long"):
+        with pytest.raises(GpumgrError, match=r"can't be reached at .*path too long"):
             await agent.get("/api/state")
 
 
-async def test_an_agent_that_hangs_or_dies_is_told(tmp_path: Path) -> None:
+async def test_an_agent_that_hangs_or_ends_is_reported(tmp_path: Path) -> None:
     async def hang(_request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
@@ -100,13 +101,13 @@ async def test_an_agent_that_hangs_or_dies_is_told(tmp_path: Path) -> None:
 
     handlers = {("GET", "/hang"): hang, ("GET", "/die"): die}
     async with listening(tmp_path / "a.sock", handlers) as path, AgentClient(path) as agent:
-        with pytest.raises(GpumgrError, match=r"gave no answer within 0\.05 s"):
+        with pytest.raises(GpumgrError, match=r"did not respond within 0\.05 s"):
             await agent.get("/hang", timeout_seconds=0.05)
-        with pytest.raises(AgentAway, match=ENDED):
+        with pytest.raises(AgentUnavailable, match=ENDED):
             await agent.get("/die")
 
 
-async def test_what_speaks_no_http_is_told(tmp_path: Path) -> None:
+async def test_a_server_without_http_is_reported(tmp_path: Path) -> None:
     async def babble(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"+PONG\r\n\r\n")
         await writer.drain()
@@ -114,7 +115,7 @@ async def test_what_speaks_no_http_is_told(tmp_path: Path) -> None:
 
     path = tmp_path / "a.sock"
     async with await asyncio.start_unix_server(babble, path), AgentClient(path) as agent:
-        with pytest.raises(GpumgrError, match=f"what listens at {path} is no gpumgr agent") as error:
+        with pytest.raises(GpumgrError, match=f"the process at {path} is not a gpumgr agent") as error:
             await agent.get("/api/state")
     assert str(error.value).isprintable()
 
@@ -141,7 +142,7 @@ async def test_events_of_any_size_come_one_after_another_until_the_agent_ends_th
         AgentClient(path) as agent,
     ):
         assert [state async for state in agent.stream("/s")] == [*states, {}]
-        with pytest.raises(AgentAway, match=ENDED):
+        with pytest.raises(AgentUnavailable, match=ENDED):
             _ = [state async for state in agent.stream("/s?dies=1")]
         with pytest.raises(GpumgrError, match="too many"):
             await anext(agent.stream("/no"))

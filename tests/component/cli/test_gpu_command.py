@@ -12,7 +12,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from gpumgr.cli import gpu
-from gpumgr.cli.asking import draining
+from gpumgr.cli.client import drain
 from gpumgr.errors import GpumgrError, InputError
 
 from .peer import listening
@@ -101,7 +101,7 @@ class Agent:
         return await asyncio.to_thread(runner.invoke, gpu.command, [*arguments, "--socket", str(self.socket)])
 
 
-class Looks:
+class SteppingClock:
     """Stands in for the clock: time passes by being asked for, so that a tenth of a second has room for some looks on any machine."""
 
     def __init__(self) -> None:
@@ -125,24 +125,24 @@ def failing(_request: web.Request) -> web.Response:
 
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    monkeypatch.setattr(draining, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(drain, "POLL_SECONDS", 0.01)
     made = Agent()
     handlers = {("POST", "/api/gpus/{gpu}/{action}"): made.order, ("GET", "/api/state"): made.state}
     async with listening(tmp_path / "a.sock", handlers) as made.socket:
         yield made
 
 
-async def test_a_cordon_is_confirmed_with_who_goes_on(agent: Agent) -> None:
+async def test_a_cordon_is_confirmed_with_the_running_containers(agent: Agent) -> None:
     agent.on = [ROW]
     result = await agent.run("cordon", "GPU3", "--reason", "broken fan")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         "GPU3 (0fe1c342) is cordoned: broken fan",
-        "1 container on it, to go on:",
+        "1 container on it, which continue:",
         "  team/train (main)  30 cores, 4.0 GiB, since 2023-11-14 22:13:20Z",
     ]
     again = await agent.run("cordon", "3")
-    assert again.stdout.splitlines()[0] == "GPU3 (0fe1c342) is cordoned: broken fan (it was so already)"
+    assert again.stdout.splitlines()[0] == "GPU3 (0fe1c342) is cordoned: broken fan (it was cordoned already)"
     assert agent.orders == [("cordon", "GPU3", "broken fan", False), ("cordon", "3", "", False)]
 
 
@@ -153,13 +153,13 @@ async def test_an_odd_name_reaches_the_agent_as_it_is(agent: Agent) -> None:
     assert agent.orders == [("uncordon", "a/b?c", "", False)]
 
 
-async def test_uncordon_and_reset_tell_what_is_next(agent: Agent) -> None:
+async def test_uncordon_and_reset_print_the_next_step(agent: Agent) -> None:
     agent.cordon = {"reason": "", "since": 1.0, "draining": False}
     reset = await agent.run("reset", "3")
     assert reset.stdout.splitlines() == [
         "GPU 00000000:18:00.0 was successfully reset.",
         "All done.",
-        "GPU3 (0fe1c342) was reset; it is cordoned still: `gpumgr gpu uncordon` gives it back",
+        "GPU3 (0fe1c342) was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service",
     ]
     assert "is back in service as soon as" in (await agent.run("uncordon", "3")).stdout
     assert "was not cordoned" in (await agent.run("uncordon", "3")).stdout
@@ -177,7 +177,7 @@ async def test_a_drain_of_an_empty_gpu_is_done_at_once(agent: Agent) -> None:
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
 
 
-async def test_a_drain_tells_who_is_in_the_way(agent: Agent) -> None:
+async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
     agent.on = [ROW, {**ROW, "allocation": "a2", "namespace": None, "pod": None, "uid": None, "container": None}]
     agent.strangers = [{"pid": 77, "memory_bytes": 1 << 30, "container": None}]
     result = await agent.run("drain", "3", "--evict")
@@ -188,22 +188,22 @@ async def test_a_drain_tells_who_is_in_the_way(agent: Agent) -> None:
         "  allocation a2 (?)  30 cores, 4.0 GiB, since 2023-11-14 22:13:20Z",
         "  pid 77  1.0 GiB",
         "to be evicted as soon as their disruption budgets allow it: team/train",
-        "processes that no allocation lets be there are yours to end",
+        "end the processes that belong to no allocation yourself",
     ]
     assert agent.orders == [("drain", "3", "", True)]
 
 
-async def test_a_drain_of_a_gpu_that_was_not_looked_at_yet_is_not_done(agent: Agent) -> None:
+async def test_a_drain_of_a_gpu_that_was_not_checked_yet_is_not_done(agent: Agent) -> None:
     agent.unlooked = 1
     result = await agent.run("drain", "3")
     assert result.exit_code == 1
-    assert "its processes were not looked at yet" in result.stdout
+    assert "its processes were not listed yet" in result.stdout
     agent.unlooked = 2
     result = await agent.run("drain", "3", "--wait")
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
 
 
-async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent: Agent) -> None:
+async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent) -> None:
     agent.on = [ROW, {**ROW, "pod": "infer"}, {**ROW, "pod": "build"}]
     agent.leaving, agent.stale = True, 2
     result = await agent.run("drain", "3", "--evict", "--wait", "--output", "json")
@@ -217,10 +217,8 @@ async def test_a_drain_waits_until_the_last_one_is_gone_and_tells_of_each(agent:
     assert [(action, evict) for action, _, _, evict in agent.orders] == [("drain", True), ("drain", False)]
 
 
-async def test_a_drain_does_not_wait_for_ever_and_ends_with_who_is_there_then(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draining, "time", Looks())
+async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "time", SteppingClock())
     agent.on, agent.leaving = [ROW] * 1000, True
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
@@ -228,19 +226,19 @@ async def test_a_drain_does_not_wait_for_ever_and_ends_with_who_is_there_then(
     assert len(agent.on) < 1000
 
 
-async def test_a_drain_outlives_the_agent_and_asks_one_that_has_just_started(agent: Agent) -> None:
+async def test_a_drain_continues_with_a_restarted_agent(agent: Agent) -> None:
     agent.on, agent.leaving, agent.missing = [ROW, ROW], True, True
     agent.away, agent.lost_orders = [gone, gone, failing], 1  # aiohttp itself asks a second time
     result = await agent.run("drain", "3", "--wait", "--timeout", "20")
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
-    ended = f"gpumgr: the agent at {agent.socket} ended the connection before its answer was whole; see its log; trying again"
+    ended = (
+        f"gpumgr: the agent at {agent.socket} closed the connection before its response was complete; see its log; trying again"
+    )
     assert result.stderr.splitlines() == [ended, "waiting for 1 container: team/train", ended]
 
 
-async def test_a_drain_whose_agent_does_not_come_back_ends_with_what_was_known(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draining, "time", Looks())
+async def test_a_drain_without_its_agent_ends_with_the_last_known_state(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "time", SteppingClock())
     agent.on, agent.away = [ROW], [failing] * 1000
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
@@ -248,7 +246,7 @@ async def test_a_drain_whose_agent_does_not_come_back_ends_with_what_was_known(
     assert result.stderr == "gpumgr: not now; trying again\n"
 
 
-async def test_a_drain_that_meets_no_agent_at_all_says_so_at_once(agent: Agent, tmp_path: Path) -> None:
+async def test_a_drain_without_any_agent_fails_at_once(agent: Agent, tmp_path: Path) -> None:
     agent.socket = tmp_path / "other.sock"
     result = await agent.run("drain", "3", "--wait")
     assert "the agent does not run on this node" in str(result.exception)
@@ -261,10 +259,10 @@ async def test_a_drain_is_not_waited_for_at_an_agent_that_refuses(agent: Agent) 
     assert str(result.exception) == "you may not"
 
 
-async def test_a_drain_ends_if_somebody_gives_the_gpu_back(agent: Agent) -> None:
+async def test_a_drain_ends_if_the_gpu_is_uncordoned(agent: Agent) -> None:
     agent.on, agent.uncordoned_meanwhile = [ROW], True
     result = await agent.run("drain", "3", "--wait")
-    assert "was uncordoned meanwhile" in str(result.exception)
+    assert "was uncordoned by another request" in str(result.exception)
     assert len(agent.orders) == 1
 
 
@@ -277,23 +275,23 @@ async def test_the_settings_name_the_socket(agent: Agent, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", " ", ".", "..", "\udcff"])
 @pytest.mark.parametrize("action", ["cordon", "drain", "uncordon", "reset"])
-async def test_a_name_that_is_none_is_not_asked_for(agent: Agent, action: str, name: str) -> None:
+async def test_an_invalid_name_is_not_requested(agent: Agent, action: str, name: str) -> None:
     result = await agent.run(action, name)
     assert result.exit_code == 2
-    assert ("it is no UTF-8 text" if name == "\udcff" else "no GPU is named: give its index") in result.stderr
+    assert ("it is not UTF-8 text" if name == "\udcff" else "the GPU's name is empty: give its index") in result.stderr
     assert agent.orders == []
 
 
 @pytest.mark.parametrize("action", ["cordon", "drain"])
-async def test_a_reason_that_is_no_utf8_is_told_here(agent: Agent, action: str) -> None:
+async def test_a_reason_that_is_no_utf8_is_refused_by_the_command(agent: Agent, action: str) -> None:
     result = await agent.run(action, "3", "--reason", "L\udcfcfter")
     assert result.exit_code == 2
-    assert "Invalid value for '--reason': it is no UTF-8 text" in result.stderr
+    assert "Invalid value for '--reason': it is not UTF-8 text" in result.stderr
     assert agent.orders == []
 
 
 @pytest.mark.parametrize("action", ["cordon", "drain"])
-async def test_a_reason_that_is_too_long_is_told_here(agent: Agent, action: str) -> None:
+async def test_a_reason_that_is_too_long_is_refused_by_the_command(agent: Agent, action: str) -> None:
     result = await agent.run(action, "3", "--reason", "x" * 5000)
     assert result.exit_code == 2
     assert "Invalid value for '--reason': it has 5000 characters; 256 at most" in result.stderr

@@ -25,7 +25,7 @@ class Agent:
 
 @pytest.fixture
 async def alive(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
-    monkeypatch.setattr("gpumgr.cli.healthy._ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr("gpumgr.cli.healthy._RESPONSE_SECONDS", 30.0)
     agent, app = Agent(), web.Application()
     app.router.add_get("/healthz", agent.answer)
     runner = web.AppRunner(app)
@@ -35,7 +35,7 @@ async def alive(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await runner.cleanup()
 
 
-async def test_the_socket_of_the_settings_is_asked(alive: Agent, socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_the_socket_of_the_settings_is_used(alive: Agent, socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
     """Which may say of address, port and TLS what they want."""
     (folder / "gpumgr.yaml").write_text(f"http: {{socket: {socket}, port: 1}}\n")
     ended = await gpumgr_command("healthy")
@@ -43,7 +43,7 @@ async def test_the_socket_of_the_settings_is_asked(alive: Agent, socket: Path, f
     alive.reasons = ("the loop\nhangs",)
     ended = await gpumgr_command("healthy")
     assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith("gpumgr: the agent answers 503: {")
+    assert ended.err.startswith("gpumgr: the agent responds 503: {")
 
 
 @pytest.mark.usefixtures("alive")
@@ -53,7 +53,7 @@ async def test_a_socket_of_its_own(socket: Path, gpumgr_command: Gpumgr) -> None
 
 async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("healthy", "--socket", socket)
-    assert (ended.code, ended.err) == (1, f"gpumgr: no agent answers at {socket}: No such file or directory\n")
+    assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: No such file or directory\n")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM) as other:
         other.bind(str(socket))
         ended = await gpumgr_command("healthy", "--socket", socket)
@@ -63,12 +63,12 @@ async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_co
 async def test_one_that_takes_the_call_and_is_silent(
     socket: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpumgr.cli.healthy._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("gpumgr.cli.healthy._RESPONSE_SECONDS", 0.05)
     with sockets.socket(sockets.AF_UNIX) as silent:
         silent.bind(str(socket))
         silent.listen()
         ended = await gpumgr_command("healthy", "--socket", socket)
-    assert (ended.code, ended.err) == (1, f"gpumgr: no agent answers at {socket}: timed out\n")
+    assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: timed out\n")
 
 
 async def test_wrong_settings_are_an_input_error(folder: Path, gpumgr_command: Gpumgr) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.node_story import entry
-from tests.unit.cli.test_history_told import LINES
+from tests.unit.cli.test_history_lines import LINES
 
 from .conftest import Gpumgr
 from .fake_agent import FakeAgent
@@ -44,7 +44,7 @@ async def test_json_has_one_whole_entry_a_line(agent: FakeAgent, gpumgr_command:
         (("--since", "99999d", "--refused"), [5]),
     ],
 )
-async def test_shows_what_is_asked_for(
+async def test_shows_the_requested_entries(
     options: tuple[str, ...], shown: list[int], agent: FakeAgent, gpumgr_command: Gpumgr
 ) -> None:
     for old in agent.entries:
@@ -58,15 +58,15 @@ async def test_shows_what_is_asked_for(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--since", "1s"), "gpumgr: nothing of this kind is remembered\n"),
-        (("--pod", "quiet"), "nothing of this kind is remembered of pod demo/quiet; `gpumgr why` tells"),
-        (("--pod", "team/bert", "--refused"), "nothing of this kind is remembered of pod team/bert; `gpumgr why` tells"),
+        (("--since", "1s"), "gpumgr: the history has no such entry\n"),
+        (("--pod", "quiet"), "the history has no such entry of pod demo/quiet; `gpumgr why` shows"),
+        (("--pod", "team/bert", "--refused"), "the history has no such entry of pod team/bert; `gpumgr why` shows"),
         (("--pod", "nosuch"), "nothing is known of pod nosuch on this node: it is not here,"),
         (("--pod", "resnet"), "nothing is known of pod resnet on this node"),
         (("--pod", "resnet"), "; did you mean team/resnet-0?\n"),
     ],
 )
-async def test_what_matches_nothing_is_told(
+async def test_a_filter_without_matches_is_reported(
     options: tuple[str, ...], said: str, agent: FakeAgent, gpumgr_command: Gpumgr
 ) -> None:
     for old in agent.entries:
@@ -81,7 +81,7 @@ async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gp
     agent.stories["other", "resnet-0"] = {}
     ended = await gpumgr_command("history", "--socket", agent.socket, "--pod", "resnet-0")
     assert (ended.code, ended.out) == (2, "")
-    assert "several pods on this node are called so: other/resnet-0, team/resnet-0" in ended.err
+    assert "several pods on this node have this name: other/resnet-0, team/resnet-0" in ended.err
 
 
 async def test_shows_twenty_or_all_since(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -100,7 +100,7 @@ async def test_wrong_options_are_exit_code_2(options: tuple[str, ...], agent: Fa
     assert ended.err
 
 
-async def test_without_the_agent_the_checkpoint_tells_and_hostile_names_are_spelled_out(
+async def test_without_the_agent_the_checkpoint_is_read_and_hostile_names_are_escaped(
     folder: Path, gpumgr_command: Gpumgr
 ) -> None:
     await remember(folder)
@@ -124,7 +124,7 @@ async def test_following_needs_the_agent(folder: Path, gpumgr_command: Gpumgr) -
     assert "systemctl start gpumgr" in ended.err
 
 
-async def test_follow_prints_what_is_new_once_and_outlives_the_agent(agent: FakeAgent, start: Start) -> None:
+async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_the_agent(agent: FakeAgent, start: Start) -> None:
     process = await start("history", "--socket", agent.socket, "--follow", "-n", "1", "--output", "json")
     await process.until('"number": 7')
     await agent.happen(entry(8, "event"), entry(9, "refused"))
@@ -153,7 +153,7 @@ async def test_follow_goes_on_after_an_agent_that_lost_its_last_numbers(agent: F
     assert numbers(process.out) == [1, 2, 3, 4, 5, 6, 7, 7]
 
 
-async def test_follow_waits_for_a_pod_that_nobody_knows_yet(agent: FakeAgent, start: Start) -> None:
+async def test_follow_waits_for_an_unknown_pod(agent: FakeAgent, start: Start) -> None:
     process = await start("history", "--socket", agent.socket, "--follow", "--pod", "late", "--output", "json")
     await process.until("nothing is known of pod late on this node", stream="err")
     await process.until("waiting for default/late\n", stream="err")
@@ -165,7 +165,7 @@ async def test_follow_waits_for_a_pod_that_nobody_knows_yet(agent: FakeAgent, st
     assert numbers(process.out) == [9]
 
 
-async def test_on_a_terminal_what_happened_has_a_colour(agent: FakeAgent, start: Start) -> None:
+async def test_on_a_terminal_events_have_a_colour(agent: FakeAgent, start: Start) -> None:
     process = await start("history", "--socket", agent.socket, "--refused", terminal=True)
     assert await process.ended() == 0
     await process.until("\x1b[31mrefused\x1b[0m  team/odd (main)")

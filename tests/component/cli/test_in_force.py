@@ -1,4 +1,4 @@
-"""Commands that go by the settings in force find the file that the agent has unless told otherwise."""
+"""Commands that use the settings in force find the file of the agent unless an option names another."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def commands(command: click.Command, name: str = "gpumgr") -> Iterator[tuple[str
             yield from commands(found, f"{name} {each}")
 
 
-def test_whatever_takes_a_settings_file_says_where_it_looks_without() -> None:
+def test_each_command_with_a_settings_option_documents_the_default_path() -> None:
     told = {
         name: option.help or ""
         for name, command in commands(group)

@@ -1,4 +1,4 @@
-"""What a command does when nobody can read what it prints."""
+"""Commands with a closed or full standard output."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (1, "gpumgr: the output can't be written: No space left on device\n")
 
 
-def test_a_reader_that_is_gone_is_no_error_to_tell() -> None:
+def test_a_closed_pipe_is_not_reported() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:

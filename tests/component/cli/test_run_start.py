@@ -6,11 +6,11 @@ from typing import Final
 
 import pytest
 
-#: As installed, before whatever comes next.
+#: The console script as installed.
 _SCRIPT: Final = "import gpumgr.__main__; gpumgr.__main__.main()"
 _MODULE: Final = 'import runpy; runpy.run_module("gpumgr", run_name="__main__", alter_sys=True)'
-#: A SIGHUP comes before each module that is neither of the standard library nor where the command begins. What the agent is asked to run
-#: with ends it when all is imported; then it tells how many came.
+#: A SIGHUP comes before each module that is neither of the standard library nor where the command begins. Its arguments
+#: end the agent when all is imported; then it prints the number of signals.
 _HUNG_UP: Final = """
 import os, signal, sys
 

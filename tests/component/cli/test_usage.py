@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.cli.asking.documents import read_state
-from gpumgr.cli.showing.usage_screen import usage_text
+from gpumgr.cli.client.schema import read_state
+from gpumgr.cli.rendering.usage_screen import usage_text
 from tests.unit.cli.node_story import NAMES, container, state
 
 from .conftest import Gpumgr
@@ -51,15 +51,15 @@ async def test_a_gpu_that_is_not_there_is_wrong_input(agent: FakeAgent, gpumgr_c
 
 
 @pytest.mark.parametrize("options", [(), ("--watch",), ("--watch", "--output", "json")])
-async def test_without_an_agent_it_says_how_to_start_one(options: tuple[str, ...], socket: Path, gpumgr_command: Gpumgr) -> None:
+async def test_without_an_agent_the_error_explains_how_to_start_one(
+    options: tuple[str, ...], socket: Path, gpumgr_command: Gpumgr
+) -> None:
     ended = await gpumgr_command("usage", "--socket", socket, *options)
     assert (ended.code, ended.out) == (1, "")
     assert "systemctl start gpumgr" in ended.err
 
 
-async def test_whoever_names_a_socket_means_that_agent_and_not_anothers_books(
-    folder: Path, socket: Path, gpumgr_command: Gpumgr
-) -> None:
+async def test_with_a_given_socket_no_checkpoint_is_read(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     for command in (["usage"], ["why", "team/resnet-0"], ["history"]):
         ended = await gpumgr_command(*command, "--socket", socket)
@@ -67,17 +67,15 @@ async def test_whoever_names_a_socket_means_that_agent_and_not_anothers_books(
         assert "the agent does not run on this node" in ended.err
 
 
-async def test_without_the_agent_the_checkpoint_tells_who_was_granted_what(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-22222222-bbbb": Cordon(since=AT)})
     ended = await gpumgr_command("usage")
     assert ended.code == 0
     assert "the agent does not run on this node" in ended.err
-    (written,) = re.findall(
-        f"What follows is what the checkpoint in {folder} remembers; it was written last at (.*)\\.\n", ended.err
-    )
+    (written,) = re.findall(f"What follows is from the checkpoint in {folder}, last written at (.*)\\.\n", ended.err)
     assert ended.out == (
         f"this node at {written}\n"
-        "the agent does not answer: this is what its checkpoint remembers\n"
+        "the agent does not respond: this is from its checkpoint\n"
         "\n"
         "GPU  MODEL  STATE      CORES  BUSY     MEMORY  USED  TEMP  POWER\n"
         "0    -      -         30/100     -  0.5/80.0G     -     -      -\n"
@@ -101,7 +99,7 @@ async def test_the_socket_is_the_settings(agent: FakeAgent, folder: Path, gpumgr
     assert (await gpumgr_command("usage", "--config", settings)).code == 2
 
 
-async def test_an_agent_of_another_version_is_told(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_an_agent_of_another_version_is_reported(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.state = {"nodes": []}
     ended = await gpumgr_command("usage", "--socket", agent.socket)
     assert (ended.code, ended.out) == (1, "")

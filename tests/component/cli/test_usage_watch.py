@@ -5,8 +5,8 @@ import termios
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpumgr.cli.asking.documents import read_state
-from gpumgr.cli.showing.usage_screen import usage_text
+from gpumgr.cli.client.schema import read_state
+from gpumgr.cli.rendering.usage_screen import usage_text
 from tests.unit.cli.node_story import NAMES, container, state
 
 from .fake_agent import FakeAgent
@@ -16,7 +16,7 @@ Start = Callable[..., Awaitable[Process]]
 OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
-async def test_watch_prints_a_json_line_for_each_state_and_outlives_the_agent(agent: FakeAgent, start: Start) -> None:
+async def test_watch_prints_a_json_line_for_each_state_and_continues_without_the_agent(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch", "--output", "json")
     await process.until("\n")
     agent.state["at"] += 1
@@ -45,7 +45,7 @@ async def test_watch_without_a_terminal_prints_plain_tables(agent: FakeAgent, st
     assert process.out == 2 * (usage_text(read_state(state()), width=None) + "\n\n")
 
 
-async def test_watch_on_a_terminal_is_live_on_the_other_screen_until_q(agent: FakeAgent, start: Start) -> None:
+async def test_watch_on_a_terminal_uses_the_alternate_screen_until_q(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
     await process.until(OTHER_SCREEN)
     shown = await process.until("team/resnet-0 (main)")
@@ -61,11 +61,11 @@ async def test_watch_on_a_terminal_is_live_on_the_other_screen_until_q(agent: Fa
     assert termios.tcgetattr(process.tty) == process.untouched
 
 
-async def test_watch_on_a_terminal_says_that_the_agent_is_away_and_ends_cleanly_on_ctrl_c(agent: FakeAgent, start: Start) -> None:
+async def test_watch_on_a_terminal_shows_a_missing_agent_and_ends_cleanly_on_ctrl_c(agent: FakeAgent, start: Start) -> None:
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
     await process.until("team/resnet-0 (main)")
     await agent.stop()
-    away = await process.until("The agent is away, trying again")
+    away = await process.until("The agent is unavailable, trying again")
     agent.state["node"] = "come-back"
     await agent.start()
     await process.until("come-back", after=away)
@@ -78,7 +78,7 @@ async def test_watch_on_a_terminal_says_that_the_agent_is_away_and_ends_cleanly_
 async def test_keys_show_what_does_not_fit_and_sigterm_gives_the_terminal_back(agent: FakeAgent, start: Start) -> None:
     agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
-    shown = await process.until("q quits; lines 1-22 of 54: cursor and page keys show the others")
+    shown = await process.until("q quits; lines 1-22 of 54: cursor and page keys scroll")
     for keys, lines, last in (
         ("\x1b[B", "2-23", "p08"),
         ("\x1b[B\x1bOB", "4-25", "p10"),
@@ -102,7 +102,7 @@ async def test_keys_show_what_does_not_fit_and_sigterm_gives_the_terminal_back(a
     await process.until(FIRST_SCREEN)
 
 
-async def test_that_the_agent_is_away_is_told_below_what_is_scrolled_too(agent: FakeAgent, start: Start) -> None:
+async def test_a_missing_agent_is_shown_below_a_scrolled_table_too(agent: FakeAgent, start: Start) -> None:
     agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
     process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
     shown = await process.until("q quits; lines 1-22 of 54")
@@ -110,7 +110,7 @@ async def test_that_the_agent_is_away_is_told_below_what_is_scrolled_too(agent: 
     begin, shown = shown, await process.until("q quits; lines 33-54 of 54", after=shown)
     assert "\x1b[2m2026-09-21 14:13:20Z\x1b[0m" in process.out[begin:shown]
     await agent.stop()
-    shown = await process.until("The agent is away: this was at 2026-09-21 14:13:20Z", after=shown)
+    shown = await process.until("The agent is unavailable: this is from 2026-09-21 14:13:20Z", after=shown)
     shown = await process.until("q quits; lines 33-54 of 5", after=shown)
     agent.state["at"] += 1
     await agent.start()

@@ -17,7 +17,7 @@ from .fake_agent import FakeAgent
 from .remembered import AT, ENTRIES, GPU, remember
 
 
-async def test_tells_the_story_in_plain_sentences(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_describes_the_pod_in_sentences(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("why", "team/resnet-0", "--socket", agent.socket)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == told(story()) + "\n"
@@ -29,7 +29,7 @@ async def test_json_is_the_agents_document(pod: str, agent: FakeAgent, gpumgr_co
     assert json.loads(ended.out) == {**story(), "live": True}
 
 
-async def test_an_agent_of_before_tells_no_names_and_the_command_says_so(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_an_older_agent_sends_no_names_and_the_command_reports_this(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.tells_names = False
     ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
     assert (ended.code, ended.out) == (1, "")
@@ -37,9 +37,7 @@ async def test_an_agent_of_before_tells_no_names_and_the_command_says_so(agent: 
 
 
 @pytest.mark.parametrize("namespace", ["default", "demo"])
-async def test_a_name_alone_finds_a_pod_to_which_nothing_happened(
-    namespace: str, agent: FakeAgent, gpumgr_command: Gpumgr
-) -> None:
+async def test_a_name_alone_finds_a_pod_without_events(namespace: str, agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.stories[namespace, "quiet"] = {**story(), "namespace": namespace, "pod": "quiet", "history": [], "allocations": []}
     ended = await gpumgr_command("why", "quiet", "--socket", agent.socket)
     assert ended.code == 0
@@ -50,7 +48,7 @@ async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gp
     agent.state["containers"].append(container("x", "resnet-0", "0fe1c342", namespace="other"))
     ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
     assert (ended.code, ended.out) == (2, "")
-    assert "several pods on this node are called so: other/resnet-0, team/resnet-0" in ended.err
+    assert "several pods on this node have this name: other/resnet-0, team/resnet-0" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -59,10 +57,10 @@ async def test_a_name_that_several_pods_have_is_wrong_input(agent: FakeAgent, gp
         ("team/resnet-1", "; did you mean team/resnet-0?"),
         ("resnet", "; did you mean team/resnet-0?"),
         ("other/bert", "; did you mean team/bert?"),
-        ("team/xyzzy-quux", "long gone"),
+        ("team/xyzzy-quux", "ended long ago"),
     ],
 )
-async def test_nothing_known_is_exit_code_1_with_names_that_are_near(
+async def test_an_unknown_pod_is_exit_code_1_with_similar_names(
     pod: str, offer: str, agent: FakeAgent, gpumgr_command: Gpumgr
 ) -> None:
     ended = await gpumgr_command("why", pod, "--socket", agent.socket)
@@ -74,18 +72,18 @@ async def test_nothing_known_is_exit_code_1_with_names_that_are_near(
 async def test_what_names_no_pod_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("why", "a/b/\x1b[2J", "--socket", agent.socket)
     assert ended.code == 2
-    assert "'a/b/\\x1b[2J' names no pod" in ended.err
+    assert "'a/b/\\x1b[2J' is not a pod's name" in ended.err
     assert agent.asked == []
 
 
 async def test_a_name_that_is_no_utf8_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("why", "team/\udcff", "--socket", agent.socket)
     assert (ended.code, ended.out) == (2, "")
-    assert "it is no UTF-8 text" in ended.err
+    assert "it is not UTF-8 text" in ended.err
     assert agent.asked == []
 
 
-async def test_hostile_names_are_asked_for_as_they_are_and_shown_spelled_out(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_hostile_names_are_requested_unchanged_and_printed_escaped(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     evil = "x\x1b[31m?limit=1#%2f\n"
     agent.stories["team", evil] = {**story(), "pod": evil}
     ended = await gpumgr_command("why", f"team/{evil}", "--socket", agent.socket)
@@ -95,7 +93,7 @@ async def test_hostile_names_are_asked_for_as_they_are_and_shown_spelled_out(age
     assert "\x1b" not in ended.out + other.err
 
 
-async def test_without_the_agent_the_checkpoint_tells(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_without_the_agent_the_checkpoint_is_read(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     ended = await gpumgr_command("why", "resnet-0")
     assert ended.code == 0
@@ -103,7 +101,7 @@ async def test_without_the_agent_the_checkpoint_tells(folder: Path, gpumgr_comma
     assert ended.out == (
         "Pod team/resnet-0, uid uid-resnet-0.\n"
         "\n"
-        "What it asks for is not known: the agent does not answer. The decisions say what the kubelet asked for.\n"
+        "Its request is not known: the agent does not respond. The decisions below have what the kubelet requested.\n"
         "\n"
         "What happened:\n"
         "  2023-11-14 22:13:20Z  granted 30 cores to main\n"
@@ -113,15 +111,15 @@ async def test_without_the_agent_the_checkpoint_tells(folder: Path, gpumgr_comma
         "    chosen: GPU0, by share: the least free room\n"
         "    allocation a1, kept within its share by mps\n"
         "\n"
-        "Where it sits:\n"
+        "It holds:\n"
         "  main has 30 cores and 0.5 GiB of GPU0 since 2023-11-14 22:13:20Z (allocation a1)\n"
         "    why: the least free room\n"
         "    kept within its share by mps\n"
-        "What it uses now is not known: the agent does not answer.\n"
+        "What it uses now is not known: the agent does not respond.\n"
     )
 
 
-async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_json_from_the_checkpoint_is_marked_as_not_live(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     document = json.loads((await gpumgr_command("why", "team/resnet-0", "--output", "json")).out)
     assert document["live"] is False
@@ -129,7 +127,7 @@ async def test_json_out_of_the_checkpoint_says_that_it_is_not_live(folder: Path,
     assert [told["number"] for told in document["history"]] == [ENTRIES[0].number]
 
 
-async def test_a_cordon_is_told_out_of_the_checkpoint_and_of_health_nothing(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_the_checkpoint_shows_a_cordon_and_no_health(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-11111111-aaaa": Cordon(reason="broken fan", since=AT)})
     ended = await gpumgr_command("why", "resnet-0")
     assert (
@@ -146,14 +144,14 @@ async def test_near_names_come_out_of_the_checkpoint_too(folder: Path, gpumgr_co
     assert "did you mean team/resnet-0?" in ended.err
 
 
-async def test_with_neither_agent_nor_checkpoint_both_reasons_are_told(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_with_neither_agent_nor_checkpoint_both_reasons_are_printed(folder: Path, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("why", "resnet-0")
     assert (ended.code, ended.out) == (1, "")
     assert "the agent does not run on this node" in ended.err
     assert f"there is no checkpoint at {folder}" in ended.err
 
 
-async def test_a_checkpoint_that_can_not_be_read_is_told(folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_an_unreadable_checkpoint_is_reported(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     (folder / NAME).write_bytes(b"no checkpoint" * 100)
     ended = await gpumgr_command("why", "resnet-0")
@@ -171,7 +169,7 @@ async def test_hostile_names_in_the_checkpoint_are_spelled_out(folder: Path, gpu
     assert "\x1b" not in ended.out
 
 
-async def test_an_entry_that_this_version_does_not_know_is_told(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
+async def test_an_entry_unknown_to_this_version_is_printed(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.stories["team", "resnet-0"]["history"] = [entry(1, "levitated")]
     ended = await gpumgr_command("why", "team/resnet-0", "--socket", agent.socket)
     assert ended.code == 1

@@ -139,4 +139,4 @@ async def serving(runtime: Runtime, socket: Path) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await server.cut()
+        await server.close_now()

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
+from gpumgr.cri.cgroup_path import ContainerCgroup
 from gpumgr.cri.cgroups import Cgroups, Hierarchy, parse_hierarchy
-from gpumgr.cri.place import Place
 from gpumgr.errors import CriError
 from tests.component.cri.node import UID, Node, container_id
 
@@ -37,16 +37,16 @@ def test_all_processes_below_are_found_in_order(tmp_path: Path, mode: Literal["v
 def test_a_processs_container_is_found(tmp_path: Path, mode: Literal["v1", "v2", "hybrid"]) -> None:
     node = Node(tmp_path, mode)
     node.process(1000, f"{CGROUP}/deeper")
-    assert node.cgroups.place_of(1000) == Place(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert node.cgroups.container_cgroup(1000) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
     assert node.cgroups.nspid_of(1000) == 0
     node.process(1013, "/system.slice/sshd.service")
-    assert node.cgroups.place_of(1013) is None
+    assert node.cgroups.container_cgroup(1013) is None
     assert node.cgroups.nspid_of(1013) == 13
 
 
 def test_a_process_that_is_gone_is_nowhere(tmp_path: Path) -> None:
     cgroups = Node(tmp_path).cgroups
-    assert cgroups.place_of(4711) is None
+    assert cgroups.container_cgroup(4711) is None
     assert cgroups.nspid_of(4711) is None
 
 
@@ -56,7 +56,7 @@ def test_a_carriage_return_in_a_name_forges_nothing(tmp_path: Path) -> None:
     forged = f"0::{CGROUP}/x\r0:memory:/kubepods/pod{UID}/{container_id(1)}\n"
     (node.proc / "12" / "cgroup").write_bytes(forged.encode() + b"1:name=\xff:/\n")
     (node.proc / "12" / "status").write_bytes(b"Name:\tx\rNSpid:\t1\nNSpid:\t12\t3\n")
-    assert node.cgroups.place_of(12) == Place(pod_uid=UID, container_id=ID, cgroup=CGROUP)
+    assert node.cgroups.container_cgroup(12) == ContainerCgroup(pod_uid=UID, container_id=ID, cgroup=CGROUP)
     assert node.cgroups.nspid_of(12) == 3
 
 
@@ -115,7 +115,7 @@ def test_a_cgroup_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
         node.cgroups.pids(CGROUP)
 
 
-def test_without_proc_the_error_says_so(tmp_path: Path) -> None:
+def test_without_proc_the_error_names_proc(tmp_path: Path) -> None:
     with pytest.raises(CriError, match=r"can't read .*/nowhere/mounts: No such file or directory; mount proc there"):
         Cgroups(tmp_path, tmp_path / "nowhere").hierarchy()
 

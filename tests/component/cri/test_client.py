@@ -11,7 +11,7 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.cri import codec
 from gpumgr.cri.client import CriClient
-from gpumgr.cri.codec import FirstProcess
+from gpumgr.cri.codec import InitProcess
 from gpumgr.errors import CriError
 from tests.component.cri.node import Runtime, serving
 from tests.cri_api import cri, recorded_list, recorded_status
@@ -33,7 +33,7 @@ async def test_recorded_answers_are_understood(socket: Path, client: CriClient, 
     runtime = Runtime(listed=listed, statuses={container_id: recorded_status(name)})
     async with serving(runtime, socket):
         assert [each.id for each in await client.list()] == [each.id for each in listed.containers if each.labels]
-        first = await client.first_process(container_id)
+        first = await client.init_process(container_id)
         assert first is not None
         assert first.pid == pid
         assert str(first.cgroups_path).startswith(driver)
@@ -43,7 +43,7 @@ async def test_recorded_answers_are_understood(socket: Path, client: CriClient, 
 
 async def test_a_container_that_is_gone_is_no_error(socket: Path, client: CriClient) -> None:
     async with serving(Runtime(), socket):
-        assert await client.first_process("f" * 64) is None
+        assert await client.init_process("f" * 64) is None
 
 
 async def test_a_restart_of_the_runtime_is_survived(socket: Path, client: CriClient) -> None:
@@ -51,7 +51,7 @@ async def test_a_restart_of_the_runtime_is_survived(socket: Path, client: CriCli
         runtime = Runtime()
         name = runtime.container(1, pid=pid)
         async with serving(runtime, socket):
-            assert await client.first_process(name) == FirstProcess(pid=pid)
+            assert await client.init_process(name) == InitProcess(pid=pid)
 
 
 async def test_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
@@ -61,18 +61,18 @@ async def test_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
         await client.list()
 
 
-async def test_a_socket_that_nobody_listens_at_is_an_error(client: CriClient, socket: Path) -> None:
+async def test_a_socket_without_a_listener_is_an_error(client: CriClient, socket: Path) -> None:
     with sockets.socket(sockets.AF_UNIX) as left_behind:
         left_behind.bind(str(socket))
     with pytest.raises(
-        CriError, match=r"can't ask the container runtime for its version at .*: nobody listens there; .*cri\.socket"
+        CriError, match=r"can't ask the container runtime for its version at .*: no process listens there; .*cri\.socket"
     ):
         await client.version()
 
 
 async def test_a_path_that_is_no_socket_is_an_error(client: CriClient, socket: Path) -> None:
     socket.touch()  # noqa: ASYNC240 (nothing waits)
-    with pytest.raises(CriError, match=r"nobody listens there; .*cri\.socket"):
+    with pytest.raises(CriError, match=r"no process listens there; .*cri\.socket"):
         await client.list()
 
 
@@ -82,7 +82,7 @@ async def test_a_path_too_long_for_a_socket_is_an_error(tmp_path: Path) -> None:
         await client.list()
 
 
-async def test_a_runtime_that_knows_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
+async def test_a_runtime_with_only_v1alpha2_is_an_error(socket: Path, client: CriClient) -> None:
     async with serving(Runtime(service="runtime.v1alpha2.RuntimeService"), socket):
         with pytest.raises(
             CriError, match=r"no CRI v1 is spoken there .* containerd 1\.6 or newer .*disabled_plugins.*cri\.socket"
@@ -101,7 +101,7 @@ async def test_a_hung_runtime_is_given_up(socket: Path) -> None:
         client.close()
 
 
-async def test_a_peer_that_accepts_and_says_nothing_is_given_up(socket: Path) -> None:
+async def test_a_call_to_a_peer_that_accepts_and_never_answers_times_out(socket: Path) -> None:
     with sockets.socket(sockets.AF_UNIX) as mute:
         mute.bind(str(socket))
         mute.listen()
@@ -111,7 +111,7 @@ async def test_a_peer_that_accepts_and_says_nothing_is_given_up(socket: Path) ->
         client.close()
 
 
-async def test_a_peer_that_speaks_no_grpc_is_an_error(socket: Path, client: CriClient) -> None:
+async def test_a_peer_without_grpc_is_an_error(socket: Path, client: CriClient) -> None:
     async def speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(16)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -124,13 +124,13 @@ async def test_a_peer_that_speaks_no_grpc_is_an_error(socket: Path, client: CriC
     await server.wait_closed()
 
 
-async def test_a_runtimes_own_error_is_told(socket: Path, client: CriClient) -> None:
+async def test_an_error_of_the_runtime_is_reported(socket: Path, client: CriClient) -> None:
     runtime = Runtime(failures={"a" * 64: GRPCError(Status.UNKNOWN, "failed to get container runtime spec")})
     async with serving(runtime, socket):
         with pytest.raises(
             CriError, match=r"container aaa.*: the answer was UNKNOWN: failed to get container runtime spec; look at the log"
         ):
-            await client.first_process("a" * 64)
+            await client.init_process("a" * 64)
 
 
 async def test_an_answer_that_can_not_be_read_is_an_error(socket: Path, client: CriClient) -> None:
@@ -139,4 +139,4 @@ async def test_an_answer_that_can_not_be_read_is_an_error(socket: Path, client: 
         with pytest.raises(
             CriError, match=r"the answer can't be read \(.*\); does cri\.socket name the socket of containerd or CRI-O"
         ):
-            await client.first_process("a" * 64)
+            await client.init_process("a" * 64)

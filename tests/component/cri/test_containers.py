@@ -45,17 +45,17 @@ class Stage:
         await self.down()
 
     def hang(self) -> None:
-        """The runtime says nothing any more, and is soon given up."""
+        """The runtime no longer answers, and calls time out soon."""
         self.runtime.hold, self._client._timeout_seconds = asyncio.Event(), 0.2
 
     def start(self, number: int, *, cgroup: str | None = None) -> str:
-        """A container with one process, whose pid is 100 times `number`."""
+        """A container with one process, with pid 100 times `number`."""
         name = container_id(number)
         self.node.process(number * 100, cgroup or f"{POD}/{name}")
         return self.runtime.container(number, f"{POD}/{name}", pid=number * 100)
 
     async def of(self, pid: int) -> Container | None:
-        return await self.containers.of_process(pid, pid * 10)
+        return await self.containers.container_of(pid, pid * 10)
 
     async def ticks(self, seconds: int) -> int:
         """Ticks once a second; how often the runtime was asked."""
@@ -99,7 +99,7 @@ async def test_a_process_belongs_to_its_container(stage: Stage) -> None:
     assert stage.runtime.lists == 1
 
 
-async def test_the_running_ones_and_their_processes_are_known(stage: Stage) -> None:
+async def test_running_containers_and_their_processes_are_listed(stage: Stage) -> None:
     stage.start(1)
     stage.runtime.container(2, state=cri.CONTAINER_CREATED)
     stage.runtime.container(3, state=cri.CONTAINER_EXITED)
@@ -109,7 +109,7 @@ async def test_the_running_ones_and_their_processes_are_known(stage: Stage) -> N
     assert stage.containers.pids(expected(1)) == (20, 100)
 
 
-async def test_each_container_is_asked_for_once_when_it_runs(stage: Stage) -> None:
+async def test_the_status_of_each_running_container_is_read_once(stage: Stage) -> None:
     names = [stage.start(1), stage.start(2)]
     stage.runtime.container(3, state=cri.CONTAINER_CREATED)
     await stage.containers.refresh()
@@ -148,10 +148,10 @@ async def test_an_ended_container_keeps_its_cgroup_and_loses_its_process(stage: 
 async def test_a_number_used_again_is_another_process(stage: Stage) -> None:
     stage.start(1)
     assert await stage.of(100) == expected(1)
-    assert await stage.containers.of_process(100, 4) is None
+    assert await stage.containers.container_of(100, 4) is None
 
 
-async def test_the_kernels_word_on_the_cgroup_counts(stage: Stage) -> None:
+async def test_the_cgroup_comes_from_the_kernel(stage: Stage) -> None:
     mixed = (
         f"/system.slice/containerd.service/kubepods-burstable-pod{UID.replace('-', '_')}.slice:cri-containerd:{container_id(1)}"
     )
@@ -162,7 +162,7 @@ async def test_the_kernels_word_on_the_cgroup_counts(stage: Stage) -> None:
     assert stage.containers.pids(found) == (100,)
 
 
-async def test_without_the_first_process_the_runtimes_word_counts(stage: Stage) -> None:
+async def test_without_the_first_process_the_cgroup_comes_from_the_runtime(stage: Stage) -> None:
     slices = f"kubepods-pod{UID.replace('-', '_')}.slice"
     stage.runtime.container(1, f"{slices}:cri-containerd:{container_id(1)}", pid=4711)
     stage.node.process(4712, f"{POD}/{container_id(5)}")
@@ -176,7 +176,7 @@ async def test_without_the_first_process_the_runtimes_word_counts(stage: Stage) 
     assert stage.containers.pids(three) == ()
 
 
-async def test_an_unknown_container_is_asked_for_once(stage: Stage) -> None:
+async def test_an_unknown_container_is_looked_up_once(stage: Stage) -> None:
     stage.node.process(500, f"{POD}/{container_id(5)}")  # a sandbox: the runtime does not list it
     stage.node.process(501, f"{POD}/{container_id(5)}")
     assert [await stage.of(pid) for pid in (500, 501, 500)] == [None, None, None]
@@ -186,7 +186,7 @@ async def test_an_unknown_container_is_asked_for_once(stage: Stage) -> None:
     assert stage.runtime.lists == 2
 
 
-async def test_unknown_containers_are_asked_for_once_a_second_at_most(stage: Stage) -> None:
+async def test_unknown_containers_are_looked_up_once_a_second_at_most(stage: Stage) -> None:
     for number in (1, 2, 3):
         stage.node.process(number, f"{POD}/{container_id(number)}")
     await stage.of(1)
@@ -199,7 +199,7 @@ async def test_unknown_containers_are_asked_for_once_a_second_at_most(stage: Sta
     assert (stage.runtime.lists, stage.now) == (3, 1006)
 
 
-async def test_many_who_ask_at_once_ask_together(stage: Stage) -> None:
+async def test_concurrent_lookups_share_one_call(stage: Stage) -> None:
     for number in (1, 2, 3):
         stage.start(number)
     stage.runtime.hold = asyncio.Event()
@@ -219,7 +219,7 @@ async def test_a_container_listed_late_is_found_all_the_same(stage: Stage) -> No
     assert await stage.of(100) == expected(1)
 
 
-async def test_it_asks_often_after_a_change_and_seldom_else(stage: Stage) -> None:
+async def test_the_poll_interval_is_short_after_a_change_and_long_otherwise(stage: Stage) -> None:
     assert await stage.ticks(31) == 4
     stage.containers.wake()
     assert await stage.ticks(15) == 15
@@ -229,7 +229,7 @@ async def test_it_asks_often_after_a_change_and_seldom_else(stage: Stage) -> Non
     assert await stage.ticks(10) >= 9
 
 
-async def test_an_outage_is_said_once_and_nothing_is_forgotten(stage: Stage) -> None:
+async def test_an_outage_is_reported_once_and_containers_are_kept(stage: Stage) -> None:
     stage.start(1)
     await stage.containers.refresh()
     await stage.down()
@@ -266,7 +266,7 @@ async def test_while_it_hangs_the_path_answers(stage: Stage) -> None:
     assert stage.runtime.lists == 1
 
 
-async def test_one_bad_container_is_in_nobodys_way(stage: Stage) -> None:
+async def test_one_bad_container_does_not_affect_others(stage: Stage) -> None:
     bad = stage.runtime.container(1)
     stage.runtime.failures[bad] = GRPCError(Status.UNKNOWN, "failed to get container runtime spec")
     stage.start(2)
@@ -284,10 +284,25 @@ async def test_one_bad_container_is_in_nobodys_way(stage: Stage) -> None:
     assert stage.runtime.asked.count(bad) == 4
 
 
-async def test_a_container_that_goes_while_it_is_asked_for_is_no_trouble(stage: Stage) -> None:
+async def test_a_container_that_ends_during_its_lookup_is_no_error(stage: Stage) -> None:
     name = stage.runtime.container(1)
     del stage.runtime.statuses[name]
     with structlog.testing.capture_logs() as logs:
         await stage.containers.refresh()
     assert [each.pid for each in stage.containers.running()] == [None]
     assert logs == []
+
+
+async def test_a_second_wake_starts_the_frequent_polls_again(stage: Stage) -> None:
+    stage.containers.wake()
+    assert await stage.ticks(10) == 10
+    stage.containers.wake()
+    assert await stage.ticks(25) == 16
+
+
+async def test_the_runtime_is_polled_once_a_second_at_most(stage: Stage) -> None:
+    stage.containers.wake()
+    assert await stage.ticks(1) == 1
+    stage.now -= 0.1
+    assert await stage.ticks(1) == 0
+    assert await stage.ticks(1) == 1

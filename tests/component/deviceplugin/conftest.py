@@ -1,16 +1,11 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.component.deviceplugin.harness import Served, kubelet_stub, served_plugin, short_folder
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_folder() as path:
-        yield path
+from gpumgr.sim.kubelet import SimKubelet
+from tests.component.deviceplugin.harness import Served, kubelet_stub, served_plugin
 
 
 @pytest.fixture
@@ -23,3 +18,9 @@ async def served(folder: Path) -> AsyncIterator[Served]:
 async def stub(served: Served) -> AsyncIterator[Any]:
     async with kubelet_stub(served.path) as client:
         yield client
+
+
+@pytest.fixture
+async def kubelet(folder: Path) -> AsyncIterator[SimKubelet]:
+    async with SimKubelet(folder) as running:
+        yield running

@@ -1,21 +1,20 @@
 """What the component tests share: a scripted allocator, a served plugin, and a client with the kubelet's dial options."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.deviceplugin.devices import encode_devices
+from gpumgr.deviceplugin.codec import encode_devices
 from gpumgr.deviceplugin.plugin import DevicePlugin
 from gpumgr.deviceplugin.server import PluginServer
-from gpumgr.units import Kind
+from gpumgr.units import Resource
 from tests.kubelet_api import deviceplugin_services
 
 RESPONSE = ContainerResponse(
@@ -31,21 +30,21 @@ class ScriptedAllocator:
     hold: asyncio.Event | None = None
     began: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    calls: list[tuple[str, Kind, tuple[str, ...]]] = field(default_factory=list)
+    calls: list[tuple[str, Resource, tuple[str, ...]]] = field(default_factory=list)
 
-    async def prefer(self, kind: Kind, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         await self._turn("prefer", kind, must_include)
         rest = sorted(set(available) - set(must_include))
         return [*must_include, *rest][:size]
 
-    async def allocate(self, kind: Kind, device_ids: Sequence[str]) -> ContainerResponse:
+    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
         await self._turn("allocate", kind, device_ids)
         return RESPONSE
 
-    async def pre_start(self, kind: Kind, device_ids: Sequence[str]) -> None:
+    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
         await self._turn("pre_start", kind, device_ids)
 
-    async def _turn(self, name: str, kind: Kind, ids: Sequence[str]) -> None:
+    async def _turn(self, name: str, kind: Resource, ids: Sequence[str]) -> None:
         self.calls.append((name, kind, tuple(ids)))
         self.began.set()
         if self.hold is not None:
@@ -53,13 +52,6 @@ class ScriptedAllocator:
         self.ended.set()
         if self.failure is not None:
             raise self.failure
-
-
-@contextmanager
-def short_folder() -> Iterator[Path]:
-    """pytest's own temporary folders have paths too long for a unix socket."""
-    with tempfile.TemporaryDirectory(prefix="gpumgr") as folder:
-        yield Path(folder)
 
 
 @asynccontextmanager
@@ -82,14 +74,14 @@ class Served:
     path: Path
     server: PluginServer
     allocator: ScriptedAllocator
-    devices: Latest[bytes]
+    devices: LatestValue[bytes]
     outcomes: list[tuple[str, str]]
 
 
 @asynccontextmanager
 async def served_plugin(folder: Path) -> AsyncIterator[Served]:
     allocator = ScriptedAllocator()
-    devices = Latest(device_list(4))
+    devices = LatestValue(device_list(4))
     outcomes: list[tuple[str, str]] = []
     plugin = DevicePlugin("memory", allocator, devices, lambda rpc, _kind, outcome, _seconds: outcomes.append((rpc, outcome)))
     server = PluginServer(folder / "plugin.sock", plugin)

@@ -113,7 +113,7 @@ async def test_a_hundred_thousand_ids(stub: Any, served: Served) -> None:
     assert served.allocator.calls == [("allocate", "memory", tuple(ids))]
 
 
-async def test_garbage_is_refused_and_the_server_lives(served: Served) -> None:
+async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:
     async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
         for rpc in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):
             call = channel.unary_unary(f"/v1beta1.DevicePlugin/{rpc}")(b"\x0a\x7fgarbage")

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.deviceplugin.plugin import DevicePlugin
 from gpumgr.deviceplugin.server import PluginServer
 from gpumgr.errors import KubeletError
@@ -17,7 +17,7 @@ from tests.kubelet_api import deviceplugin as pb
 
 
 def server_at(path: Path) -> PluginServer:
-    return PluginServer(path, DevicePlugin("core", ScriptedAllocator(), Latest(b"")))
+    return PluginServer(path, DevicePlugin("core", ScriptedAllocator(), LatestValue(b"")))
 
 
 async def test_the_probe_finds_itself(served: Served) -> None:
@@ -100,7 +100,7 @@ async def test_a_missing_folder_is_an_error(folder: Path) -> None:
         await server_at(folder / "none" / "plugin.sock").start()
 
 
-async def test_a_path_too_long_is_told_with_its_length(folder: Path) -> None:
+async def test_a_path_that_is_too_long_is_reported_with_its_length(folder: Path) -> None:
     path = folder / ("x" * 100) / "plugin.sock"
     with pytest.raises(KubeletError, match=rf"{len(str(path))} bytes and a unix socket allows 107"):
         await server_at(path).start()
@@ -117,14 +117,14 @@ async def test_an_old_server_leaves_its_successors_socket(served: Served) -> Non
     await successor.drain(0)
 
 
-async def test_a_strangers_server_is_recognised(folder: Path) -> None:
+async def test_a_server_of_another_process_is_recognised(folder: Path) -> None:
     server = server_at(folder / "plugin.sock")
-    stranger = grpc.aio.server()
-    stranger.add_insecure_port(f"unix:{server.path}")
-    await stranger.start()
+    other = grpc.aio.server()
+    other.add_insecure_port(f"unix:{server.path}")
+    await other.start()
     with pytest.raises(KubeletError, match="UNIMPLEMENTED"):
         await server.probe()
-    await stranger.stop(None)
+    await other.stop(None)
 
 
 async def test_connections_are_refused_after_the_end(served: Served) -> None:

@@ -2,20 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.errors import KubeletError
 from gpumgr.sim.kubelet import SimKubelet, SimPod
-from tests.component.deviceplugin.harness import short_folder
-
-
-@pytest.fixture
-async def kubelet() -> AsyncIterator[SimKubelet]:
-    with short_folder() as folder:
-        async with SimKubelet(folder) as running:
-            yield running
 
 
 @pytest.fixture
@@ -66,14 +59,13 @@ async def test_a_kubelet_that_is_away_is_an_error(kubelet: SimKubelet, client: P
         await client.list()
 
 
-async def test_no_socket_is_an_error() -> None:
-    with short_folder() as folder:
-        client = PodResourcesClient(folder / "kubelet.sock")
-        with pytest.raises(KubeletError, match="the socket does not exist"):
-            await client.list()
+async def test_no_socket_is_an_error(folder: Path) -> None:
+    client = PodResourcesClient(folder / "kubelet.sock")
+    with pytest.raises(KubeletError, match="the socket does not exist"):
+        await client.list()
 
 
-async def test_a_silent_peer_is_given_up() -> None:
+async def test_a_silent_peer_is_given_up(folder: Path) -> None:
     gone = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -82,12 +74,11 @@ async def test_a_silent_peer_is_given_up() -> None:
         await writer.wait_closed()
         gone.set()
 
-    with short_folder() as folder:
-        server = await asyncio.start_unix_server(say_nothing, folder / "kubelet.sock")
-        client = PodResourcesClient(folder / "kubelet.sock", timeout_seconds=0.05)
-        with pytest.raises(KubeletError, match="no answer in time"):
-            await client.list()
-        client.close()
-        await gone.wait()
-        server.close()
-        await server.wait_closed()
+    server = await asyncio.start_unix_server(say_nothing, folder / "kubelet.sock")
+    client = PodResourcesClient(folder / "kubelet.sock", timeout_seconds=0.05)
+    with pytest.raises(KubeletError, match="no answer in time"):
+        await client.list()
+    client.close()
+    await gone.wait()
+    server.close()
+    await server.wait_closed()

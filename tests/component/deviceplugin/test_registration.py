@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.aio import Latest
-from gpumgr.deviceplugin.devices import encode_devices
+from gpumgr.aio import LatestValue
+from gpumgr.deviceplugin.codec import encode_devices
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState, LinkTiming
-from gpumgr.deviceplugin.server import identity
+from gpumgr.files import FileIdentity
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
-from gpumgr.units import CORE_RESOURCE, KINDS, MEMORY_RESOURCE, Kind
-from tests.component.deviceplugin.harness import ScriptedAllocator, short_folder
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
+from tests.component.deviceplugin.harness import ScriptedAllocator
 
 QUICK = LinkTiming(
     poll_seconds=0.01,
@@ -31,26 +31,27 @@ QUICK = LinkTiming(
 
 
 class Link:
-    """A running KubeletLink, and what it told."""
+    """A running KubeletLink, and its reports."""
 
     def __init__(self, folder: Path, timing: LinkTiming, reasons: Sequence[str] = ()) -> None:
         """`reasons`: what holds it back, one after the other."""
         self.allocator = ScriptedAllocator()
-        self.devices: dict[Kind, Latest[bytes]] = {
-            "core": Latest(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
-            "memory": Latest(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
+        self.devices: dict[Resource, LatestValue[bytes]] = {
+            "core": LatestValue(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),
+            "memory": LatestValue(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
         }
-        self.history: list[tuple[Kind, LinkState]] = []
-        self.states = Latest(0)
-        self.link = KubeletLink(folder, self.allocator, self.devices, timing=timing, on_state=self._told)
+        self.history: list[tuple[Resource, LinkState]] = []
+        self.states = LatestValue(0)
+        self.link = KubeletLink(
+            folder, self.allocator, self.devices, timing=timing, on_state=self._told, held_back_by=self._held_back_by
+        )
         self.reasons, self.asked = list(reasons), 0
-        self.link.held_back_by = self._held_back_by
 
     async def _held_back_by(self) -> str | None:
         self.asked += 1
         return self.reasons.pop(0) if self.reasons else None
 
-    def _told(self, kind: Kind, state: LinkState) -> None:
+    def _told(self, kind: Resource, state: LinkState) -> None:
         self.history.append((kind, state))
         self.states.set(len(self.history))
 
@@ -76,13 +77,6 @@ async def linked(folder: Path, timing: LinkTiming = QUICK, *, held_back: Sequenc
         await running
 
 
-@pytest.fixture
-async def kubelet() -> AsyncIterator[SimKubelet]:
-    with short_folder() as folder:
-        async with SimKubelet(folder) as running:
-            yield running
-
-
 async def offered(kubelet: SimKubelet) -> None:
     await kubelet.until_allocatable(CORE_RESOURCE, 100)
     await kubelet.until_allocatable(MEMORY_RESOURCE, 40)
@@ -94,7 +88,7 @@ async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
         await offered(kubelet)
         assert link.link.registered
         assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
-        assert link.link.states == dict.fromkeys(KINDS, LinkState(registered=True, registrations=1))
+        assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
 
 
 async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
@@ -104,7 +98,7 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
             assert kubelet.registrations == []
             await link.link.wait_registered()
             await offered(kubelet)
-            assert link.link.states == dict.fromkeys(KINDS, LinkState(registered=True, registrations=1))
+            assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
             assert link.asked == 4
             link.reasons.append("later")
             await kubelet.restart()
@@ -126,18 +120,18 @@ async def test_a_stop_leaves_no_socket_and_no_allocatable_device(kubelet: SimKub
         await kubelet.until(lambda: all(status.allocatable == 0 for status in kubelet.node_status().values()))
         assert not link.link.registered
         assert sorted(path.name for path in kubelet.plugin_folder.iterdir()) == ["kubelet.sock", "kubelet_internal_checkpoint"]
-        assert [link.devices[kind].readers for kind in KINDS] == [0, 0]
+        assert [link.devices[kind].readers for kind in RESOURCES] == [0, 0]
 
 
 async def test_a_restarted_kubelet_gets_us_again(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder) as link:
         await offered(kubelet)
         for restart in range(2, 4):
-            removed = identity(kubelet.plugin_folder / "gpumgr-core.sock")
+            removed = FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock")
             await kubelet.restart()
             await link.until_registrations(restart)
             await offered(kubelet)
-            assert identity(kubelet.plugin_folder / "gpumgr-core.sock") not in (None, removed)
+            assert FileIdentity.at(kubelet.plugin_folder / "gpumgr-core.sock") not in (None, removed)
         assert link.link.registered
 
 
@@ -187,7 +181,7 @@ async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
         await offered(kubelet)
 
 
-async def test_a_refusal_is_told_once_and_retried(kubelet: SimKubelet) -> None:
+async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> None:
     kubelet.register_error = "the ResourceName is invalid"
     with capture_logs() as logs:
         async with linked(kubelet.plugin_folder) as link:
@@ -211,43 +205,41 @@ async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet
         await offered(kubelet)
 
 
-async def test_a_node_without_kubelet_and_then_with_one() -> None:
-    with short_folder() as folder:
-        kubelet = SimKubelet(folder)
-        async with linked(kubelet.plugin_folder) as link:
-            await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
-            async with kubelet:
-                await offered(kubelet)
+async def test_a_node_without_kubelet_and_then_with_one(folder: Path) -> None:
+    kubelet = SimKubelet(folder)
+    async with linked(kubelet.plugin_folder) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        async with kubelet:
+            await offered(kubelet)
 
 
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        pytest.param(None, "nobody listens there", id="stale socket"),
+        pytest.param(None, "no process listens there", id="stale socket"),
         pytest.param(b"", "hung up in the middle", id="hangs up"),
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "hung up in the middle", id="speaks another protocol"),
     ],
 )
-async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sentence: str) -> None:
+async def test_something_else_on_the_kubelets_socket(answer: bytes | None, sentence: str, folder: Path) -> None:
     async def reply(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer or b"")
         writer.close()
         await writer.wait_closed()
 
-    with short_folder() as folder:
-        path = folder / "kubelet.sock"
-        if answer is None:
-            with socket.socket(socket.AF_UNIX) as dead:
-                dead.bind(str(path))
-            server = None
-        else:
-            server = await asyncio.start_unix_server(reply, path)
-        async with linked(folder) as link:
-            await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
-            assert all(sentence in str(state.error) for state in link.link.states.values())
-        if server is not None:
-            server.close()
-            await server.wait_closed()
+    path = folder / "kubelet.sock"
+    if answer is None:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+        server = None
+    else:
+        server = await asyncio.start_unix_server(reply, path)
+    async with linked(folder) as link:
+        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        assert all(sentence in str(state.error) for state in link.link.states.values())
+    if server is not None:
+        server.close()
+        await server.wait_closed()
 
 
 async def test_run_can_be_cancelled(kubelet: SimKubelet) -> None:

@@ -1,10 +1,10 @@
-"""The socket of gpu-manager's service: what a client of another make hears there, whose file it is, and when it is left alone."""
+"""The socket of gpu-manager's display service: responses to other clients, the owner of the file, and when it is kept."""
 
 import json
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 
 from gpumgr.display.server import DisplayServer
 from gpumgr.display.service import GpuDisplay
-from tests.component.deviceplugin.harness import short_folder
 from tests.display_api import Empty, as_json, display_services
 
 DATA = Path(__file__).parents[2] / "data" / "display"
@@ -56,9 +55,8 @@ def put(kind: str, path: Path) -> int:
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    with short_folder() as folder:
-        yield folder / "run" / "gpu-manager.sock"
+def path(folder: Path) -> Path:
+    return folder / "run" / "gpu-manager.sock"
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ async def test_all_three_calls(server: DisplayServer) -> None:
         assert as_json(await stub.Version(Empty())) == golden("version")
 
 
-async def test_each_call_tells_of_its_moment(path: Path) -> None:
+async def test_each_call_returns_the_current_state(path: Path) -> None:
     lines = iter(("one", "two"))
     server = DisplayServer(path, GpuDisplay(graph=lambda: next(lines), usage=dict, version="1"))
     assert await server.start()
@@ -102,7 +100,7 @@ async def test_the_socket_is_its_owners_alone_and_goes_with_the_server(server: D
     await server.stop()
 
 
-async def test_a_socket_that_a_dead_process_left_is_replaced(path: Path) -> None:
+async def test_a_socket_of_an_ended_process_is_replaced(path: Path) -> None:
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -123,7 +121,7 @@ async def test_where_another_process_answers_nothing_is_changed(server: DisplayS
     assert await answers(server.path) == "1.2.3"
 
 
-async def test_one_who_listens_and_has_too_much_to_do_counts_as_answering(path: Path) -> None:
+async def test_a_listening_server_with_a_full_backlog_counts_as_answering(path: Path) -> None:
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
         busy.bind(str(path))
@@ -147,7 +145,7 @@ async def test_what_is_no_socket_is_left_alone(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("below", ["x" * 120, "taken/gpu-manager.sock"])
-async def test_a_path_that_no_socket_can_have_is_told_and_lived_without(path: Path, below: str) -> None:
+async def test_a_path_that_no_socket_can_have_is_reported_and_the_agent_continues(path: Path, below: str) -> None:
     path.parent.mkdir()
     (path.parent / "taken").write_text("a file, no folder")
     server = server_at(path.parent / below)
@@ -157,7 +155,7 @@ async def test_a_path_that_no_socket_can_have_is_told_and_lived_without(path: Pa
     assert [entry["event"] for entry in logs] == ["display_not_served"]
 
 
-async def test_a_successors_socket_outlives_the_server(server: DisplayServer) -> None:
+async def test_a_stopped_server_keeps_the_socket_of_its_successor(server: DisplayServer) -> None:
     server.path.unlink()
     successor = server_at(server.path, version="next")
     assert await successor.start()
@@ -166,7 +164,7 @@ async def test_a_successors_socket_outlives_the_server(server: DisplayServer) ->
     await successor.stop()
 
 
-async def test_clients_of_a_stopped_server_are_told_so(server: DisplayServer) -> None:
+async def test_clients_of_a_stopped_server_get_an_error(server: DisplayServer) -> None:
     async with client(server.path) as stub:
         await stub.Version(Empty())
         await server.stop()

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import grpc
-import pytest
 
 from gpumgr.rpc import wire
-from tests.component.deviceplugin.harness import short_folder
 from tests.component.nvml.conftest import library_cache
 from tests.component.nvml.conftest import node as sim_node
 
@@ -52,7 +50,7 @@ class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @contextmanager
 def serving(path: Path, answers: Mapping[str, Answer]) -> Iterator[None]:
-    """A gRPC server at `path`, on threads, that knows these methods."""
+    """A gRPC server at `path`, on threads, with these methods."""
     over = threading.Event()
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool, handlers=[_Fixed(answers, over)])
@@ -67,15 +65,8 @@ def serving(path: Path, answers: Mapping[str, Answer]) -> Iterator[None]:
 
 @contextmanager
 def listening(path: Path) -> Iterator[None]:
-    """A socket that takes connections and says nothing."""
+    """A socket that accepts connections and sends nothing."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         yield
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for unix sockets."""
-    with short_folder() as made:
-        yield made

@@ -25,7 +25,7 @@ def peers() -> Iterator[ExitStack]:
 
 
 def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
-    """A node whose every path lies in `folder`, with cgroup v1 nowhere and no API server."""
+    """A node with all paths in `folder`, without cgroup v1 and without an API server."""
     document: dict[str, dict[str, Any]] = {
         "node": {"name": "node-1"},
         "kubelet": {"device_plugin_dir": f"{folder}/plugins", "pod_resources_socket": f"{folder}/pods.sock"},
@@ -96,7 +96,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {
             "check": "enforcement",
             "state": "warning",
-            "message": "nothing keeps shares within their limits (enforcement.backend is none)",
+            "message": "no backend enforces the limits of shares (enforcement.backend is none)",
             "remedy": "set enforcement.backend to auto",
         },
     ]

@@ -46,7 +46,7 @@ async def test_no_kernel_module(tmp_path: Path) -> None:
     assert "modprobe -a nvidia nvidia-uvm" in (found.remedy or "")
 
 
-async def test_nvml_tells_versions_and_gpus(sim_node: Prepare) -> None:
+async def test_nvml_reports_versions_and_gpus(sim_node: Prepare) -> None:
     found = await look_at_nvml(gpus(sim_node("hgx-h100-8")))
     assert (found.state, found.message) == ("ok", "driver 550.90.07, CUDA 12.4, 8 NVIDIA H100 80GB HBM3")
 

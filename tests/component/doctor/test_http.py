@@ -24,7 +24,7 @@ from .test_command import write_settings
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port with a listener."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         yield listener.getsockname()[1]
 
@@ -46,7 +46,7 @@ async def test_an_address_that_is_free_stays_free(folder: Path) -> None:
     assert os.listdir(folder) == []
 
 
-async def test_a_port_that_somebody_else_has_is_an_error(folder: Path, taken: int) -> None:
+async def test_a_port_that_another_process_uses_is_an_error(folder: Path, taken: int) -> None:
     found = await look(folder, port=taken)
     assert (found.state, found.message) == ("error", f"can't listen on 127.0.0.1:{taken}: another process listens there")
     assert found.remedy == "choose another port in the settings, or end that process"
@@ -114,7 +114,7 @@ async def test_files_that_would_end_the_agent_are_named_with_what_to_do(
 
 @pytest.fixture
 def locked(folder: Path) -> Iterator[str]:
-    """A file for nobody but root, and we are not root until the test ends."""
+    """A file that only root may read, while this process is not root until the test ends."""
     user = os.geteuid()
     (folder / "token").write_text("secret")
     (folder / "token").chmod(0)
@@ -128,10 +128,10 @@ def locked(folder: Path) -> Iterator[str]:
 async def test_who_may_not_read_them_is_sent_to_root(folder: Path, locked: str) -> None:
     found = await look(folder, {"token_file": locked})
     assert (found.state, found.message) == ("error", f"http.token_file {folder}/token can't be read: Permission denied")
-    assert found.remedy == "run this as root, as the agent runs: another user can't tell what root may do"
+    assert found.remedy == "run this as root, as the agent runs: another user cannot check what root may do"
 
 
-def test_the_command_tells_it_before_the_agent_starts(folder: Path) -> None:
+def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     path = write_settings(folder, http={"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"})
     result = CliRunner().invoke(command, ["--config", str(path), "--sim", "pcie-a10-4", "--before-start", "--json"])
     assert result.exit_code == 1

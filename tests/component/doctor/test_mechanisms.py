@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpumgr.doctor.backends import look_at_library, look_at_mps
 from gpumgr.doctor.finding import State
-from gpumgr.doctor.mechanisms import look_at_library, look_at_mps
 from gpumgr.settings.schema import MpsSettings
 
 NEW = """#!/bin/sh
@@ -66,7 +66,7 @@ async def test_a_pod_that_may_not_enter_its_host(
     assert "privileged: true" in (found.remedy or "")
 
 
-async def test_mps_that_nobody_asks_for_is_skipped() -> None:
+async def test_mps_that_is_not_configured_is_skipped() -> None:
     found = await look_at_mps(MpsSettings(control_program="no-such-program"), {"hami-core", "none"}, **HERE)
     assert (found.state, found.message) == ("skipped", "not used: enforcement.backend is hami-core and none")
 

@@ -1,4 +1,4 @@
-"""Kubelet, container runtime, cgroups and CDI, with peers that answer, hang, are gone, or are somebody else."""
+"""Kubelet, container runtime, cgroups and CDI, with peers that answer, hang, are missing, or are other programs."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
 # -- the container runtime ---------------------------------------------------------------------------------------------------
 
 
-async def test_the_runtime_tells_its_version(folder: Path) -> None:
+async def test_the_runtime_reports_its_version(folder: Path) -> None:
     socket = folder / "cri.sock"
     with serving(socket, {VERSION: version_answer("containerd", "v2.1.4")}):
         found = await look_at_runtime(socket, timeout_seconds=5)
@@ -107,7 +107,7 @@ async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
 
 
 def lay_out_cgroups(root: Path, *lines: str) -> Path:
-    """A /proc that tells of these mounts; "@" stands for the cgroup root, which is made too."""
+    """A /proc with these mounts; "@" stands for the cgroup root, which is created too."""
     root = root.resolve()
     (root / "cgroup").mkdir()
     (root / "proc").mkdir()
@@ -139,7 +139,7 @@ async def test_cgroups(mounts: tuple[str, ...], needs_v2: bool, state: State, me
 # -- CDI ---------------------------------------------------------------------------------------------------------------------
 
 
-async def test_cdi_is_looked_at_only_if_it_is_used(folder: Path) -> None:
+async def test_cdi_is_checked_only_if_it_is_used(folder: Path) -> None:
     found = await look_at_cdi(folder, folder / "cri.sock", used=False, timeout_seconds=5)
     assert (found.check, found.state, found.message) == ("cdi", "skipped", "not used: enforcement.injection is mounts")
 

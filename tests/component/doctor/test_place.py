@@ -61,7 +61,7 @@ async def test_one_of_a_newer_gpumgr_is_an_error(folder: Path) -> None:
     assert "was written by a newer gpumgr (schema 999, " in found.message
 
 
-def test_the_command_tells_it_before_the_agent_starts(folder: Path) -> None:
+def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     asyncio.run(made(folder))
     execute(folder, "UPDATE schema SET version = 999")
     options = ["--config", str(write_settings(folder)), "--sim", "pcie-a10-4", "--before-start"]
@@ -97,7 +97,7 @@ async def test_one_that_a_killed_agent_left_is_read_as_it_is(folder: Path, tmp_p
     assert after | {index: b""} == before | {index: b""}
 
 
-async def test_folders_that_are_there_or_can_be_made_are_well_and_stay_as_they_are(folder: Path) -> None:
+async def test_folders_that_exist_or_can_be_created_are_ok_and_unchanged(folder: Path) -> None:
     found = await look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
     assert (found.check, found.state, found.message) == ("folders", "ok", "2 folders can be written")
     assert os.listdir(folder) == []
@@ -119,7 +119,7 @@ async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder
 
 @pytest.fixture
 def closed_folder(folder: Path) -> Iterator[Path]:
-    """One that nobody but root may write, and we are not root until the test ends."""
+    """A folder that only root may write, while this process is not root until the test ends."""
     user = os.geteuid()
     folder.chmod(0o555)
     if user == 0:
@@ -134,11 +134,11 @@ async def test_who_may_not_write_is_sent_to_root(closed_folder: Path) -> None:
     other = await look_at_folders({"checkpoint.dir": Path("/etc/passwd/state")})
     place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
     assert found.message == f"can't be written: {place}: Permission denied"
-    assert found.remedy == "run this as root, as the agent runs: another user can't tell what root may write"
+    assert found.remedy == "run this as root, as the agent runs: another user cannot check what root may write"
     assert other.remedy == "set them to folders on a file system that the agent may write to"
 
 
-def test_the_command_looks_at_the_folders_of_the_settings(folder: Path) -> None:
+def test_the_command_checks_the_folders_of_the_settings(folder: Path) -> None:
     path = write_settings(folder, container={"allocation_dir": "/proc/vm"}, process={"lock_path": "/proc/x/lock"})
     lines = CliRunner().invoke(command, ["--config", str(path), "--sim", "pcie-a10-4"]).stdout.splitlines()
     (told,) = (line for line in lines if line.split()[1] == "folders")

@@ -1,7 +1,6 @@
 """What the account may do, asked at the stand-in API server."""
 
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from gpumgr.sim.apiserver_written import Right
 NODE = "get nodes, patch nodes, patch nodes/status"
 FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"
 ORDINARY = f"list pods, watch pods, {FOR_PEOPLE}, create pods/eviction"
-
-
-@pytest.fixture
-async def sim() -> AsyncIterator[SimApiServer]:
-    async with SimApiServer("node-1") as running:
-        yield running
 
 
 def settings(kubeconfig: Path, *, evict: bool = False, delete: bool = False) -> Settings:
@@ -104,7 +97,7 @@ async def test_drains_with_evictions_are_the_operators_choice(sim: SimApiServer,
     assert (found.state, found.message, found.remedy) == ("ok", f"{rest}; {without}", None)
 
 
-async def test_standalone_asks_nobody() -> None:
+async def test_standalone_sends_no_request() -> None:
     found = await look_at_rights(Settings(kubernetes=KubernetesSettings(enabled=False)), timeout_seconds=5)
     assert (found.state, found.message) == ("skipped", "standalone: no API server is asked")
 
@@ -126,7 +119,7 @@ async def test_credentials_that_are_missing(tmp_path: Path) -> None:
     assert found.state == "error"
     assert found.message.startswith(f"the kubeconfig {tmp_path}/none can't be used: ")
     assert found.remedy == (
-        "set kubernetes.kubeconfig to a kubeconfig file that is there, or kubernetes.enabled to false (--standalone) for a node without "
+        "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
         "API server"
     )
 
@@ -135,7 +128,7 @@ async def test_credentials_that_are_missing(tmp_path: Path) -> None:
     ("answer", "message"),
     [
         (web.json_response({"message": "who are you"}, status=401), "HTTP 401: "),
-        (web.Response(text="<html>", status=201), "the API server's answer is no SelfSubjectAccessReview: "),
+        (web.Response(text="<html>", status=201), "the API server's answer is no JSON object: "),
     ],
 )
 async def test_another_answer_than_a_review(answer: web.Response, message: str, tmp_path: Path) -> None:

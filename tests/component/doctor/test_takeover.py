@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpumgr.allocator.ledger import Allocation, Change
+from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.cli.doctor import command
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
@@ -16,6 +16,7 @@ from gpumgr.doctor.finding import Finding
 from gpumgr.doctor.takeover import look_at_take_over
 from gpumgr.settings import load_settings
 from gpumgr.units import CORE_RESOURCE
+from tests.allocations import allocated
 from tests.cri_api import cri
 
 from .conftest import serving
@@ -80,13 +81,13 @@ async def test_containers_that_are_in_its_checkpoint_are_taken_over(folder: Path
 async def test_those_that_our_checkpoint_has_were_taken_over(folder: Path) -> None:
     kubelet_knows(folder, "u1")
     store = SqliteCheckpoint.open(folder)
-    taken = Allocation(id="0" * 16, uid="u1", container="main", gpus=("0badc0de",), cores={"0badc0de": 1}, anonymous=True)
+    taken = allocated(id="0" * 16, uid="u1", container="main", gpus=("0badc0de",), cores={"0badc0de": 1}, anonymous=True)
     await store.save(Change(put=(taken,)))
     assert await store.close()
     assert (await look(folder)).state == "ok"
 
 
-async def test_running_pods_of_which_nobody_tells_are_an_error_and_named(folder: Path) -> None:
+async def test_running_pods_without_any_record_are_an_error_and_named(folder: Path) -> None:
     kubelet_knows(folder, "u1", "u2", "u3")
     gpu_manager_knows(folder, "u1")
     with serving(folder / "cri.sock", runtime_shows(["u1", "u2"], ended=["u3"])):
@@ -94,7 +95,7 @@ async def test_running_pods_of_which_nobody_tells_are_an_error_and_named(folder:
     assert (found.state, found.message) == (
         "error",
         "nothing would be offered: team/of-u2 (main) hold GPUs from gpu-manager, and "
-        f"{folder}/gpu-manager.json is missing or does not tell which",
+        f"{folder}/gpu-manager.json is missing or does not say which",
     )
     assert "gpuManager.takeOver=true" in str(found.remedy)
     gpu_manager_knows(folder, "u1", "u2", device="/dev/null")
@@ -138,7 +139,7 @@ async def test_a_kubelets_file_that_can_not_be_read_is_a_warning(folder: Path) -
     assert (found.state, "can't be read" in found.message) == ("warning", True)
 
 
-def test_the_command_tells_it_before_the_agent_starts(folder: Path) -> None:
+def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
     kubelet_knows(folder, "u1")
     with serving(folder / "cri.sock", runtime_shows(["u1"])):
         result = CliRunner().invoke(command, ["--config", str(write_settings(folder)), "--sim", "pcie-a10-4", "--before-start"])

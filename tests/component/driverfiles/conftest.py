@@ -28,10 +28,12 @@ def root(tmp_path: Path, driver: Driver) -> Path:
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A /proc with the driver's version and without processes."""
+    """A /proc with the driver's version and one process, which has no mount of a mirror."""
     folder = tmp_path / "proc"
     (folder / "driver" / "nvidia").mkdir(parents=True)
     (folder / "driver" / "nvidia" / "version").write_text(PROC_VERSION)
+    (folder / "1").mkdir()
+    (folder / "1" / "mountinfo").write_text("22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
     return folder
 
 

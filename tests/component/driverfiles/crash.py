@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 
 from gpumgr.driverfiles.mirror import build, is_current, switch
-from gpumgr.driverfiles.plan import Plan, plan
 from gpumgr.driverfiles.source import inspect
+from gpumgr.driverfiles.volume_plan import VolumePlan, plan_volume
 
 _STEPS = frozenset({"open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.utime"})
 _CRASHED = 9
 
 
-def update(new: Plan, base: Path) -> None:
+def update(new: VolumePlan, base: Path) -> None:
     build(new, base)
     switch(new, base / "origin", now_seconds=0.0)
 
@@ -41,7 +41,7 @@ def crash_at(step: int, work: Callable[[], None]) -> bool:
     return code == _CRASHED
 
 
-def check(base: Path, allowed: list[Plan], step: int) -> None:
+def check(base: Path, allowed: list[VolumePlan], step: int) -> None:
     """The name leads to a complete version, or to nothing if `allowed` has but one plan."""
     link = base / "origin"
     if not link.is_symlink():
@@ -54,7 +54,7 @@ def check(base: Path, allowed: list[Plan], step: int) -> None:
 
 def main(root: Path, work: Path) -> None:
     old, new = (
-        plan(
+        plan_volume(
             "origin",
             libraries=[inspect(path, path.name) for path in sorted((root / folder).iterdir()) if not path.is_symlink()],
             binaries=[],

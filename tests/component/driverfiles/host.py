@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpumgr.driverfiles.plan import COMPANION
+from gpumgr.driverfiles.volume_plan import COMPANION
 from tests.unit.driverfiles.elves import elf
 
 DRIVER = "535.54.03"

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from gpumgr.driverfiles.errors import DriverFilesError
 from gpumgr.driverfiles.manager import DriverFiles
 from gpumgr.driverfiles.volume_conf import built_in
-from gpumgr.errors import SettingsError
+from gpumgr.errors import DriverFilesError, SettingsError
 from tests.component.driverfiles.conftest import Mirror
 from tests.component.driverfiles.host import CUDA, DRIVER, MACHINE, ML, NEXT_DRIVER, PTX, SHIM, Driver, call_who, install_32_bit
 from tests.unit.driverfiles.elves import elf
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Every path -> inode, mtime, mode: what tells whether something was touched."""
+    """Every path -> inode, mtime, mode: what changes when a file is touched."""
     found = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
     return {name: (status.st_ino, status.st_mtime_ns, status.st_mode) for name, status in found.items()}
 
@@ -62,7 +61,9 @@ async def test_what_is_current_is_not_touched(mirror: Mirror, tmp_path: Path) ->
     assert tree(tmp_path / "vdriver") == before
 
 
-async def test_the_shim_is_copied_so_that_writing_over_it_harms_nobody(mirror: Mirror, tmp_path: Path, driver: Driver) -> None:
+async def test_the_shim_is_copied_so_that_a_write_affects_no_other_container(
+    mirror: Mirror, tmp_path: Path, driver: Driver
+) -> None:
     shim = tmp_path / "shim.so"
     shutil.copy(driver.shim, shim)
     lib64 = share_of(await mirror(shim=shim).ensure()).resolve() / "lib64"
@@ -91,7 +92,7 @@ async def test_32_bit_libraries_stay_real(mirror: Mirror, root: Path) -> None:
     assert not (lib / "libcuda-control.so").exists()
 
 
-async def test_a_root_without_a_cache_is_looked_through(mirror: Mirror, root: Path) -> None:
+async def test_a_root_without_a_cache_is_searched(mirror: Mirror, root: Path) -> None:
     (root / "etc" / "ld.so.cache").unlink()
     assert call_who(share_of(await mirror().ensure()) / "lib64", "libcuda.so.1", f"libcuda.so.{DRIVER}") == [SHIM, CUDA]
 
@@ -160,14 +161,14 @@ async def test_entries_that_catch_nothing_are_problems(mirror: Mirror, tmp_path:
     conf = tmp_path / "volume.conf"
     write_conf(tmp_path, "libcuda.so", "libnvidia-ml.so", "libcuda-control.so", "libnvidia-gone.so", size=1)
     assert (await mirror().ensure()).problems == (
-        f"{conf}: volume[0].size: unknown key, overlooked",
-        f"{conf}: volume[1].size: unknown key, overlooked",
+        f"{conf}: volume[0].size: unknown key, ignored",
+        f"{conf}: volume[1].size: unknown key, ignored",
         f"{conf}: volume 'nvidia': nothing found below {root} for libnvidia-gone.so",
         f"{conf}: volume 'origin': nothing found below {root} for libcuda-control.so, libnvidia-gone.so",
     )
 
 
-async def test_a_list_that_forgets_what_the_driver_needs(mirror: Mirror, tmp_path: Path, root: Path) -> None:
+async def test_an_incomplete_list_is_completed_with_what_the_driver_needs(mirror: Mirror, tmp_path: Path, root: Path) -> None:
     needy = elf(MACHINE, needed=[f"libnvidia-gpucomp.so.{DRIVER}"])
     (root / "usr" / "lib64" / f"libnvidia-eglcore.so.{DRIVER}").write_bytes(needy)
     (root / "etc" / "ld.so.cache").unlink()
@@ -210,7 +211,7 @@ async def test_containers_get_the_folders_that_the_settings_name(mirror: Mirror,
     files = await mirrored.ensure()
     assert (files.share_dir, files.whole_dir) == (share_dir, whole_dir)
     assert files.problems == tuple(
-        f"{tmp_path}/volume.conf: volume {name!r}: its base {tmp_path}/elsewhere is overlooked, containers get {folder}"
+        f"{tmp_path}/volume.conf: volume {name!r}: its base {tmp_path}/elsewhere has no effect, containers get {folder}"
         for name, folder in (("nvidia", share_dir), ("origin", whole_dir))
     )
     assert not (tmp_path / "elsewhere").exists()
@@ -218,11 +219,11 @@ async def test_containers_get_the_folders_that_the_settings_name(mirror: Mirror,
 
 async def test_two_volumes_in_one_place_are_refused(mirror: Mirror, tmp_path: Path) -> None:
     same = tmp_path / "vdriver" / "nvidia"
-    with pytest.raises(SettingsError, match=rf"'nvidia' and 'origin' .* would both be {same}: give them different folders"):
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'origin' .* would both be at {same}: give them different folders"):
         await mirror(whole_dir=same).ensure()
     volumes = [{"name": "nvidia", "base": str(tmp_path / name)} for name in ("a", "b")]
     (tmp_path / "volume.conf").write_text(json.dumps({"volume": volumes}))
-    with pytest.raises(SettingsError, match=rf"'nvidia' and 'nvidia' .* would both be {same}"):
+    with pytest.raises(SettingsError, match=rf"'nvidia' and 'nvidia' .* would both be at {same}"):
         await mirror().ensure()
     assert not same.exists()
 
@@ -233,7 +234,7 @@ async def test_a_bad_list_is_refused(mirror: Mirror, tmp_path: Path) -> None:
         await mirror().ensure()
 
 
-async def test_without_a_driver_it_says_what_to_do(mirror: Mirror, proc: Path) -> None:
+async def test_without_a_driver_the_error_names_the_remedy(mirror: Mirror, proc: Path) -> None:
     version = proc / "driver" / "nvidia" / "version"
     version.write_text("something else\n")
     with pytest.raises(DriverFilesError, match="'NVRM version:'"):

@@ -1,4 +1,4 @@
-"""Versions of the mirror: made beside the old ones, switched at once, kept while somebody has them."""
+"""Versions of the mirror: created beside the old ones, switched atomically, kept while a container uses them."""
 
 import asyncio
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from gpumgr.driverfiles.errors import DriverFilesError
 from gpumgr.driverfiles.mirror import build, prune, switch
-from gpumgr.driverfiles.plan import Plan, plan
 from gpumgr.driverfiles.source import inspect
+from gpumgr.driverfiles.volume_plan import VolumePlan, plan_volume
+from gpumgr.errors import DriverFilesError
 from tests.component.driverfiles.conftest import Mirror
 from tests.component.driverfiles.host import CUDA, DRIVER, MACHINE, NEXT_CUDA, NEXT_DRIVER, SHIM, Driver, call_who
 
@@ -28,9 +28,9 @@ for line in sys.stdin:
 """
 
 
-def plan_of(folder: Path) -> Plan:
+def plan_of(folder: Path) -> VolumePlan:
     libraries = [inspect(path, path.name) for path in sorted(folder.iterdir()) if not path.is_symlink()]
-    return plan("origin", libraries=libraries, binaries=[], machine=MACHINE, driver_version=DRIVER)
+    return plan_volume("origin", libraries=libraries, binaries=[], machine=MACHINE, driver_version=DRIVER)
 
 
 def library_in(folder: Path, content: bytes | Path) -> Path:
@@ -93,7 +93,7 @@ async def test_nothing_is_removed_while_mounts_cannot_be_seen(mirror: Mirror, pr
     (proc / "5" / "ns" / "mnt").symlink_to("mnt:[5]")
     (proc / "5" / "mountinfo").mkdir()
     versions = sorted(os.listdir(share.parent / ".versions"))
-    with pytest.raises(DriverFilesError, match="can't see the mounts of process 5"):
+    with pytest.raises(DriverFilesError, match=r"can't read the mounts of all processes: .*/5/mountinfo"):
         await mirrored.prune(grace_seconds=0)
     assert sorted(os.listdir(share.parent / ".versions")) == versions
 
@@ -178,7 +178,7 @@ def test_half_removed_versions_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o022])
-def test_folders_are_open_to_all_whatever_the_umask(tmp_path: Path, driver: Driver, mask: int) -> None:
+def test_folders_are_open_to_all_with_any_umask(tmp_path: Path, driver: Driver, mask: int) -> None:
     library_in(tmp_path / "lib", driver.shim)
     drawn = plan_of(tmp_path / "lib")
     before = os.umask(mask)

@@ -1,4 +1,4 @@
-"""The driver's limits on containers' cgroups, with the simulated NVML behind the real station."""
+"""The driver's limits on containers' cgroups, with the simulated NVML behind the real monitor."""
 
 import shutil
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import Backend, Running
+from gpumgr.enforcement.backend import Backend, RunningContainer
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.errors import Refusal
 from gpumgr.nvml.driver import Nvml
@@ -25,7 +25,7 @@ GET, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
 GRANTED = MemoryLimit(soft_bytes=0, hard_bytes=2 * GIB)
 
 
-class World:
+class DriverNode:
     """A node with the new driver, one tenant on its GPU 1, and the backend under test."""
 
     def __init__(self, sim: SimNode, nvml: Nvml, cgroups: Path) -> None:
@@ -36,7 +36,7 @@ class World:
         self.in_use: set[str] = set()
         self.proc_fails = False
         self.backend = self.begin()
-        self.tenant = Tenant(
+        self.tenant = GpuShare(
             allocation="a1",
             gpu="1234abcd",
             uuid=sim.description.uuid_of(1),
@@ -48,7 +48,7 @@ class World:
         self.container = Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", pid=7, cgroup="/kubepods/container")
 
     def begin(self) -> DriverMemory:
-        """A new life of the agent."""
+        """A restarted agent."""
         self.backend = DriverMemory(
             self.nvml,
             cgroup_root=self.cgroups,
@@ -64,8 +64,8 @@ class World:
         return self.in_use & set(names)
 
     @property
-    def running(self) -> list[Running]:
-        return [Running(tenant=self.tenant, container=self.container)]
+    def running(self) -> list[RunningContainer]:
+        return [RunningContainer(tenant=self.tenant, container=self.container)]
 
     @property
     def cgroup(self) -> Path:
@@ -89,13 +89,13 @@ def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path) -> AsyncIterator[DriverNode]:
     (tmp_path / "new.yaml").write_text(NEW_NODE)
     sim = prepare(str(tmp_path / "new.yaml"), tmp_path / "node")
     cgroups = lay_out_cgroups(tmp_path / "cgroup")
     nvml = Nvml(library_path=sim.library_path, cgroup_root=cgroups)
     await nvml.open()
-    yield World(sim, nvml, cgroups)
+    yield DriverNode(sim, nvml, cgroups)
     sim.control.clear()
     await nvml.close()
 
@@ -103,7 +103,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 # -- what the node needs -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_can_carry_it(world: World) -> None:
+async def test_a_node_that_can_carry_it(world: DriverNode) -> None:
     backend: Backend = world.backend
     assert backend.name == "nvml-memory"
     assert backend.limits == frozenset({"memory"})
@@ -115,7 +115,7 @@ async def test_a_node_that_can_carry_it(world: World) -> None:
     assert list(backend.remains()) == []
 
 
-async def test_everything_that_is_missing_is_said_at_once(world: World) -> None:
+async def test_everything_that_is_missing_is_said_at_once(world: DriverNode) -> None:
     (world.cgroups / "cgroup.controllers").write_text("cpu memory\n")
     world.control.set_mig(0, enabled=True)
     world.control.set_mig(1, enabled=True)
@@ -126,27 +126,27 @@ async def test_everything_that_is_missing_is_said_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize(("code", "said"), [(13, "install driver 615 or newer"), (3, "take RmMemacctMode out")])
-async def test_a_driver_that_lost_the_ability_lets_no_container_start(world: World, code: int, said: str) -> None:
+async def test_a_driver_that_lost_the_ability_lets_no_container_start(world: DriverNode, code: int, said: str) -> None:
     world.control.set_result(GET, code)
-    with pytest.raises(Refusal, match=rf"GPU memory of demo/one \(main\) can't be limited any more: .*{said}"):
+    with pytest.raises(Refusal, match=rf"GPU memory of demo/one \(main\) can't be limited: .*{said}"):
         await world.backend.start(world.tenant)
 
 
-async def test_no_cgroup_v2(world: World) -> None:
+async def test_no_cgroup_v2(world: DriverNode) -> None:
     (world.cgroups / "cgroup.controllers").unlink()
     assert "cgroup v2 is not mounted" in (await world.backend.unavailable() or "")
 
 
-async def test_without_the_container_runtime_no_container_starts(world: World) -> None:
+async def test_without_the_container_runtime_no_container_starts(world: DriverNode) -> None:
     world.runtime = "no answer from /run/containerd/containerd.sock"
     said = "the cgroups of containers can't be found: no answer from /run/containerd/containerd.sock"
     assert await world.backend.unavailable() == said
-    with pytest.raises(Refusal, match=rf"demo/one \(main\) can't be limited any more: {said}"):
+    with pytest.raises(Refusal, match=rf"demo/one \(main\) can't be limited: {said}"):
         await world.backend.start(world.tenant)
     assert list(world.backend.remains()) == []
 
 
-async def test_no_driver(world: World) -> None:
+async def test_no_driver(world: DriverNode) -> None:
     world.control.unload_driver()
     assert "driver is not loaded" in (await world.backend.unavailable() or "")
     with pytest.raises(Refusal, match="driver is not loaded"):
@@ -156,7 +156,7 @@ async def test_no_driver(world: World) -> None:
 # -- a container's life ------------------------------------------------------------------------------------------------------
 
 
-async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world: World) -> None:
+async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world: DriverNode) -> None:
     await world.backend.start(world.tenant)
     await world.backend.adjust(world.running)
     assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED}
@@ -168,7 +168,7 @@ async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world:
     assert list(world.backend.remains()) == []
 
 
-async def test_a_restarted_container_is_another_one(world: World) -> None:
+async def test_a_restarted_container_is_another_one(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     second = world.cgroups / "kubepods/second"
     second.mkdir()
@@ -178,7 +178,7 @@ async def test_a_restarted_container_is_another_one(world: World) -> None:
     assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED, str(second): GRANTED}
 
 
-async def test_a_limit_that_somebody_changed_is_set_again_at_the_next_look(world: World) -> None:
+async def test_a_changed_limit_is_set_again_at_the_next_check(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     other = MemoryLimit(soft_bytes=0, hard_bytes=9 * GIB)
     world.control.set_memory_limit(1, str(world.cgroup), other)
@@ -189,7 +189,7 @@ async def test_a_limit_that_somebody_changed_is_set_again_at_the_next_look(world
     assert world.limit == GRANTED
 
 
-async def test_a_new_life_takes_over_what_stands(world: World) -> None:
+async def test_a_restarted_agent_takes_over_existing_limits(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     await world.begin().recover([world.tenant])
     world.control.set_result(SET, 999)
@@ -201,14 +201,14 @@ async def test_a_new_life_takes_over_what_stands(world: World) -> None:
     await world.backend.close()
 
 
-async def test_a_guarantee_that_is_found_is_taken_back(world: World) -> None:
+async def test_a_guarantee_that_is_found_is_taken_back(world: DriverNode) -> None:
     """Another, or an earlier version, set it; the ancestors keep it if the cgroup goes first."""
     world.control.set_memory_limit(1, str(world.cgroup), MemoryLimit(soft_bytes=2 * GIB, hard_bytes=2 * GIB))
     await world.backend.adjust(world.running)
     assert world.limit == GRANTED
 
 
-async def test_a_container_that_ends_takes_no_call_of_the_driver(world: World) -> None:
+async def test_a_container_that_ends_takes_no_call_of_the_driver(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     shutil.rmtree(world.cgroup)
     world.control.set_result(SET, 999)
@@ -223,19 +223,19 @@ async def test_a_container_that_ends_takes_no_call_of_the_driver(world: World) -
 # -- what goes wrong ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(world: World) -> None:
+async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(world: DriverNode) -> None:
     world.control.set_result(SET, 4, gpu=1)
     await world.backend.adjust(world.running)
     (message,) = await world.findings()
     assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.tenant.uuid}: ")
-    assert "tried again every second" in message
+    assert "retried every second" in message
     world.control.set_result(SET, 0, gpu=1)
     await world.backend.adjust(world.running)
     assert await world.findings() == []
     assert world.limit == GRANTED
 
 
-async def test_a_cgroup_without_the_controller_is_a_finding(world: World) -> None:
+async def test_a_cgroup_without_the_controller_is_a_finding(world: DriverNode) -> None:
     (world.cgroup / "dmem.max").unlink()
     await world.backend.adjust(world.running)
     (message,) = await world.findings()
@@ -244,7 +244,7 @@ async def test_a_cgroup_without_the_controller_is_a_finding(world: World) -> Non
 
 async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
     class Deaf:
-        """A driver whose kernel keeps what was: more than the limit is in use."""
+        """A driver that keeps the previous limit, because more than the new limit is in use."""
 
         async def memory_limits_supported(self) -> str | None:
             return None
@@ -256,14 +256,16 @@ async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
             return MemoryLimit(soft_bytes=2 * GIB)
 
     backend = DriverMemory(Deaf())
-    tenant = Tenant(allocation="a1", gpu="1234abcd", uuid="GPU-1", memory_bytes=2 * GIB)
-    running = [Running(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))]
+    tenant = GpuShare(allocation="a1", gpu="1234abcd", uuid="GPU-1", memory_bytes=2 * GIB)
+    running = [
+        RunningContainer(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))
+    ]
     await backend.adjust(running)
     (finding,) = await backend.observe(running)
-    assert "the driver took it and has no limit; more than that may be in use already" in finding.message
+    assert "the driver accepted it and reports no limit; more than that may be in use already" in finding.message
 
 
-async def test_a_container_whose_cgroup_stays_unknown_is_a_finding(world: World) -> None:
+async def test_a_container_with_an_unknown_cgroup_is_a_finding(world: DriverNode) -> None:
     world.container = replace(world.container, cgroup=None)
     assert await world.findings() == []
     await world.backend.adjust(world.running)
@@ -277,7 +279,7 @@ async def test_a_container_whose_cgroup_stays_unknown_is_a_finding(world: World)
 # -- who is never seen -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_container_that_runs_and_is_not_seen_is_told_once(world: World) -> None:
+async def test_a_running_container_without_a_known_cgroup_is_reported_once(world: DriverNode) -> None:
     await world.backend.start(world.tenant)
     world.in_use = {"a1"}
     world.seconds += 29
@@ -288,7 +290,7 @@ async def test_a_container_that_runs_and_is_not_seen_is_told_once(world: World) 
     assert finding.message.startswith(
         "the GPU memory of demo/one (main) can't be limited to 2048 MiB: it runs, but the container runtime"
     )
-    assert "see to cri.socket" in finding.message
+    assert "check cri.socket" in finding.message
     world.seconds += 1000
     assert await world.backend.observe([]) == []
     await world.backend.start(world.tenant)
@@ -299,7 +301,7 @@ async def test_a_container_that_runs_and_is_not_seen_is_told_once(world: World) 
     )
 
 
-async def test_who_is_seen_is_not_missed(world: World) -> None:
+async def test_who_is_seen_is_not_missed(world: DriverNode) -> None:
     world.in_use = {"a1"}
     await world.backend.start(world.tenant)
     world.seconds += 30
@@ -313,7 +315,7 @@ async def test_who_is_seen_is_not_missed(world: World) -> None:
     assert len(await world.backend.observe([])) == 1
 
 
-async def test_who_ended_unseen_is_no_finding(world: World) -> None:
+async def test_who_ended_unseen_is_no_finding(world: DriverNode) -> None:
     await world.backend.start(world.tenant)
     world.seconds += 30
     assert await world.backend.observe([]) == []
@@ -328,14 +330,14 @@ async def test_who_ended_unseen_is_no_finding(world: World) -> None:
     assert await world.backend.observe([]) == []
 
 
-async def test_a_new_life_misses_those_that_run(world: World) -> None:
+async def test_a_restarted_agent_reports_running_containers_without_a_known_cgroup(world: DriverNode) -> None:
     world.in_use = {"a1"}
     await world.begin().recover([world.tenant])
     world.seconds += 30
     assert [finding.code for finding in await world.backend.observe([])] == ["broken"]
 
 
-async def test_a_tenant_without_its_memory_call_is_left_alone(world: World) -> None:
+async def test_a_container_before_its_memory_call_gets_no_limit(world: DriverNode) -> None:
     world.tenant = replace(world.tenant, memory_bytes=0)
     await world.backend.adjust(world.running)
     assert world.limit is None

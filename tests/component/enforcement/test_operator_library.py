@@ -55,10 +55,10 @@ def test_the_right_file_is_checked_and_installed(library: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("offset", "value", "why"),
     [
-        (0, 0, "is no ELF file"),
-        (4, 1, "is no 64-bit little-endian ELF file"),
-        (5, 2, "is no 64-bit little-endian ELF file"),
-        (16, 2, "no shared library"),
+        (0, 0, "is not an ELF file"),
+        (4, 1, "is not a 64-bit little-endian ELF file"),
+        (5, 2, "is not a 64-bit little-endian ELF file"),
+        (16, 2, "not a shared library"),
         (18, 8, "is built for ELF machine 8, this host is"),
     ],
 )
@@ -90,8 +90,8 @@ def test_what_is_no_library_is_refused_and_does_not_block(tmp_path: Path, kind: 
         check(path, "0" * 64)
 
 
-def test_a_disk_that_fails_is_told() -> None:
-    """A regular file that opens, and whose first byte can't be read."""
+def test_a_disk_error_is_reported() -> None:
+    """A regular file that can be opened and not be read."""
     with pytest.raises(LibraryError, match="can't read the library /proc/self/mem: Input/output error; put it there"):
         check(Path("/proc/self/mem"), "0" * 64)
 
@@ -120,13 +120,13 @@ def test_a_file_that_changes_after_its_check_is_not_installed(library: Path, tmp
     assert os.listdir(installed_path(tmp_path / "lib", checked.sha256, "libvgpu.so").parent) == []
 
 
-def test_a_folder_that_can_not_be_made_is_told(library: Path, tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_created_is_reported(library: Path, tmp_path: Path) -> None:
     (tmp_path / "lib").write_text("in the way")
     with pytest.raises(LibraryError, match=r"can't install .* Not a directory|can't install .* File exists"):
         install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
 
 
-def test_two_libraries_live_side_by_side(library: Path, built: Path, tmp_path: Path) -> None:
+def test_two_libraries_are_installed_side_by_side(library: Path, built: Path, tmp_path: Path) -> None:
     old = install(check(built, hash_of(built)), tmp_path / "lib", "libvgpu.so")
     library.write_bytes(library.read_bytes() + b"new")
     new = install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")

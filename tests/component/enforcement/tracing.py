@@ -1,13 +1,13 @@
-"""A look at whose folders are mounted, by a root of few rights, in a place whose /proc may hide others' processes. For root."""
+"""Reads the mounted folders of processes as root with few capabilities, under a /proc that may hide processes. To be run by root."""
 
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from tests.supply import PROJECT
+from tools import PROJECT
 
-_LOOK = "import sys; from gpumgr.enforcement.leftovers import mounted; print(*mounted(sys.argv[1:]))"
+_LOOK = "import sys; from gpumgr.enforcement.mounts import mounted_names; print(*mounted_names(sys.argv[1:]))"
 #: $1: hidepid=, see proc(5); $2: a folder; then the command. The first process of a place of its own can be traced, unlike that of some
 #: machines. The tenant is another user, who has the folder mounted in a mount namespace of his own, as a container has.
 _PLACE = """
@@ -22,7 +22,7 @@ shift 2
 
 
 def look(folder: Path, capabilities: Collection[str], *, hidepid: str = "off") -> "subprocess.CompletedProcess[str]":
-    """Of `mounted` for the folder's name, while a tenant has it mounted. `capabilities` without their CAP_: all that the look has."""
+    """Of `mounted_names` for the folder's name, while a tenant has it mounted. `capabilities` without their CAP_: all that the look has."""
     rights = ",".join(["-all", *(f"+{each.lower()}" for each in capabilities)])
     lowered = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--ambient-caps=-all", f"--bounding-set={rights}"]
     place = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", _PLACE, "-", hidepid, str(folder)]

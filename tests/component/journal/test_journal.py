@@ -1,4 +1,4 @@
-"""Entries on a real socket, as systemd's journal reads them; and the whole log of a process behind whose stderr it is."""
+"""Entries on a real socket, as systemd's journal reads them; and the whole log of a process with the journal as its stderr."""
 
 import array
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.journal import Journal, entry_of, is_behind
+from gpumgr.journal import Journal, entry_of, is_journal_stream
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_values_of_several_lines_and_of_any_size_arrive(there: tuple[socket.sock
     assert read(receiver) == [("MESSAGE", "so long " * 100_000), ("PRIORITY", "3")]
 
 
-def test_a_journal_that_is_away_or_does_not_read_says_no(tmp_path: Path, there: tuple[socket.socket, Path]) -> None:
+def test_a_journal_that_is_absent_or_does_not_read_is_unavailable(tmp_path: Path, there: tuple[socket.socket, Path]) -> None:
     with closing(Journal(tmp_path / "none")) as journal:
         assert not journal.send([("MESSAGE", "lost")])
         assert not journal.send([("MESSAGE", "lost" * 100_000)])
@@ -95,10 +95,10 @@ def test_the_variable_alone_does_not_make_it_the_journals(tmp_path: Path) -> Non
     with (tmp_path / "log").open("w") as file:
         identity = os.fstat(file.fileno())
         named = {"JOURNAL_STREAM": f"{identity.st_dev}:{identity.st_ino}"}
-        assert is_behind(file.fileno(), named)
-        assert not is_behind(file.fileno(), {})
-        assert not is_behind(file.fileno(), {"JOURNAL_STREAM": f"{identity.st_dev}:1"})
-    assert not is_behind(-1, named)
+        assert is_journal_stream(file.fileno(), named)
+        assert not is_journal_stream(file.fileno(), {})
+        assert not is_journal_stream(file.fileno(), {"JOURNAL_STREAM": f"{identity.st_dev}:1"})
+    assert not is_journal_stream(-1, named)
 
 
 PROGRAM = """
@@ -141,7 +141,7 @@ def test_the_log_of_a_service_has_fields_and_priorities(there: tuple[socket.sock
 
 
 @pytest.mark.parametrize("form", ["auto", "json"])
-def test_lines_go_to_stderr_while_the_journal_is_away_and_where_they_are_asked_for(tmp_path: Path, form: str) -> None:
+def test_lines_go_to_stderr_while_the_journal_is_absent_and_where_configured(tmp_path: Path, form: str) -> None:
     log_of(PROGRAM, str(tmp_path / "none"), form, stderr=tmp_path / "stderr")
     first, second, third = (tmp_path / "stderr").read_text().splitlines()
     assert '"pod":"demo/resnet"' in first

@@ -9,11 +9,13 @@ import yaml
 from gpumgr.allocator.pods import PodView
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Pace
+from gpumgr.kubeapi.reflector import WatchTimes
+from gpumgr.sim.apiserver import SimApiServer
 
 from .fake_api_server import FakeApiServer
+from .stage import Stage, staged
 
-FAST = Pace(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
+FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 
 Change = tuple[PodView | None, PodView | None]
 
@@ -47,8 +49,22 @@ async def server(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[ApiServer]
     await connection.close()
 
 
+@pytest.fixture
+async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A publisher in front of `sim`."""
+    async with staged(sim.kubeconfig(tmp_path / "kubeconfig")) as made:
+        yield made
+
+
+@pytest.fixture
+async def odd(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
+    """A publisher in front of `api`."""
+    async with staged(write_kubeconfig(tmp_path / "kubeconfig", api.url)) as made:
+        yield made
+
+
 class Running:
-    """A pod cache that runs, and what it told its listener."""
+    """A pod cache that runs, and the changes that its listener received."""
 
     def __init__(self, cache: PodCache) -> None:
         self.cache = cache
@@ -71,8 +87,8 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 @pytest.fixture
 def start(server: ApiServer) -> Start:
     @asynccontextmanager
-    async def started(pace: Pace = FAST) -> AsyncIterator[Running]:
-        running = Running(PodCache(server, "node-1", pace=pace))
+    async def started(watch_times: WatchTimes = FAST) -> AsyncIterator[Running]:
+        running = Running(PodCache(server, "node-1", watch_times=watch_times))
         task = asyncio.create_task(running.cache.run())
         try:
             yield running

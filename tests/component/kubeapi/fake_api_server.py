@@ -12,7 +12,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def pod(name: str, uid: str, cores: str | None = "10", phase: str = "Running", **metadata: Any) -> dict[str, Any]:
-    """A pod as the API server shows it, with one container."""
+    """The API server's JSON of a pod with one container."""
     limits = {"cpu": "1", **({"tencent.com/vcuda-core": cores, "tencent.com/vcuda-memory": "4"} if cores else {})}
     return {
         "metadata": {"namespace": "default", "name": name, "uid": uid, "creationTimestamp": "2026-03-01T10:00:00Z", **metadata},
@@ -63,9 +63,8 @@ def event(kind: str, item: dict[str, Any]) -> bytes:
 
 
 class FakeApiServer:
-    """`lists`, `watches`, `deletions` and `writes` hold answers that replace the ordinary one, one request each. `seen` are the queries
-    so far, `written` the method, path and body of each POST and PATCH. It has no
-    Node, and says so in HTML."""
+    """`lists`, `watches`, `deletions` and `writes` are answers that replace the ordinary one, one request each. `seen` are the queries so
+    far, `written` the method, path and body of each POST and PATCH. For a Node it answers HTML."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -99,21 +98,21 @@ class FakeApiServer:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
-    # -- what a test does --------------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------------------------------
 
     async def put(self, item: dict[str, Any]) -> None:
         kind = "MODIFIED" if item["metadata"]["uid"] in self.pods else "ADDED"
         self.pods[item["metadata"]["uid"]] = item
-        await self._happened(kind, item)
+        await self._record(kind, item)
 
     async def remove(self, uid: str) -> None:
-        await self._happened("DELETED", self.pods.pop(uid))
+        await self._record("DELETED", self.pods.pop(uid))
 
     async def bookmark(self) -> None:
-        await self._happened("BOOKMARK", {"metadata": {}})
+        await self._record("BOOKMARK", {"metadata": {}})
 
-    async def forget_history(self) -> None:
-        """Versions before now are expired, and running watches end."""
+    async def expire_history(self) -> None:
+        """Expires all earlier versions and ends the running watches."""
         self.history.clear()
         self.version += 1
         self.oldest = self.version
@@ -134,7 +133,7 @@ class FakeApiServer:
 
     # -- the server --------------------------------------------------------------------------------------------------------
 
-    async def _happened(self, kind: str, item: dict[str, Any]) -> None:
+    async def _record(self, kind: str, item: dict[str, Any]) -> None:
         self.version += 1
         item["metadata"]["resourceVersion"] = str(self.version)
         self.history.append((self.version, event(kind, item)))

@@ -1,7 +1,8 @@
-"""The cache follows the API server, whatever the server does."""
+"""The pod cache follows the API server through outages and malformed answers."""
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -10,9 +11,9 @@ from gpumgr.allocator.pods import PodView
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Pace
+from gpumgr.kubeapi.reflector import WatchTimes
 
-from .conftest import FAST, Start
+from .conftest import FAST, Start, write_kubeconfig
 from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, status
 
 
@@ -61,21 +62,21 @@ async def test_synced_only_after_the_whole_list(api: FakeApiServer, start: Start
         assert api.count(watch=False) == 4
 
 
-async def test_a_name_that_recurs_belongs_to_the_later_life(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("web-0", "life-1"))
+async def test_a_name_that_recurs_belongs_to_the_later_incarnation(api: FakeApiServer, start: Start) -> None:
+    await api.put(pod("web-0", "uid-1"))
     async with start() as running:
         cache = await running.synced()
         await running.next()
-        await api.put(pod("web-0", "life-2"))
+        await api.put(pod("web-0", "uid-2"))
         await running.next()
-        await api.remove("life-1")
+        await api.remove("uid-1")
         await running.next()
         now = cache.get(("default", "web-0"))
         assert now is not None
-        assert now.uid == "life-2"
+        assert now.uid == "uid-2"
 
 
-async def test_an_expired_version_lists_again_and_tells_what_vanished_meanwhile(api: FakeApiServer, start: Start) -> None:
+async def test_after_an_expired_version_a_list_reports_deletions(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("stays", "uid-s"))
     await api.put(pod("goes", "uid-g"))
     async with start() as running:
@@ -83,10 +84,10 @@ async def test_an_expired_version_lists_again_and_tells_what_vanished_meanwhile(
         await running.next()
         await running.next()
         await api.until(lambda: api.count(watch=True) == 1)
-        del api.pods["uid-g"]  # while nobody watches
+        del api.pods["uid-g"]  # without an event
         await api.put(pod("new", "uid-n"))
         assert (await running.next())[1] == cache.by_uid("uid-n")
-        await api.forget_history()
+        await api.expire_history()
         gone, nothing = await running.next()
         assert nothing is None
         assert gone is not None
@@ -94,7 +95,7 @@ async def test_an_expired_version_lists_again_and_tells_what_vanished_meanwhile(
         assert {view.uid for view in cache.all()} == {"uid-s", "uid-n"}
 
 
-async def test_a_relist_without_differences_tells_nothing(api: FakeApiServer, start: Start) -> None:
+async def test_a_relist_without_differences_reports_nothing(api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     async with start() as running:
         await running.synced()
@@ -136,7 +137,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_a_watch_that_fails_is_taken_up_again(failure: str, api: FakeApiServer, start: Start) -> None:
+async def test_a_watch_that_fails_is_resumed(failure: str, api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     api.watches.extend([FAILURES[failure]] * 2)
     async with start() as running:
@@ -163,7 +164,7 @@ LIST_FAILURES: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("failure", LIST_FAILURES)
-async def test_a_list_that_fails_is_asked_again(failure: str, api: FakeApiServer, start: Start) -> None:
+async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, start: Start) -> None:
     await api.put(pod("a", "uid-a"))
     api.lists.append(LIST_FAILURES[failure])
     async with start() as running:
@@ -179,7 +180,7 @@ async def test_a_list_that_fails_is_asked_again(failure: str, api: FakeApiServer
         pytest.param((b"\n\n" + WORD_LINE + b"\n",), "uid-w", id="empty lines"),
     ],
 )
-async def test_lines_may_be_cut_anyhow(parts: tuple[bytes, ...], uid: str, api: FakeApiServer, start: Start) -> None:
+async def test_lines_may_be_split_anywhere(parts: tuple[bytes, ...], uid: str, api: FakeApiServer, start: Start) -> None:
     api.watches.append(raw(*parts))
     async with start() as running:
         _, after = await running.next()
@@ -187,19 +188,19 @@ async def test_lines_may_be_cut_anyhow(parts: tuple[bytes, ...], uid: str, api: 
         assert after.uid == uid
 
 
-async def test_a_silent_peer_is_left_after_a_bounded_time(api: FakeApiServer, start: Start) -> None:
+async def test_a_silent_connection_is_closed_after_a_bounded_time(api: FakeApiServer, start: Start) -> None:
     async def silent(request: web.Request) -> web.StreamResponse:
         response = await raw(b"\n")(request)
         await asyncio.Event().wait()
         return response
 
     api.watches.append(silent)
-    async with start(Pace(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)) as running:
+    async with start(WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)) as running:
         await running.synced()
         await api.until(lambda: api.count(watch=True) >= 2)
 
 
-async def test_a_bookmark_moves_the_version_on(api: FakeApiServer, start: Start) -> None:
+async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
         await running.synced()
         await api.until(lambda: api.count(watch=True) == 1)
@@ -228,7 +229,7 @@ async def test_a_pod_that_cannot_be_read_is_reported_and_never_counts_as_deleted
         assert kept.containers[0].cores == 10
 
 
-async def test_waits_for_a_pod_until_it_is_known(api: FakeApiServer, start: Start) -> None:
+async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
         cache = await running.synced()
         assert await cache.wait_for(("default", "a"), 0) is None
@@ -244,31 +245,55 @@ async def test_waits_for_a_pod_until_it_is_known(api: FakeApiServer, start: Star
         assert await cache.wait_for(("default", "a"), 5) is found[0]
 
 
-async def test_deletes_one_life_of_a_pod(api: FakeApiServer, server: ApiServer) -> None:
-    cache = PodCache(server, "node-1", pace=FAST)
-    victim = PodView(namespace="ns", name="web-0", uid="life-1")
+@pytest.mark.peer_bug("B2: its wait ends with a successful patch only")
+async def test_waiting_for_a_pod_ends_though_the_api_server_never_answers(tmp_path: Path) -> None:
+    silent = asyncio.Event()
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        await silent.wait()
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    connection = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", f"http://{host}:{port}"))
+    cache = PodCache(connection, "node-1")
+    running = asyncio.create_task(cache.run())
+    assert await cache.wait_for(("team", "late"), 0.02) is None
+    assert not cache.synced
+    running.cancel()
+    await asyncio.wait([running])
+    await connection.close()
+    silent.set()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_deletes_one_incarnation_of_a_pod(api: FakeApiServer, server: ApiServer) -> None:
+    cache = PodCache(server, "node-1", watch_times=FAST)
+    victim = PodView(namespace="ns", name="web-0", uid="uid-1")
     assert await cache.delete_pod(victim)
     path, body = api.deleted[0]
     assert path == "/api/v1/namespaces/ns/pods/web-0"
-    assert body["preconditions"] == {"uid": "life-1"}
+    assert body["preconditions"] == {"uid": "uid-1"}
     api.deletions.append(status(404, "not found"))
     api.deletions.append(status(409, "the UID in the precondition does not match"))
     assert not await cache.delete_pod(victim)
     assert not await cache.delete_pod(victim)
     api.deletions.append(status(403, "pods is forbidden"))
-    with pytest.raises(GpumgrError, match=r"ns/web-0: HTTP 403: .*forbidden"):
+    with pytest.raises(GpumgrError, match=r"HTTP 403: .*forbidden"):
         await cache.delete_pod(victim)
 
 
-async def test_without_an_api_server_nobody_is_known() -> None:
-    nobody = NoPods()
-    running = asyncio.create_task(nobody.run())
-    assert not nobody.synced
-    assert nobody.get(("a", "b")) is None
-    assert nobody.by_uid("u") is None
-    assert list(nobody.all()) == []
-    assert await nobody.wait_for(("a", "b"), 5) is None
-    nobody.subscribe(lambda *_: None)
+async def test_without_an_api_server_there_are_no_pods() -> None:
+    empty = NoPods()
+    running = asyncio.create_task(empty.run())
+    assert not empty.synced
+    assert empty.get(("a", "b")) is None
+    assert empty.by_uid("u") is None
+    assert list(empty.all()) == []
+    assert await empty.wait_for(("a", "b"), 5) is None
+    empty.subscribe(lambda *_: None)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -1,4 +1,4 @@
-"""What of a pod's JSON counts."""
+"""Which parts of a pod's JSON are used."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def env(name: str, value: str) -> dict[str, Any]:
     return {"name": "app", "env": [{"name": name, "value": value}]}
 
 
-def test_containers_stand_in_the_kubelets_order_with_their_kind() -> None:
+def test_containers_are_in_the_kubelets_order_with_their_kind() -> None:
     view = parse_pod(
         {
             "metadata": {**METADATA, "creationTimestamp": "1970-01-01T00:01:00Z"},
@@ -68,7 +68,7 @@ def test_a_pod_without_status_is_pending() -> None:
     assert parse_pod({"metadata": METADATA}).phase == "Pending"
 
 
-def test_why_the_kubelet_refused_a_pod_stands_in_its_status() -> None:
+def test_the_kubelets_reason_for_a_refusal_is_in_the_status() -> None:
     status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400"}
     view = parse_pod({"metadata": METADATA, "status": status})
     assert (view.reason, view.message) == ("UnexpectedAdmissionError", "Allocate failed due to Requested: 400")
@@ -105,7 +105,7 @@ def test_without_the_annotation_there_is_no_core_limit(annotations: dict[str, An
     assert parse_pod({"metadata": {**METADATA, **annotations}}).core_limit is None
 
 
-def test_what_gpu_managers_usage_says_besides() -> None:
+def test_further_fields_of_gpu_managers_usage() -> None:
     first = {"name": "app", "env": [{"name": "OTHER", "value": "x"}, {"name": "SUBMITTER", "value": "ana"}]}
     spec = {"initContainers": [env("SUBMITTER", "init")], "containers": [first, env("SUBMITTER", "second")]}
     view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": "west"}}, "spec": spec})
@@ -124,12 +124,12 @@ def test_what_gpu_managers_usage_says_besides() -> None:
         [{"name": "app"}, {"name": "b", "env": [{"name": "SUBMITTER", "value": "second"}]}],
     ],
 )
-def test_nobody_submitted_it(containers: list[dict[str, Any]] | None) -> None:
+def test_without_the_variable_there_is_no_submitter(containers: list[dict[str, Any]] | None) -> None:
     view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": ""}}, "spec": {"containers": containers}})
     assert (view.submitter, view.cluster) == (None, None)
 
 
-def test_of_a_tenants_long_words_only_the_beginning_is_kept() -> None:
+def test_long_texts_of_pods_are_cut() -> None:
     long = "x" * 100_000
     view = parse_pod(
         {"metadata": {**METADATA, "annotations": {"clusterName": long}}, "spec": {"containers": [env("SUBMITTER", long)]}}
@@ -146,7 +146,7 @@ def test_quantities(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0.5", "1500m", "k", "NaN", "Infinity", "1e30", "1e999999999", "10E", "1 0"])
-def test_no_quantities(text: str) -> None:
+def test_texts_that_are_not_quantities(text: str) -> None:
     with pytest.raises(ValueError, match="quantity"):
         parse_quantity(text)
 

@@ -11,9 +11,9 @@ from aiohttp import web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.registry import Metrics
 from tests.unit.metrics.pages import full_picture
 from tests.unit.metrics.pictures import allocation, view_of
 
@@ -25,9 +25,9 @@ class Node:
     """The agent's metrics behind a web server, with a picture that the test holds."""
 
     def __init__(self) -> None:
-        self.picture: Picture | None = full_picture()
+        self.report: NodeReport | None = full_picture()
         self.metrics = Metrics(node="node-1", version="1", hami_names=True)
-        self.exposition = Exposition(self.metrics, lambda: self.picture)
+        self.exposition = Exposition(self.metrics, lambda: self.report)
         self.url = ""
 
     async def scrape(self, request: web.Request) -> web.Response:
@@ -70,12 +70,12 @@ async def test_both_formats_have_the_same_series(node: Node) -> None:
 
 
 async def test_a_pod_of_any_name_comes_through_and_is_gone_with_the_next_page(node: Node) -> None:
-    assert node.picture is not None
+    assert node.report is not None
     hostile = view_of(allocation("a", HOSTILE, cores={0: 1}, blocks={0: 1}))
-    node.picture = replace(node.picture, view=hostile)
+    node.report = replace(node.report, view=hostile)
     for accept in ("", PROMETHEUS):
         assert ("gpumgr_container_memory_allocated_bytes", HOSTILE[1]) in await node.names(Accept=accept)
-    node.picture = replace(node.picture, view=view_of())
+    node.report = replace(node.report, view=view_of())
     await node.exposition.refresh()
     for accept in ("", PROMETHEUS):
         assert {pod for _, pod in await node.names(Accept=accept)} == {""}
@@ -94,5 +94,5 @@ async def test_prometheus_gets_it_compressed(node: Node) -> None:
 
 
 async def test_before_the_driver_was_met_there_is_a_page_too(node: Node) -> None:
-    node.picture = None
+    node.report = None
     assert {("gpumgr_nvml_up", ""), ("gpumgr_agent_ready", ""), ("gpumgr_build_info", "")} <= await node.names()

@@ -1,4 +1,4 @@
-"""Simulated nodes behind the real binding, and somebody who listens to the monitor."""
+"""Simulated nodes behind the real binding, and a listener of the monitor."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -74,14 +74,14 @@ def opened() -> Open:
 
 
 class Listener:
-    """Keeps all it was told; `until` waits for a state of affairs."""
+    """Records all reports; `until` waits for a condition."""
 
     def __init__(self) -> None:
         self.snapshots: list[NodeSnapshot] = []
         self.samples: list[NodeSample] = []
         self.outages: list[str] = []
         self.history: list[Mapping[str, GpuHealth]] = []
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     @property
     def health(self) -> Mapping[str, GpuHealth]:
@@ -91,11 +91,11 @@ class Listener:
     def states(self) -> list[tuple[str, str | None]]:
         """State, and the word for why it is so, of the first snapshot's GPUs, in their order."""
         gpus = self.snapshots[0].gpus if self.snapshots else ()
-        return [(self.health[gpu.uuid].state, self.health[gpu.uuid].word) for gpu in gpus]
+        return [(self.health[gpu.uuid].state, self.health[gpu.uuid].effective_reason) for gpu in gpus]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self._news:
-            await self._news.wait_for(condition)
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(condition)
 
     async def rounds(self, count: int) -> None:
         """So many more samples."""
@@ -105,23 +105,23 @@ class Listener:
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
         assert {gpu.uuid for gpu in snapshot.gpus} <= self.health.keys()
         self.snapshots.append(snapshot)
-        await self._tell()
+        await self._notify()
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
         self.history.append(health)
-        await self._tell()
+        await self._notify()
 
     async def sample_taken(self, sample: NodeSample) -> None:
         self.samples.append(sample)
-        await self._tell()
+        await self._notify()
 
     async def driver_down(self, message: str) -> None:
         self.outages.append(message)
-        await self._tell()
+        await self._notify()
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 @pytest.fixture

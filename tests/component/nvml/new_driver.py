@@ -1,4 +1,4 @@
-"""A node whose driver limits the memory of cgroups, and a hierarchy of such cgroups."""
+"""A node with a driver that limits the memory of cgroups, and a hierarchy of such cgroups."""
 
 from pathlib import Path
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.agent.books import Books
-from gpumgr.agent.maintenance import Maintenance, Order
-from gpumgr.agent.offers import Offers
-from gpumgr.allocator.offer import Offer
-from gpumgr.app.listener import News
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.maintenance import Maintenance, MaintenanceRequest
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.node_devices import NodeDevices
+from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import GpuHealth
@@ -26,8 +26,8 @@ from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Prepare
 from .smi import install_smi
 
 
-class Heard(News):
-    """Keeps what it heard of the GPUs' health."""
+class RecordedEvents(HardwareEvents):
+    """Records the reported health of the GPUs."""
 
     history: list[Mapping[str, GpuHealth]]
 
@@ -36,40 +36,39 @@ class Heard(News):
         await super().health_changed(health)
 
 
-class Life:
-    """One life of an agent, from its checkpoint to a kill."""
+class Incarnation:
+    """One run of an agent, from its checkpoint to a kill."""
 
     def __init__(self, sim: SimNode, checkpoint: SqliteCheckpoint, program: str) -> None:
         loaded = checkpoint.load()
         processes = HostProcesses()
-        self.offers: list[Offer] = []
-        self._offers = Offers(self.offers.append, clock=time.monotonic)
-        self.books = Books(
+        self.device_lists: list[NodeDevices] = []
+        self._device_lists = DeviceListPublisher(self.device_lists.append, clock=time.monotonic)
+        self.agent_state = AgentState(
             loaded.ledger,
             checkpoint=checkpoint,
-            offers=self._offers,
+            device_lists=self._device_lists,
             meter=Drift(),
             runs=processes.runs,
             policy="binpack",
             clock=time.monotonic,
         )
-        self.news = Heard(
-            self.books,
+        self.hardware_events = RecordedEvents(
+            self.agent_state,
             processes,
             device_root=None,
             before_snapshot=lambda _snapshot: asyncio.sleep(0),
-            on_processes=lambda _sample, _started: asyncio.sleep(0),
-            on_sample=lambda _sample: None,
+            on_sample=lambda _sample, _started: asyncio.sleep(0),
         )
-        self.news.history = []
+        self.hardware_events.history = []
         nvml = Nvml(library_path=sim.library_path, sysfs_root=sim.sysfs_root)
-        self.monitor = Monitor(nvml, self.news, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS)
+        self.monitor = Monitor(nvml, self.hardware_events, sample_period_seconds=PERIOD_SECONDS, retry_seconds=RETRY_SECONDS)
         self.maintenance = Maintenance(
-            books=self.books,
+            agent_state=self.agent_state,
             health=self.monitor,
             checkpoint=checkpoint,
             pods=MemoryPods(),
-            announcer=None,
+            publisher=None,
             reset=lambda uuid: reset_gpu(self.monitor, uuid, program=program),
         )
         self.maintenance.restore(loaded.notes)
@@ -78,12 +77,12 @@ class Life:
     async def run(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self.monitor.run())
         try:
-            await self.news.known.wait()
-            self.books.tell()
-            self._offers.start()
+            await self.hardware_events.known.wait()
+            self.agent_state.publish()
+            self._device_lists.start()
             yield
         finally:
-            self._offers.close()
+            self._device_lists.close()
             task.cancel()
             await asyncio.wait([task])
 
@@ -93,32 +92,36 @@ class Life:
                 await asyncio.sleep(PERIOD_SECONDS)
 
 
-async def test_a_broken_gpu_is_cordoned_outlives_a_kill_is_reset_and_comes_back(
+async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(
     node: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = node("pcie-a10-4")
     program = install_smi(tmp_path, sim, monkeypatch)
     uuid = sim.description.uuid_of(2)
     killed = SqliteCheckpoint.open(tmp_path / "checkpoint")
-    first = Life(sim, killed, program)
+    first = Incarnation(sim, killed, program)
     async with first.run():
-        await first.maintenance.follow(Order(action="cordon", gpu="2", reason="falls off the bus"))
-        name = first.books.ledger.cards.by_uuid[uuid].name
+        await first.maintenance.execute(MaintenanceRequest(action="cordon", gpu="2", reason="falls off the bus"))
+        name = first.agent_state.ledger.gpu_registry.by_uuid[uuid].name
         closed = {name: "cordoned by the operator: falls off the bus"}
-        assert first.books.node().unfit == closed
+        assert first.agent_state.node().unschedulable == closed
     sim.control.lose_gpu(2)
-    again = SqliteCheckpoint.open(tmp_path / "checkpoint")  # nobody closed it: what is on the disk is what was confirmed
-    second = Life(sim, again, program)
+    again = SqliteCheckpoint.open(tmp_path / "checkpoint")  # without a close: the disk has what was confirmed
+    second = Incarnation(sim, again, program)
     async with second.run():
-        assert not any(card.healthy_cores for offer in second.offers for card in offer if card.card.name == name)
-        answer = await second.maintenance.follow(Order(action="reset", gpu=uuid))
+        assert not any(
+            card.healthy_cores for node_devices in second.device_lists for card in node_devices if card.card.name == name
+        )
+        answer = await second.maintenance.execute(MaintenanceRequest(action="reset", gpu=uuid))
         assert "successfully reset" in answer["said"]
-        await second.until(lambda: second.books.node().unfit == closed)
-        cordoned = len(second.news.history)
-        await second.maintenance.follow(Order(action="uncordon", gpu="GPU2"))
-        await second.until(lambda: not second.books.node().unfit)
-        assert "probation" in {health[uuid].state for health in second.news.history[cordoned:]}, "it is watched for a while first"
-    assert [entry.code for entry in second.books.history.entries()] == ["not_readable", "reset", "uncordoned"]
+        await second.until(lambda: second.agent_state.node().unschedulable == closed)
+        cordoned = len(second.hardware_events.history)
+        await second.maintenance.execute(MaintenanceRequest(action="uncordon", gpu="GPU2"))
+        await second.until(lambda: not second.agent_state.node().unschedulable)
+        assert "probation" in {health[uuid].state for health in second.hardware_events.history[cordoned:]}, (
+            "it is watched for a while first"
+        )
+    assert [entry.code for entry in second.agent_state.history.entries()] == ["not_readable", "reset", "uncordoned"]
     after = SqliteCheckpoint.open(tmp_path / "checkpoint")
     assert after.load().notes["cordons"] == "{}"
     for checkpoint in (killed, again, after):

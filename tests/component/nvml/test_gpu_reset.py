@@ -1,4 +1,4 @@
-"""Resetting one GPU while the monitor runs: it lets the driver go for that long, and nobody takes that for an outage."""
+"""Reset of one GPU while the monitor runs: the monitor closes NVML for that time, which does not count as an outage."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,31 +27,31 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return lambda sim: install_smi(tmp_path, sim, monkeypatch)
 
 
-async def hold(monitor: Monitor, uuid: str) -> None:
-    monitor.hold(uuid, "broken fan")
-    await monitor.tell_health()
+async def cordon(monitor: Monitor, uuid: str) -> None:
+    monitor.cordon(uuid, "broken fan")
+    await monitor.publish_health()
 
 
-async def test_a_reset_cures_the_gpu_and_what_happens_later_is_heard_again(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_a_reset_repairs_the_gpu_and_later_events_are_received(node: Prepare, watched: Watch, smi: Smi) -> None:
     sim = node("pcie-a10-4")
     sim.control.lose_gpu(2)
     uuid = sim.description.uuid_of(2)
     async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
         assert await monitor.processes(uuid) is None
-        await hold(monitor, uuid)
+        await cordon(monitor, uuid)
         said = await reset_gpu(monitor, uuid, program=smi(sim))
         assert said.splitlines()[1:] == ["All done."]
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
-        await listener.until(lambda: monitor.health[uuid].word == "operator")
-        monitor.release(uuid)
+        await listener.until(lambda: monitor.health[uuid].effective_reason == "operator")
+        monitor.uncordon(uuid)
         await listener.until(lambda: monitor.health[uuid].state == "healthy")
         sim.control.xid(3, 119)
         await listener.until(lambda: monitor.health[sim.description.uuid_of(3)].reason == "xid")
     assert listener.outages == []
 
 
-async def test_while_the_driver_is_let_go_nobodys_health_changes_and_calls_wait(
+async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_calls_wait(
     node: Prepare, watched: Watch, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = node("mixed-2")
@@ -67,7 +67,7 @@ async def test_while_the_driver_is_let_go_nobodys_health_changes_and_calls_wait(
     async with watched(sim, kind=Kept) as (monitor, listener):
         await listener.rounds(1)
         uuid = sim.description.uuid_of(1)
-        await hold(monitor, uuid)
+        await cordon(monitor, uuid)
         before = monitor.health
         reset = asyncio.create_task(reset_gpu(monitor, uuid, program=smi(sim)))
         while not gate.exists():  # noqa: ASYNC110 (another process makes it)
@@ -87,7 +87,7 @@ async def test_while_the_driver_is_let_go_nobodys_health_changes_and_calls_wait(
     assert len(listener.snapshots) == 2
 
 
-async def test_the_programs_refusal_is_told_word_for_word(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, watched: Watch, smi: Smi) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     sim.control.set_processes(0, [SimProcess(pid=7, memory_bytes=3 * MIB)])
@@ -126,7 +126,7 @@ async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, watch
         assert "successfully" in await reset_gpu(monitor, uuid, program=program)
 
 
-async def test_a_program_that_is_missing_or_does_not_end_harms_nobody(
+async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
     node: Prepare, watched: Watch, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = node("mixed-2")
@@ -159,16 +159,16 @@ async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, watched:
         assert "successfully" in await reset_gpu(monitor, uuid, program=smi(sim))
 
 
-async def test_what_was_held_before_it_was_seen_is_held_from_the_first_word(node: Prepare, watched: Watch) -> None:
+async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(node: Prepare, watched: Watch) -> None:
     sim = node("mixed-2")
     sim.control.unload_driver()
     uuid = sim.description.uuid_of(1)
     async with watched(sim) as (monitor, listener):
         await listener.until(lambda: bool(listener.outages))
-        monitor.hold(uuid, "broken fan")
+        monitor.cordon(uuid, "broken fan")
         sim.control.load_driver()
         await listener.rounds(1)
         first = listener.history[0][uuid]
-        assert (first.held, first.word, first.offered) == ("broken fan", "operator", False)
-        monitor.release(uuid)
+        assert (first.cordon_reason, first.effective_reason, first.offered) == ("broken fan", "operator", False)
+        monitor.uncordon(uuid)
         await listener.until(lambda: listener.states == [WELL, WELL])

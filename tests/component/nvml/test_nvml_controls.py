@@ -65,7 +65,7 @@ async def test_no_samples_are_no_error_and_mean_idle(node: Prepare, opened: Open
 
 
 @pytest.mark.parametrize("code", [3, 13, 7, 999])
-async def test_a_driver_that_can_not_tell_loses_nothing_else(node: Prepare, opened: Open, code: int) -> None:
+async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepare, opened: Open, code: int) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
     sim.control.set_result(UTILIZATION, code)
@@ -74,11 +74,12 @@ async def test_a_driver_that_can_not_tell_loses_nothing_else(node: Prepare, open
     assert sample.processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
-async def test_the_monitor_watches_processes_when_told_to(node: Prepare, watched: Watch) -> None:
+async def test_the_monitor_watches_processes_when_configured(node: Prepare, watched: Watch) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
-    async with watched(sim) as (monitor, listener):
+    wanted = False
+    async with watched(sim, process_utilization=lambda: wanted) as (_, listener):
 
         def latest() -> float | None:
             processes = listener.samples[-1].gpus[uuid].processes
@@ -87,9 +88,9 @@ async def test_the_monitor_watches_processes_when_told_to(node: Prepare, watched
 
         await listener.rounds(2)
         assert {process.utilization_ratio for s in listener.samples for process in s.gpus[uuid].processes or ()} == {None}
-        monitor.watch_processes = True
+        wanted = True
         await listener.until(lambda: latest() == 0.35)
-        monitor.watch_processes = False
+        wanted = False
         await listener.until(lambda: latest() is None)
 
 
@@ -164,7 +165,7 @@ async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, opened: Open,
         with pytest.raises(NvmlError, match=f"nvmlDeviceGetMemoryLimits_v1 of {uuid}: Unknown"):
             await nvml.memory_limit(uuid, str(cgroups / "kubepods"))
         assert await nvml.memory_limits_supported() == (
-            "no GPU can be asked for memory limits (nvmlDeviceGetMemoryLimits_v1: Unknown Error (NVML error 999)): see `nvidia-smi`"
+            "no GPU supports memory limits (nvmlDeviceGetMemoryLimits_v1: Unknown Error (NVML error 999)): see `nvidia-smi`"
         )
 
 

@@ -1,4 +1,4 @@
-"""The monitor over a live node: faults come, are told, and go."""
+"""The monitor over a simulated node: faults are detected, reported, and end."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import structlog.testing
 
 from gpumgr.nvml.binding import DriverMismatchError
 from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import prepare
@@ -17,7 +18,7 @@ from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, Watch, g
 WELL = ("healthy", None)
 
 
-async def test_a_healthy_node_is_told_and_sampled(node: Prepare, watched: Watch) -> None:
+async def test_a_healthy_node_is_reported_and_sampled(node: Prepare, watched: Watch) -> None:
     async with watched(node("mixed-2")) as (monitor, listener):
         await listener.rounds(3)
     assert len(listener.snapshots) == 1
@@ -60,7 +61,7 @@ async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, watched: Wa
     assert listener.outages == []
 
 
-async def test_an_xid_withdraws_a_gpu_and_good_looks_bring_it_back(node: Prepare, watched: Watch) -> None:
+async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Prepare, watched: Watch) -> None:
     sim = node("hgx-h100-8")
     async with watched(sim) as (_, listener):
         await listener.rounds(1)
@@ -89,22 +90,22 @@ async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> 
     async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
         uuid = sim.description.uuid_of(0)
-        monitor.hold(uuid, "broken fan")
+        monitor.cordon(uuid, "broken fan")
         await listener.until(lambda: listener.states[0] == ("healthy", "operator"))
         await listener.rounds(4)
-        assert (listener.health[uuid].held, listener.health[uuid].offered) == ("broken fan", False)
-        monitor.release(uuid)
+        assert (listener.health[uuid].cordon_reason, listener.health[uuid].offered) == ("broken fan", False)
+        monitor.uncordon(uuid)
         await listener.until(lambda: listener.states[0] == WELL)
 
 
 async def test_a_shorter_period_counts_at_once(node: Prepare, watched: Watch) -> None:
     async with watched(node("mixed-2"), sample_period_seconds=3600.0) as (monitor, listener):
         await listener.rounds(1)
-        monitor.sample_period_seconds = PERIOD_SECONDS
+        monitor.apply(rules=HealthRules(), sample_period_seconds=PERIOD_SECONDS)
         await listener.rounds(2)
 
 
-async def test_a_mig_gpu_is_withdrawn_from_the_very_first_word(node: Prepare, watched: Watch) -> None:
+async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare, watched: Watch) -> None:
     sim = node("mixed-2")
     sim.control.set_mig(0, enabled=True)
     async with watched(sim) as (_, listener):

@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from gpumgr.nvml.driver import Nvml
-from gpumgr.nvml.health import DoubleBitError, Failed, Looked, Observation, Xid
+from gpumgr.nvml.health import DoubleBitError, Failed, HealthReading, Observation, Xid
 from gpumgr.sim.control import SimProcess
 from gpumgr.topology.devices import GpuProcess, GpuSample
 
@@ -58,7 +60,7 @@ async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(
     assert sample.temperature_celsius == 24.0
 
 
-async def test_what_a_driver_does_not_tell_is_unknown(node: Prepare, opened: Open) -> None:
+async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare, opened: Open) -> None:
     sim = node("mixed-2")
     for function, code in (
         ("nvmlDeviceGetUtilizationRates", 3),
@@ -76,6 +78,7 @@ async def test_what_a_driver_does_not_tell_is_unknown(node: Prepare, opened: Ope
         assert (await nvml.sample()).gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
 
 
+@pytest.mark.peer_bug("B38: it reads at most 64 processes of a GPU")
 async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare, opened: Open) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20)])
@@ -120,15 +123,15 @@ async def test_looks(node: Prepare, opened: Open) -> None:
         sim.control.set_recovery_action(5, 4)
         sim.control.set_result("nvmlDeviceGetFieldValues", 13, gpu=6)
         sim.control.set_result("nvmlDeviceGetTotalEccErrors", 3, gpu=6)
-        looks = await nvml.look()
+        looks = await nvml.read_health()
     faults = [look.reason for look in (looks[uuid] for uuid in uuids[:3]) if isinstance(look, Failed)]
     assert faults == ["lost", "reset", "error"]
-    well = Looked(mig_enabled=False, double_bit_errors=0, recovery_action=0)
+    well = HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=0)
     assert [looks[uuid] for uuid in uuids[3:]] == [
-        Looked(mig_enabled=True, double_bit_errors=0, recovery_action=0),
-        Looked(mig_enabled=False, double_bit_errors=2, recovery_action=0),
-        Looked(mig_enabled=False, double_bit_errors=0, recovery_action=4),
-        Looked(mig_enabled=False, double_bit_errors=None, recovery_action=None),
+        HealthReading(mig_enabled=True, double_bit_errors=0, recovery_action=0),
+        HealthReading(mig_enabled=False, double_bit_errors=2, recovery_action=0),
+        HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=4),
+        HealthReading(mig_enabled=False, double_bit_errors=None, recovery_action=None),
         well,
     ]
 

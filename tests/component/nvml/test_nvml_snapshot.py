@@ -137,7 +137,7 @@ async def test_no_permission_is_unknown_too(node: Prepare, opened: Open) -> None
         assert [gpu.minor for gpu in (await nvml.snapshot()).gpus] == [None, None]
 
 
-async def test_nvlinks_without_a_remote_type_are_told_by_bus_id(node: Prepare, opened: Open) -> None:
+async def test_nvlinks_without_a_remote_type_are_identified_by_bus_id(node: Prepare, opened: Open) -> None:
     sim = node("dgx1-v100-8")
     sim.control.set_result("nvmlDeviceGetNvLinkRemoteDeviceType", 13)
     async with opened(sim) as nvml:
@@ -168,7 +168,7 @@ async def test_a_failing_gpu_marks_only_itself(node: Prepare, opened: Open, func
     assert "Unknown Error (NVML error 999)" in failure.reason
 
 
-async def test_a_gpu_lost_after_a_look_keeps_its_uuid(node: Prepare, opened: Open) -> None:
+async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(node: Prepare, opened: Open) -> None:
     sim = node("mixed-2")
     async with opened(sim) as nvml:
         before = await nvml.snapshot()
@@ -189,7 +189,7 @@ async def test_a_gpu_that_fails_while_pairs_are_read_is_left_out_of_the_matrix(n
     assert unsettled.failures == ()
 
 
-async def test_a_board_of_several_gpus_and_the_driver_that_tells_it_wrongly(node: Prepare, opened: Open, tmp_path: Path) -> None:
+async def test_a_board_of_several_gpus_and_a_driver_that_reports_it_wrongly(node: Prepare, opened: Open, tmp_path: Path) -> None:
     text = """
 about: two boards of two GPUs
 driver_version: {version}
@@ -259,7 +259,7 @@ async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare, opened: Open) -
         give_up_after(nvml, 10)
         with pytest.raises(NvmlError, match="has not answered for"):
             await nvml.sample()
-        resting = asyncio.create_task(nvml.rest(20))
+        resting = asyncio.create_task(nvml.pause_or_recovery(20))
         await asyncio.sleep(0)
         sim.control.release()
         await resting

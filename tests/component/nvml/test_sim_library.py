@@ -60,7 +60,7 @@ def test_commands_see_a_simulated_node_and_leave_nothing_behind(tmp_path: Path, 
         read_sim_snapshot("dgx-9")
 
 
-def test_commands_say_that_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_report_that_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(name)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.supply import PROJECT, at_run_time
+from tools import PROJECT
+from tools.sbom import at_run_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

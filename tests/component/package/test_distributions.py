@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr import __version__
-from tests.supply import PROJECT
+from tools import PROJECT
 
 from .conftest import build
 

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from gpumgr import __version__
-from gpumgr.web.front import PAGE
-from tests.supply import PROJECT
+from gpumgr.web.index_page import PAGE
+from tools import PROJECT
 
 from .conftest import Installed
 

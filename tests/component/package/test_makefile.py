@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from tests.supply import PROJECT
+from tools import PROJECT
 
 
 def test_an_old_wheel_does_not_stay_beside_the_new_one(tmp_path: Path) -> None:

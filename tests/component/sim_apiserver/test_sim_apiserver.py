@@ -11,11 +11,11 @@ import pytest
 from gpumgr.allocator.pods import PodView
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
-from gpumgr.kubeapi.reflector import Pace
+from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
-PACE = Pace(pause_seconds=(0.01, 0.02))
+PACE = WatchTimes(pause_seconds=(0.01, 0.02))
 
 
 def pod(name: str, uid: str = "", *containers: SimContainer) -> SimPod:
@@ -24,19 +24,19 @@ def pod(name: str, uid: str = "", *containers: SimContainer) -> SimPod:
 
 
 class Watched:
-    """A pod cache that follows the server, and the changes it tells."""
+    """A pod cache that watches the server, and the changes it reports."""
 
     def __init__(self, cache: PodCache) -> None:
         self.cache = cache
         self._changed = asyncio.Condition()
         self._waker: set[asyncio.Task[None]] = set()
-        cache.subscribe(self._tell)
+        cache.subscribe(self._record)
 
     async def until(self, names: set[str]) -> None:
         async with asyncio.timeout(10), self._changed:
             await self._changed.wait_for(lambda: {view.name for view in self.cache.all()} == names)
 
-    def _tell(self, _before: PodView | None, _after: PodView | None) -> None:
+    def _record(self, _before: PodView | None, _after: PodView | None) -> None:
         task = asyncio.create_task(self._notify())
         self._waker.add(task)
         task.add_done_callback(self._waker.discard)
@@ -49,7 +49,7 @@ class Watched:
 @asynccontextmanager
 async def watched(api: SimApiServer, folder: Path) -> AsyncIterator[Watched]:
     server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
-    cache = PodCache(server, "node-1", pace=PACE)
+    cache = PodCache(server, "node-1", watch_times=PACE)
     seen = Watched(cache)
     task = asyncio.create_task(cache.run())
     try:
@@ -92,7 +92,7 @@ async def test_changes_are_watched(tmp_path: Path) -> None:
         assert api.requests.count("list") == 1
 
 
-async def test_pods_of_another_node_are_not_told(tmp_path: Path) -> None:
+async def test_pods_of_another_node_are_not_reported(tmp_path: Path) -> None:
     async with SimApiServer("node-2") as api:
         api.put(pod("a"))
         async with watched(api, tmp_path) as seen:
@@ -112,7 +112,7 @@ async def test_an_outage_loses_nothing(tmp_path: Path) -> None:
         await seen.until({"b"})
 
 
-async def test_a_forgotten_history_is_listed_anew(tmp_path: Path) -> None:
+async def test_an_expired_resource_version_causes_a_new_list(tmp_path: Path) -> None:
     async with SimApiServer("node-1") as api, watched(api, tmp_path) as seen:
         api.put(pod("a"))
         await seen.until({"a"})
@@ -144,7 +144,7 @@ async def test_a_slow_server_answers_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("uid", "gone"), [("uid-1", True), ("uid-0", False)])
-async def test_only_the_life_that_was_meant_is_deleted(tmp_path: Path, uid: str, gone: bool) -> None:
+async def test_only_the_pod_with_the_given_uid_is_deleted(tmp_path: Path, uid: str, gone: bool) -> None:
     deleted: list[str] = []
     async with SimApiServer("node-1", on_delete=deleted.append) as api, watched(api, tmp_path) as seen:
         api.put(pod("web-0", "uid-1"))

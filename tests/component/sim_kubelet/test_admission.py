@@ -59,7 +59,7 @@ async def test_a_short_preference_is_filled_up_and_a_foreign_id_ignored(make_nod
     assert held <= CORE.keys()
 
 
-async def test_apps_reuse_what_init_containers_had_without_being_asked(make_node: Any) -> None:
+async def test_app_containers_reuse_devices_of_init_containers_without_a_call(make_node: Any) -> None:
     kubelet, _ = await make_node(CORE, MEMORY)
     init = SimContainer(name="init", cores=4, kind="init")
     await kubelet.admit(pod("a", app(3), init))
@@ -182,7 +182,7 @@ async def test_the_double_hand_out(make_node: Any, keeps_in_flight: bool) -> Non
     assert bool(shared) is not keeps_in_flight
 
 
-async def test_a_container_start_tells_the_plugins_and_merges_their_answers(make_node: Any) -> None:
+async def test_a_container_start_calls_the_plugins_and_merges_their_answers(make_node: Any) -> None:
     kubelet, _ = await make_node(CORE, MEMORY)
     first = pod("a", app(1, 1))
     await kubelet.run(first)
@@ -195,7 +195,7 @@ async def test_a_container_start_tells_the_plugins_and_merges_their_answers(make
         await kubelet.start_container(pod("never-admitted", app(1)), "app")
 
 
-async def test_a_restart_keeps_pods_and_forgets_plugins(make_node: Any) -> None:
+async def test_a_restart_keeps_pods_and_drops_plugins(make_node: Any) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY)
     running = pod("a", app(4, 2))
     await kubelet.run(running)
@@ -212,7 +212,7 @@ async def test_a_restart_keeps_pods_and_forgets_plugins(make_node: Any) -> None:
     assert not held & kubelet.held("uid-b", "app", CORE_RESOURCE)
 
 
-async def test_a_restarted_kubelet_knows_no_pods_until_its_sources_are_ready(make_node: Any) -> None:
+async def test_a_restarted_kubelet_has_no_pods_until_its_sources_are_ready(make_node: Any) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY)
     await kubelet.run(pod("a", app(4)))
     await kubelet.restart(sources_ready=False)
@@ -271,7 +271,7 @@ async def test_numa_aligned_ids_are_all_that_is_offered(make_node: Any) -> None:
     assert len(nodes) == 1
 
 
-async def test_no_preference_is_asked_when_exactly_the_aligned_ids_are_needed(make_node: Any) -> None:
+async def test_no_preference_is_requested_when_exactly_the_aligned_ids_are_needed(make_node: Any) -> None:
     kubelet, _ = await make_node(NUMA_CORE, NUMA_MEMORY, numa_aligned=True)
     await kubelet.admit(pod("a", app(5)))
     assert [call.rpc for call in kubelet.calls] == ["Allocate"]

@@ -162,7 +162,7 @@ async def test_the_rate_limit_came_with_1_28(make_node: MakeNode, shape: Kubelet
 
 
 @versions(*ALL)
-async def test_whose_options_count(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_which_options_count(make_node: MakeNode, shape: KubeletShape) -> None:
     """The plugin's Register request has none, its GetDevicePluginOptions has both."""
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.run(pod("a", 1))
@@ -171,7 +171,7 @@ async def test_whose_options_count(make_node: MakeNode, shape: KubeletShape) -> 
     options = pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
     count = len(kubelet.calls)
     await plugin.register_one(kubelet.plugin_folder / "vcuda-core.sock", CORE_RESOURCE, options)
-    # Answered before the kubelet has connected, where it connects later; its list tells that it has.
+    # Answered before the kubelet has connected, where it connects later; its list shows when it has.
     plugin.core.sick = {"c3"}
     plugin.core.changed.set()
     await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == 3)
@@ -180,7 +180,7 @@ async def test_whose_options_count(make_node: MakeNode, shape: KubeletShape) -> 
 
 
 @versions(V1_20, V1_24)
-async def test_register_is_answered_although_nobody_can_be_dialled(make_node: MakeNode, shape: KubeletShape) -> None:
+async def test_register_is_answered_although_the_plugin_can_not_be_dialled(make_node: MakeNode, shape: KubeletShape) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY, shape=shape)
     kubelet._dial_timeout_seconds = 0.05  # from now on
     await plugin.register_one(kubelet.plugin_folder / "nobody.sock", CORE_RESOURCE)

@@ -24,7 +24,7 @@ def load(tmp_path: Path) -> SimLoad:
     return SimLoad(SimControl(tmp_path / "control.txt"), load_node("hgx-h100-8"))
 
 
-def test_a_process_lives_and_ends(processes: SimProcesses) -> None:
+def test_a_process_starts_and_ends(processes: SimProcesses) -> None:
     host = HostProcesses(processes.proc_root)
     pid = processes.start(CGROUP)
     started = host.start_time(pid)
@@ -42,10 +42,10 @@ def test_a_cgroup_lists_its_processes_and_takes_them_along(processes: SimProcess
     outsider = processes.start()
     pids = (processes.start(CGROUP), processes.start(CGROUP))
     assert cgroups.pids(CGROUP) == pids
-    assert cgroups.place_of(outsider) is None
+    assert cgroups.container_cgroup(outsider) is None
     assert processes.end_cgroup(CGROUP) == pids
     assert cgroups.pids(CGROUP) == ()
-    assert cgroups.place_of(pids[0]) is None
+    assert cgroups.container_cgroup(pids[0]) is None
     assert cgroups.pids("/") == (outsider,)
 
 

@@ -7,13 +7,12 @@ import pytest
 
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
-from gpumgr.cri.codec import FirstProcess, status_request
+from gpumgr.cri.codec import InitProcess
 from gpumgr.errors import CriError
 from gpumgr.rpc.channel import UnixChannel
 from gpumgr.sim.kubelet import SimContainer, SimPod
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from tests.component.deviceplugin.harness import short_folder
 from tests.cri_api import cri
 
 POD = SimPod(namespace="demo", name="resnet", uid="uid-1", containers=(SimContainer(name="main"), SimContainer(name="side")))
@@ -21,10 +20,9 @@ SERVICE = "/runtime.v1.RuntimeService/"
 
 
 @pytest.fixture
-async def runtime() -> AsyncIterator[SimRuntime]:
-    with short_folder() as folder:
-        async with SimRuntime(folder / "cri.sock", SimProcesses(folder)) as made:
-            yield made
+async def runtime(folder: Path) -> AsyncIterator[SimRuntime]:
+    async with SimRuntime(folder / "cri.sock", SimProcesses(folder)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -41,7 +39,9 @@ async def test_its_messages_are_those_of_the_interface(runtime: SimRuntime) -> N
         version = cri.VersionResponse.FromString(await channel.unary(f"{SERVICE}Version", b"", bytes))
         listed = cri.ListContainersResponse.FromString(await channel.unary(f"{SERVICE}ListContainers", b"", bytes))
         status = cri.ContainerStatusResponse.FromString(
-            await channel.unary(f"{SERVICE}ContainerStatus", status_request(first.id), bytes)
+            await channel.unary(
+                f"{SERVICE}ContainerStatus", cri.ContainerStatusRequest(container_id=first.id).SerializeToString(), bytes
+            )
         )
     assert (version.version, version.runtime_name, version.runtime_api_version) == ("0.1.0", "gpumgr-sim", "v1")
     assert [each.state for each in listed.containers] == [cri.CONTAINER_EXITED, cri.CONTAINER_RUNNING]
@@ -59,10 +59,10 @@ async def test_a_container_and_its_process_are_found(runtime: SimRuntime, client
     (listed,) = await client.list()
     assert (listed.id, listed.pod, listed.pod_uid, listed.name) == (made.id, ("demo", "resnet"), "uid-1", "main")
     assert (listed.running, listed.attempt) == (True, 0)
-    assert await client.first_process(made.id) == FirstProcess(pid=made.pid, cgroups_path=made.cgroup)
+    assert await client.init_process(made.id) == InitProcess(pid=made.pid, cgroups_path=made.cgroup)
     assert made.pid is not None
     assert made.cgroup is not None
-    place = cgroups.place_of(made.pid)
+    place = cgroups.container_cgroup(made.pid)
     assert place is not None
     assert (place.container_id, place.pod_uid, place.cgroup) == (made.id, "uid-1", made.cgroup)
     assert cgroups.pids(made.cgroup) == (made.pid,)
@@ -78,10 +78,10 @@ async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(ru
         ("side", 0, True),
         ("main", 1, True),
     ]
-    assert await client.first_process(first.id) == FirstProcess(cgroups_path=first.cgroup)
+    assert await client.init_process(first.id) == InitProcess(cgroups_path=first.cgroup)
     assert set(runtime.remove("uid-1")) == {second.pid, other.pid}
     assert await client.list() == ()
-    assert await client.first_process(second.id) is None
+    assert await client.init_process(second.id) is None
 
 
 async def test_an_outage_loses_nothing(runtime: SimRuntime, client: CriClient) -> None:

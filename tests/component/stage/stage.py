@@ -1,6 +1,7 @@
 """A node in one event loop: simulated kubelet, our servers, the agent; the durable side and the API server are plain memory."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,35 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import Housekeeping
-from gpumgr.agent.offers import Offers
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
-from gpumgr.aio import Latest
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Change, Ledger
-from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.allocator.quarantine import Process
-from gpumgr.app.encode import encode_offer
+from gpumgr.app.components import encode_node_devices
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink
-from gpumgr.enforcement.limits import Limits
-from gpumgr.enforcement.nothing import Nothing
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import CheckpointError
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
 from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
-from gpumgr.units import BLOCK_BYTES, KINDS, Kind
+from gpumgr.units import BLOCK_BYTES, RESOURCES, Resource
 
 
 @dataclass
 class MemoryCheckpoint:
-    """Durable memory that can be full."""
+    """A checkpoint in memory that can be full."""
 
     allocations: dict[str, Any] = field(default_factory=dict)
-    cards: Cards = field(default_factory=Cards)
+    gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
     full: bool = False
 
     async def save(self, change: Change) -> None:
@@ -46,7 +47,7 @@ class MemoryCheckpoint:
         for gone in change.drop:
             self.allocations.pop(gone, None)
         self.allocations.update({a.id: a for a in change.put})
-        self.cards = change.cards or self.cards
+        self.gpu_registry = change.gpu_registry or self.gpu_registry
 
     async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
         pass
@@ -74,7 +75,7 @@ class MemoryPods:
 
 
 class Drift:
-    """A meter that only remembers."""
+    """A meter that records drift."""
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -84,19 +85,20 @@ class Drift:
 
 
 class Clock:
-    """Time that a test turns by hand."""
+    """Monotonic time, which a test advances by `now`; `running`: it passes by itself, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, running: bool = False) -> None:
         self.now = 1000.0
+        self._started = time.monotonic() if running else None
 
     def __call__(self) -> float:
-        return self.now
+        return self.now + (0.0 if self._started is None else time.monotonic() - self._started)
 
 
-def unlimited() -> Limits:
-    """A node on which nothing enforces."""
-    return Limits(
-        [Nothing(lambda _tenant, _message: None)],
+def unlimited() -> Enforcer:
+    """A node without enforcement."""
+    return Enforcer(
+        [Unlimited(lambda _tenant, _message: None)],
         setting="none",
         overrides=(),
         cdi_dir=Path("/nonexistent"),
@@ -107,7 +109,7 @@ def unlimited() -> Limits:
 
 
 def snapshot(gpus: int = 4, blocks: int = 16, *, numa: bool = False) -> NodeSnapshot:
-    cards = tuple(
+    gpu_registry = tuple(
         Gpu(
             index=i,
             uuid=f"GPU-{i:08x}-1111-2222-3333-444444444444",
@@ -124,12 +126,12 @@ def snapshot(gpus: int = 4, blocks: int = 16, *, numa: bool = False) -> NodeSnap
         return Level.PSB if a == b else Level.PIX if a // 2 == b // 2 else Level.PHB
 
     levels = tuple(tuple(level(a, b) for b in range(gpus)) for a in range(gpus))
-    return NodeSnapshot(gpus=cards, topology=Topology(levels, tuple((0,) * gpus for _ in range(gpus))))
+    return NodeSnapshot(gpus=gpu_registry, topology=Topology(levels, tuple((0,) * gpus for _ in range(gpus))))
 
 
 @dataclass
 class Stage:
-    """What a test holds in its hands."""
+    """The parts of the node that a test uses."""
 
     kubelet: SimKubelet
     agent: Agent
@@ -137,12 +139,12 @@ class Stage:
     checkpoint: MemoryCheckpoint
     clock: Clock
     drift: Drift
-    devices: dict[Kind, Latest[bytes]]
+    devices: dict[Resource, LatestValue[bytes]]
     _uids: Iterable[int] = field(default_factory=lambda: count(1))
 
     @property
     def ledger(self) -> Ledger:
-        return self.agent.books.ledger.check()
+        return self.agent.agent_state.ledger.check()
 
     def pod(self, name: str, *containers: SimContainer, known: bool = True, created_at: float | None = None) -> SimPod:
         """A pod bound to this node; `known`: the API server's cache has it."""
@@ -173,11 +175,11 @@ class Stage:
         ledger = self.ledger
         for pod in pods:
             for container in pod.containers:
-                for kind in KINDS:
+                for kind in RESOURCES:
                     mine = [
                         a for a in ledger.of((pod.namespace, pod.name), pod.uid) if a.container == container.name and a.held(kind)
                     ]
-                    ids = {text for a in mine for text in ledger.cards.format(kind, a.held(kind))}
+                    ids = {text for a in mine for text in ledger.gpu_registry.format(kind, a.held(kind))}
                     assert ids == self.kubelet.held(pod.uid, container.name, f"tencent.com/vcuda-{kind}")
                     assert len(mine) <= 1
 
@@ -194,26 +196,34 @@ async def stage(
     **kubelet_options: Any,
 ) -> AsyncIterator[Stage]:
     async with SimKubelet(folder, **kubelet_options) as kubelet:
-        clock, drift, checkpoint, pods = Clock(), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
-        devices: dict[Kind, Latest[bytes]] = {kind: Latest(b"") for kind in KINDS}
+        clock, drift, checkpoint, pods = Clock(running=True), Drift(), MemoryCheckpoint(), MemoryPods(synced=known)
+        devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in RESOURCES}
         ids = (f"{n:016x}" for n in count(1))
         client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30, rate_limit_budget_seconds=30)
 
-        def publish(offer: Offer) -> None:
-            for kind, message in encode_offer(books.ledger.cards, offer).items():
+        def publish(node_devices: NodeDevices) -> None:
+            for kind, message in encode_node_devices(agent_state.ledger.gpu_registry, node_devices).items():
                 devices[kind].set(message)
 
         def still_runs(process: Process) -> bool:
             return bool(runs(process))
 
-        offers = Offers(publish, clock=clock)
-        books = Books(Ledger(), checkpoint=checkpoint, offers=offers, meter=drift, runs=still_runs, policy="binpack", clock=clock)
+        device_lists = DeviceListPublisher(publish, clock=clock)
+        agent_state = AgentState(
+            Ledger(),
+            checkpoint=checkpoint,
+            device_lists=device_lists,
+            meter=drift,
+            runs=still_runs,
+            policy="binpack",
+            clock=clock,
+        )
         admission = Admission(pods, client, pod_wait_seconds=0.01, clock=clock)
-        housekeeping = Housekeeping(books=books, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
+        reconciler = Reconciler(agent_state=agent_state, admission=admission, pods=pods, new_id=lambda: next(ids), clock=clock)
         agent = Agent(
-            books=books,
+            agent_state=agent_state,
             admission=admission,
-            housekeeping=housekeeping,
+            reconciler=reconciler,
             pods=pods,
             enforcement=unlimited(),
             share_mode=share_mode,
@@ -221,17 +231,17 @@ async def stage(
             make_dir=lambda path: Path(path).mkdir(parents=True, exist_ok=True),
             new_id=lambda: next(ids),
         )
-        await books.set_snapshot(node or snapshot())
-        offers.start()
+        await agent_state.set_snapshot(node or snapshot())
+        device_lists.start()
         link = KubeletLink(kubelet.plugin_folder, agent, devices)
         task = asyncio.create_task(link.run())
         try:
             await link.wait_registered()
-            for kind in KINDS:
+            for kind in RESOURCES:
                 await kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
             yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices)
         finally:
             await link.stop(1.0)
             await asyncio.gather(task, return_exceptions=True)
-            offers.close()
+            device_lists.close()
             client.close()

@@ -1,4 +1,4 @@
-"""A server on a free port, told to be quick about its end."""
+"""A server on a free port that stops quickly."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from gpumgr.web.server import WebServer
-from tests.component.web.scene import Scene, seen_from
+from tests.component.web.scene import Scene, origin_in_tests
 
 
 class Serve(Protocol):
@@ -27,7 +27,7 @@ async def serve(scene: Scene) -> AsyncIterator[Serve]:
     async with AsyncExitStack() as stack:
 
         async def start(**settings: Any) -> WebServer:
-            chosen = {"host": "127.0.0.1", "port": 0, "stop_seconds": 0.2, "seen_from": seen_from, **settings}
+            chosen = {"host": "127.0.0.1", "port": 0, "stop_seconds": 0.2, "origin_of": origin_in_tests, **settings}
             server = WebServer(scene, **chosen)
             await server.start()
             stack.push_async_callback(server.stop)

@@ -1,4 +1,4 @@
-"""Sources that a test holds, and a client that says exactly what a test wants."""
+"""Sources with data that a test sets, and a client that sends given bytes."""
 
 import asyncio
 import json
@@ -7,26 +7,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpumgr.agent.maintenance import Order
-from gpumgr.agent.picture import Picture
-from gpumgr.aio import Latest
+from gpumgr.agent.api import PodDetails
+from gpumgr.agent.maintenance import MaintenanceRequest
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.metrics.exposition import Exposition
-from gpumgr.metrics.live import Metrics
-from gpumgr.web.door.access import Whence, whence
+from gpumgr.metrics.registry import Metrics
+from gpumgr.web.access import Origin, origin_of
 from tests.unit.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 #: A client that binds this address counts as one from another machine.
-BEYOND = "127.0.0.77"
+REMOTE = "127.0.0.77"
 
 
-def seen_from(family: int, peer: Any) -> Whence:
-    """As ever, but that this machine's own BEYOND is elsewhere: tests reach nothing but the loopback."""
-    if family == socket.AF_INET and peer[0] == BEYOND:
-        return "beyond"
-    return whence(family, peer)
+def origin_in_tests(family: int, peer: Any) -> Origin:
+    """As in production, but REMOTE, an address of the loopback, counts as another machine."""
+    if family == socket.AF_INET and peer[0] == REMOTE:
+        return "remote"
+    return origin_of(family, peer)
 
 
 class Scene:
@@ -36,11 +37,11 @@ class Scene:
         self.ailments: list[str] = []
         self.obstacles: list[str] = []
         self.driverless: list[str] = []
-        self.books = view_of(
+        self.agent_state = view_of(
             allocation("a", ("team", "share"), cores={0: 0b111}, blocks={0: 0b1}), whole("b", ("team", "train"), 1)
         )
         self.before_scrape: Callable[[], Awaitable[object]] | None = None
-        self.states = Latest(b"")
+        self.states = LatestValue(b"")
         self.now = b'{"at": 1}'
         self.entries: list[Entry] = [
             Entry(
@@ -49,9 +50,9 @@ class Scene:
             Entry(number=2, at=2.0, what="refused", id="c", pod=("team", "late"), why="no room", code="no_fit"),
             Entry(number=3, at=3.0, what="freed", id="a", pod=("team", "share")),
         ]
-        self.orders: list[Order] = []
-        self.on_order: Callable[[Order], Awaitable[Mapping[str, Any]]] | None = None
-        self._exposition = Exposition(Metrics(node="node-1", version="1"), self.picture)
+        self.orders: list[MaintenanceRequest] = []
+        self.on_order: Callable[[MaintenanceRequest], Awaitable[Mapping[str, Any]]] | None = None
+        self._exposition = Exposition(Metrics(node="node-1", version="1"), self.report)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         if self.before_scrape is not None:
@@ -68,10 +69,10 @@ class Scene:
         return self.driverless
 
     def view(self) -> Any:
-        return self.books
+        return self.agent_state
 
-    def picture(self) -> Picture:
-        return Picture(view=self.books, sample=sample_of(0))
+    def report(self) -> NodeReport:
+        return NodeReport(view=self.agent_state, sample=sample_of(0))
 
     async def state(self) -> bytes:
         return self.now
@@ -82,19 +83,19 @@ class Scene:
     def history(self) -> Sequence[Entry]:
         return self.entries
 
-    def story(self, namespace: str, pod: str) -> Mapping[str, Any] | None:
-        return {"namespace": namespace, "pod": pod, "uid": "uid-a"} if (namespace, pod) == ("team", "share") else None
+    def pod(self, namespace: str, pod: str) -> PodDetails | None:
+        return PodDetails(namespace=namespace, pod=pod, uid="uid-a") if (namespace, pod) == ("team", "share") else None
 
     def pods(self) -> Sequence[PodKey]:
         return [("other", "share"), ("team", "late"), ("team", "share")]
 
-    async def maintain(self, order: Order) -> Mapping[str, Any]:
+    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
         self.orders.append(order)
         return await self.on_order(order) if self.on_order is not None else {"gpu": order.gpu, "done": order.action}
 
 
 async def say(address: tuple[str, int], *parts: bytes, half_close: bool = False, source: str = "127.0.0.1") -> bytes:
-    """All that the server answers to these bytes until it hangs up."""
+    """Sends these bytes. Returns all that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
     for part in parts:
         writer.write(part)
@@ -108,7 +109,7 @@ async def say(address: tuple[str, int], *parts: bytes, half_close: bool = False,
 
 
 def get(path: str, *headers: str) -> bytes:
-    """A request after which the server hangs up."""
+    """A request after which the server closes the connection."""
     return "\r\n".join((f"GET {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", "")).encode()
 
 

@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.errors import SettingsError
-from gpumgr.web.pages import PATHS
+from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import BEYOND, CERTIFICATES, Scene, get, parsed, say
+from tests.component.web.scene import CERTIFICATES, REMOTE, Scene, get, parsed, say
 
 READABLE = [path.format(namespace="team", pod="share") for path in PATHS if not path.startswith(("/api/gpus", "/api/stream"))]
 
@@ -34,7 +34,7 @@ async def test_this_host_reads_everything(serve: Serve) -> None:
 
 
 async def test_from_beyond_only_metrics_and_probes(serve: Serve) -> None:
-    found = await statuses(await serve(), source=BEYOND)
+    found = await statuses(await serve(), source=REMOTE)
     assert {path for path, status in found.items() if status == 200} == {"/metrics", "/metric", "/healthz", "/readyz"}
     assert {status for status in found.values() if status != 200} == {403}
 
@@ -53,14 +53,14 @@ async def test_from_beyond_only_metrics_and_probes(serve: Serve) -> None:
     ],
 )
 async def test_from_beyond_no_spelling_of_a_path_opens_more(server: WebServer, path: str) -> None:
-    status, told = parsed(await say(server.address, get(path), source=BEYOND))
+    status, told = parsed(await say(server.address, get(path), source=REMOTE))
     assert status == 403
     assert set(told) == {"error"}
 
 
-async def test_the_closed_door_says_how_to_open_it_and_the_kubelet_gets_in(serve: Serve) -> None:
+async def test_without_a_configured_token_the_denial_names_the_setting_and_probes_are_served(serve: Serve) -> None:
     server = await serve()
-    connector = aiohttp.TCPConnector(local_addr=(BEYOND, 0))
+    connector = aiohttp.TCPConnector(local_addr=(REMOTE, 0))
     async with aiohttp.ClientSession(server.url, connector=connector) as client:
         async with client.get("/api/state", headers={"X-Forwarded-For": "127.0.0.1", "Forwarded": "for=127.0.0.1"}) as answer:
             assert answer.status == 403
@@ -73,33 +73,33 @@ async def test_a_token_opens_what_is_no_debug_page(serve: Serve, tmp_path: Path)
     file = tmp_path / "token"
     file.write_text("s3cret\n")
     server = await serve(token_file=file)
-    found = await statuses(server, source=BEYOND, token="s3cret")
+    found = await statuses(server, source=REMOTE, token="s3cret")
     assert {path for path, status in found.items() if status != 200} == {"/debug/stacks", "/debug/profile"}
-    found = await statuses(server, source=BEYOND, token="wrong")
+    found = await statuses(server, source=REMOTE, token="wrong")
     assert {path for path, status in found.items() if status == 200} == {"/healthz", "/readyz"}
     assert {found["/metrics"], found["/"], found["/debug/stacks"]} == {401, 403}
     assert set((await statuses(server, source="127.0.0.1", paths=["/", "/metrics"])).values()) == {200}
 
 
-async def test_without_a_token_the_client_is_asked_for_one(serve: Serve, tmp_path: Path) -> None:
+async def test_a_request_without_a_token_gets_401(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret")
     server = await serve(token_file=file)
     async with (
-        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(local_addr=(BEYOND, 0))) as client,
+        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(local_addr=(REMOTE, 0))) as client,
         client.get("/metrics") as answer,
     ):
         assert answer.status == 401
         assert answer.headers["WWW-Authenticate"] == 'Bearer realm="gpumgr"'
 
 
-async def test_a_new_token_counts_at_once_and_an_empty_file_lets_nobody_in(serve: Serve, tmp_path: Path) -> None:
+async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(serve: Serve, tmp_path: Path) -> None:
     file, new = tmp_path / "token", tmp_path / "new"
     file.write_text("one")
     server = await serve(token_file=file)
 
     async def opens(token: str) -> bool:
-        return (await statuses(server, source=BEYOND, token=token, paths=["/graph"]))["/graph"] == 200
+        return (await statuses(server, source=REMOTE, token=token, paths=["/graph"]))["/graph"] == 200
 
     new.write_text("second\n")
     os.replace(new, file)
@@ -125,17 +125,17 @@ async def test_a_browser_can_be_led_here_by_no_foreign_name(serve: Serve, tmp_pa
     for path in ("/api/state", "/metrics", "/healthz", "/debug/stacks", "/nowhere"):
         status, told = parsed(await say(server.address, asked_as("evil.example:80", path)))
         assert (status, set(told)) == (403, {"error"})
-        assert "no name of this host" in told["error"]
+        assert "not a name of this host" in told["error"]
     for host in ("localhost:1234", "node-1", "127.0.0.1:15990", "[::1]:15990"):
         assert parsed(await say(server.address, asked_as(host, "/api/state")))[0] == 200
-    assert parsed(await say(server.address, asked_as("gpumgr.svc", "/healthz"), source=BEYOND))[0] == 200
+    assert parsed(await say(server.address, asked_as("gpumgr.svc", "/healthz"), source=REMOTE))[0] == 200
     connector = aiohttp.UnixConnector(str(tmp_path / "agent.sock"))
     async with aiohttp.ClientSession("http://evil.example", connector=connector) as root, root.get("/api/state") as answer:
         assert answer.status == 200
 
 
 @pytest.mark.parametrize(("path", "reasons"), [("/healthz", "ailments"), ("/readyz", "obstacles")])
-async def test_strangers_are_told_how_many_reasons_there_are_and_not_which(
+async def test_unauthenticated_clients_get_the_number_of_reasons_only(
     serve: Serve, scene: Scene, tmp_path: Path, path: str, reasons: str
 ) -> None:
     getattr(scene, reasons).append("/var/lib/kubelet/device-plugins/kubelet.sock is not there")
@@ -144,12 +144,12 @@ async def test_strangers_are_told_how_many_reasons_there_are_and_not_which(
     for settings in ({}, {"token_file": tmp_path / "token"}):
         server = await serve(**settings)
         assert parsed(await say(server.address, get(path))) == (503, whole)
-        assert parsed(await say(server.address, get(path), source=BEYOND)) == (503, {"status": "failing", "reason_count": 1})
+        assert parsed(await say(server.address, get(path), source=REMOTE)) == (503, {"status": "failing", "reason_count": 1})
     wrong, right = (get(path, f"Authorization: Bearer {token}") for token in ("wrong", "s3cret"))
-    assert parsed(await say(server.address, wrong, source=BEYOND)) == (503, {"status": "failing", "reason_count": 1})
-    assert parsed(await say(server.address, right, source=BEYOND)) == (503, whole)
+    assert parsed(await say(server.address, wrong, source=REMOTE)) == (503, {"status": "failing", "reason_count": 1})
+    assert parsed(await say(server.address, right, source=REMOTE)) == (503, whole)
     getattr(scene, reasons).clear()
-    assert parsed(await say(server.address, get(path), source=BEYOND)) == (200, {"status": "ok", "reason_count": 0})
+    assert parsed(await say(server.address, get(path), source=REMOTE)) == (200, {"status": "ok", "reason_count": 0})
 
 
 async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(serve: Serve, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ async def test_a_token_file_that_can_not_be_used_ends_the_start(
     assert words in str(caught.value)
 
 
-async def test_a_pipe_is_no_token_file_and_blocks_nobody(scene: Scene, tmp_path: Path) -> None:
+async def test_a_pipe_is_no_token_file_and_blocks_no_request(scene: Scene, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token")
-    with pytest.raises(SettingsError, match="is not a plain file"):
+    with pytest.raises(SettingsError, match="is not a regular file"):
         WebServer(scene, host="127.0.0.1", port=0, token_file=tmp_path / "token")

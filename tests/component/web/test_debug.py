@@ -1,4 +1,4 @@
-"""What the process says of its own inside."""
+"""The debug pages of the process."""
 
 import asyncio
 import re
@@ -74,15 +74,15 @@ async def test_a_profile_names_what_holds_the_loop(client: aiohttp.ClientSession
 
 async def test_one_profile_at_a_time(client: aiohttp.ClientSession) -> None:
     refused = None
-    while refused is None:  # where all stands still for a second, the first is over before the second is heard
+    while refused is None:  # on a machine that stalls for a second the first is over before the second is read
         first = asyncio.ensure_future(client.get("/debug/profile?seconds=1"))
-        while not profiling() and not first.done():  # noqa: ASYNC110  it tells nobody
+        while not profiling() and not first.done():  # noqa: ASYNC110  it sends no event
             await asyncio.sleep(0.01)
         async with client.get("/debug/profile?seconds=1") as answer:
             refused = await answer.json() if answer.status == 409 else None
         async with await first as answer:
             assert answer.status == 200
-    assert refused == {"error": "a profile is being taken; ask again when it is done"}
+    assert refused == {"error": "another profile is being taken; try again when it is done"}
     assert not profiling()
 
 

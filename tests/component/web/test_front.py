@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.web.front import PAGE, Front
+from gpumgr.web.index_page import PAGE, IndexPage
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 
@@ -74,4 +74,4 @@ async def test_another_file_is_read_once_at_the_start(serve: Serve, tmp_path: Pa
 
 def test_a_package_without_its_page_is_broken(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Front.read(tmp_path / "index.html")
+        IndexPage.read(tmp_path / "index.html")

@@ -25,7 +25,7 @@ def scene() -> Scene:
 class Busy(Scene):
     def __init__(self) -> None:
         super().__init__()
-        self.books = busy(SHARED, WHOLE).view
+        self.agent_state = busy(SHARED, WHOLE).view
 
     def usage(self) -> dict[str, Any]:
         return usage_message(busy(SHARED, WHOLE), pods(SHARE_VIEW, TRAIN_VIEW))
@@ -42,7 +42,7 @@ async def test_the_whole_answer(client: aiohttp.ClientSession, path: str, name: 
     assert json.dumps(told, indent=1, sort_keys=True) == json.dumps(expected, indent=1, sort_keys=True)
 
 
-async def test_when_nobody_uses_anything(client: aiohttp.ClientSession, scene: Scene) -> None:
+async def test_without_any_use(client: aiohttp.ClientSession, scene: Scene) -> None:
     scene.usage = dict  # type: ignore[method-assign]
     async with client.get("/usage") as answer:
         assert await answer.text() == (GOLDEN / "nothing.json").read_text().strip()

@@ -5,7 +5,7 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.web.door.listening import ListenError, listen_tcp
+from gpumgr.web.listening import ListenError, listen_tcp
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import get, parsed, say
 
@@ -21,13 +21,13 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", own_address()])
-async def test_the_loopback_answers_whatever_address_is_configured(serve: Serve, address: str) -> None:
+async def test_the_loopback_answers_with_any_configured_address(serve: Serve, address: str) -> None:
     host, port = (await serve(host=address)).address
     assert host == address
     assert parsed(await say(("127.0.0.1", port), get("/graph")))[0] == 200
 
 
-async def test_a_port_that_is_taken_on_the_loopback_is_told_and_the_address_still_serves() -> None:
+async def test_a_used_port_on_the_loopback_is_reported_and_the_address_still_serves() -> None:
     address = own_address()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ async def test_a_port_that_is_taken_on_the_loopback_is_told_and_the_address_stil
         assert [line["event"] for line in logs] == ["loopback_not_served"]
 
 
-async def test_a_host_that_nobody_knows_is_told() -> None:
+async def test_an_unknown_host_name_is_reported() -> None:
     with pytest.raises(ListenError, match=r"can't listen on nowhere\.invalid:0: no such host; give an IP address"):
         await listen_tcp("nowhere.invalid", 0)
 

@@ -1,4 +1,4 @@
-"""Each page through a real client over loopback: what it says, to whom, and in which words it refuses."""
+"""Each page through a real client over loopback: content, access and error messages."""
 
 import asyncio
 import json
@@ -12,8 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 import gpumgr
+from gpumgr.agent.api import PodDetails, builtins
 from gpumgr.errors import InputError
-from gpumgr.web.pages import PATHS
+from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.scene import Scene
 from tests.unit.metrics.pictures import uuid_of
@@ -31,7 +32,7 @@ async def test_metrics_come_as_classic_text_by_default(client: aiohttp.ClientSes
         assert "gpumgr_container_core_allocated_ratio{" in await answer.text()
 
 
-async def test_metrics_come_as_openmetrics_and_compressed_when_asked(server: WebServer) -> None:
+async def test_metrics_come_as_openmetrics_and_compressed_on_request(server: WebServer) -> None:
     headers = {"Accept": "application/openmetrics-text;version=1.0.0", "Accept-Encoding": "gzip"}
     async with (
         aiohttp.ClientSession(server.url, auto_decompress=False) as client,
@@ -59,7 +60,7 @@ async def test_probes_answer_with_their_reasons(client: aiohttp.ClientSession, s
         }
 
 
-async def test_readiness_has_one_part_that_can_be_asked_for(client: aiohttp.ClientSession, scene: Scene) -> None:
+async def test_one_part_of_readiness_can_be_requested(client: aiohttp.ClientSession, scene: Scene) -> None:
     scene.obstacles.append("tencent.com/vcuda-core is not registered with the kubelet")
     async with client.get("/readyz?only=driver") as answer:
         assert answer.status == 200
@@ -78,7 +79,7 @@ async def test_version(client: aiohttp.ClientSession) -> None:
         }
 
 
-async def test_graph_is_text_for_people(client: aiohttp.ClientSession) -> None:
+async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
     async with client.get("/graph?format=text") as answer:
         assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
         text = await answer.text()
@@ -114,7 +115,7 @@ async def test_graph_is_data_for_scripts(client: aiohttp.ClientSession) -> None:
     assert [(h["pod"], h["cores"], h["memory_blocks"]) for h in leaf["gpu"]["holders"]] == [("share", 3, 1)]
 
 
-async def test_an_unknown_graph_format_is_told(client: aiohttp.ClientSession) -> None:
+async def test_an_unknown_graph_format_is_refused(client: aiohttp.ClientSession) -> None:
     async with client.get("/graph?format=svg") as answer:
         assert answer.status == 400
         assert await answer.json() == {"error": "format 'svg' is none of: text, json"}
@@ -125,7 +126,7 @@ async def test_an_unknown_graph_format_is_told(client: aiohttp.ClientSession) ->
     [
         ("/usage", {"usage": {"uid-a": {"project": "team"}}}),
         ("/api/state", {"at": 1}),
-        ("/api/pods/team/share", {"namespace": "team", "pod": "share", "uid": "uid-a"}),
+        ("/api/pods/team/share", builtins(PodDetails(namespace="team", pod="share", uid="uid-a"))),
     ],
 )
 async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.ClientSession, path: str, shown: object) -> None:
@@ -148,7 +149,7 @@ async def test_pods_are_listed_by_their_names(client: aiohttp.ClientSession, que
         assert await answer.json() == [{"namespace": namespace, "pod": pod} for namespace, pod in pods]
 
 
-async def test_a_pod_of_which_nothing_is_known(client: aiohttp.ClientSession) -> None:
+async def test_an_unknown_pod(client: aiohttp.ClientSession) -> None:
     async with client.get("/api/pods/team/gone") as answer:
         assert answer.status == 404
         assert await answer.json() == {"error": "nothing is known of the pod team/gone"}
@@ -201,7 +202,7 @@ async def test_a_long_history_is_written_beside_the_loop(client: aiohttp.ClientS
         ("/debug/profile?seconds=31", "seconds is not a whole number from 1 to 30"),
     ],
 )
-async def test_a_wrong_query_is_told(client: aiohttp.ClientSession, path: str, error: str) -> None:
+async def test_a_wrong_query_is_refused(client: aiohttp.ClientSession, path: str, error: str) -> None:
     async with client.get(path) as answer:
         assert answer.status == 400
         assert await answer.json() == {"error": error}
@@ -239,7 +240,7 @@ async def test_every_answer_is_guarded_against_guesses_and_frames(client: aiohtt
         assert answer.headers["Server"] == "gpumgr"
 
 
-async def test_a_page_that_fails_tells_the_log_and_not_the_client(client: aiohttp.ClientSession, scene: Scene) -> None:
+async def test_a_page_that_fails_is_logged_and_not_shown_to_the_client(client: aiohttp.ClientSession, scene: Scene) -> None:
     async def fail() -> None:
         raise ValueError("a secret detail")
 
@@ -247,14 +248,14 @@ async def test_a_page_that_fails_tells_the_log_and_not_the_client(client: aiohtt
     with capture_logs() as logs:
         async with client.get("/metrics") as answer:
             assert answer.status == 500
-            assert await answer.json() == {"error": "the agent failed to answer; its log says why"}
+            assert await answer.json() == {"error": "the agent failed to respond; see its log"}
     assert [(line["event"], line["path"], line["kind"], line["error"]) for line in logs] == [
         ("page_failed", "/metrics", "ValueError", "a secret detail")
     ]
     assert __file__ in logs[0]["where"]
 
 
-async def test_a_used_port_is_told_and_nothing_is_left_open(server: WebServer, scene: Scene) -> None:
+async def test_a_used_port_is_reported_and_nothing_is_left_open(server: WebServer, scene: Scene) -> None:
     host, port = server.address
     second = WebServer(scene, host=host, port=port)
     with pytest.raises(ListenError, match=f"can't listen on 127.0.0.1:{port}: another process listens there") as caught:
@@ -263,7 +264,7 @@ async def test_a_used_port_is_told_and_nothing_is_left_open(server: WebServer, s
     await second.stop()
 
 
-async def test_an_address_of_another_machine_is_told(scene: Scene) -> None:
+async def test_an_address_of_another_machine_is_reported(scene: Scene) -> None:
     with pytest.raises(ListenError, match="no such address"):
         await WebServer(scene, host="192.0.2.1", port=0).start()
 

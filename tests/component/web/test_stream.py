@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from gpumgr.web.door.doorman import Patience
+from gpumgr.web.connection_limit import Timeouts
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import Scene, get, parsed, say
@@ -47,7 +47,7 @@ async def readers() -> AsyncIterator[contextlib.AsyncExitStack]:
 
 async def until_read(scene: Scene, readers: int) -> None:
     async with asyncio.timeout(10):
-        while scene.states.readers != readers:  # noqa: ASYNC110  what it waits for tells nobody
+        while scene.states.readers != readers:  # noqa: ASYNC110  the condition has no event
             await asyncio.sleep(0.01)
 
 
@@ -64,7 +64,7 @@ async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: WebS
     two.writer.close()
 
 
-async def test_what_the_first_state_made_known_is_not_told_twice(server: WebServer, scene: Scene) -> None:
+async def test_what_the_first_state_contains_is_not_sent_twice(server: WebServer, scene: Scene) -> None:
     one = await Reader.open(server)
     scene.states.set(scene.now)
     assert await one.state() == {"at": 1}
@@ -112,7 +112,7 @@ async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> Non
     server = await serve()
     some = [await Reader.open(server) for _ in range(64)]
     status, told = parsed(await say(server.address, get("/api/stream")))
-    assert (status, told) == (503, {"error": "64 streams are open, and that is the most"})
+    assert (status, told) == (503, {"error": "64 streams are open, which is the limit"})
     some[0].writer.close()
     await until_read(scene, 63)
     some[0] = await Reader.open(server)
@@ -122,7 +122,7 @@ async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> Non
         one.writer.close()
 
 
-async def test_a_slow_client_misses_states_and_delays_nobody(server: WebServer, scene: Scene) -> None:
+async def test_a_slow_client_misses_states_and_delays_no_other_client(server: WebServer, scene: Scene) -> None:
     slow, quick = await Reader.open(server, limit=1 << 21), await Reader.open(server, limit=1 << 21)
     assert await quick.state() == {"at": 1}
     slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ async def test_a_slow_client_misses_states_and_delays_nobody(server: WebServer, 
 
 
 async def test_a_client_that_takes_nothing_is_dropped(serve: Serve, scene: Scene) -> None:
-    server = await serve(patience=Patience(unsent_seconds=0.1, look_seconds=0.02))
+    server = await serve(timeouts=Timeouts(unread_seconds=0.1, check_seconds=0.02))
     stuck = await Reader.open(server)
     stuck.writer.transport.pause_reading()  # type: ignore[attr-defined]
     padding = "x" * (1 << 20)

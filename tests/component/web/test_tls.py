@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from gpumgr.errors import SettingsError
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import BEYOND, CERTIFICATES, Scene, get, say
+from tests.component.web.scene import CERTIFICATES, REMOTE, Scene, get, say
 
 SERVER = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
 WITH_CA = {**SERVER, "client_ca_file": CERTIFICATES / "ca.crt"}
@@ -45,7 +45,7 @@ async def test_pages_come_over_tls(serve: Serve) -> None:
     server = await serve(**SERVER)
     assert server.url.startswith("https://127.0.0.1:")
     assert await status(server, "/graph", context()) == 200
-    assert await status(server, "/graph", context(), source=BEYOND) == 403
+    assert await status(server, "/graph", context(), source=REMOTE) == 403
     assert server.connections_refused == 0
 
 
@@ -72,24 +72,24 @@ async def test_a_client_certificate_opens_the_pages(serve: Serve) -> None:
         ("/graph", 403, 200),
         ("/debug/stacks", 403, 403),
     ]:
-        assert await status(server, path, context(), source=BEYOND) == bare
-        assert await status(server, path, context("client"), source=BEYOND) == certified
+        assert await status(server, path, context(), source=REMOTE) == bare
+        assert await status(server, path, context("client"), source=REMOTE) == certified
     assert await status(server, "/graph", context()) == 200
 
 
-async def test_a_certificate_of_somebody_else_ends_the_handshake(serve: Serve) -> None:
+async def test_a_certificate_of_another_authority_ends_the_handshake(serve: Serve) -> None:
     server = await serve(**WITH_CA)
     with pytest.raises(aiohttp.ClientError):
-        await status(server, "/healthz", context("stranger"), source=BEYOND)
-    assert await status(server, "/healthz", context(), source=BEYOND) == 200
+        await status(server, "/healthz", context("stranger"), source=REMOTE)
+    assert await status(server, "/healthz", context(), source=REMOTE) == 200
 
 
 async def test_a_token_or_a_certificate(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     server = await serve(**WITH_CA, token_file=tmp_path / "token")
-    assert await status(server, "/graph", context(), source=BEYOND) == 401
-    assert await status(server, "/graph", context(), source=BEYOND, token="s3cret") == 200
-    assert await status(server, "/graph", context("client"), source=BEYOND) == 200
+    assert await status(server, "/graph", context(), source=REMOTE) == 401
+    assert await status(server, "/graph", context(), source=REMOTE, token="s3cret") == 200
+    assert await status(server, "/graph", context("client"), source=REMOTE) == 200
 
 
 async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gpumgr.agent.maintenance import Order
+from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.errors import NvmlError, Refusal, StateError
-from gpumgr.web.pages import PATHS
+from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import BEYOND, CERTIFICATES, Scene
+from tests.component.web.scene import CERTIFICATES, REMOTE, Scene
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
-async def test_it_is_plain_and_open_whatever_others_must_show(serve: Serve, path: Path, tmp_path: Path) -> None:
+async def test_the_unix_socket_needs_neither_tls_nor_a_token(serve: Serve, path: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
     await serve(
         unix_socket=path,
@@ -97,7 +97,7 @@ async def test_a_stale_socket_is_replaced(scene: Scene, path: Path) -> None:
 
 async def test_a_living_socket_is_left_alone(scene: Scene, root: aiohttp.ClientSession, path: Path) -> None:
     second = another(scene, path)
-    with pytest.raises(ListenError, match=r"another process answers there; end it, or set another http.socket"):
+    with pytest.raises(ListenError, match=r"another process listens there; end it, or set another http.socket"):
         await second.start()
     with pytest.raises(RuntimeError):
         _ = second.address
@@ -111,7 +111,7 @@ async def test_a_socket_with_a_full_backlog_is_living(scene: Scene, path: Path) 
         living.bind(str(path))
         living.listen(0)
         waiting.connect(str(path))
-        with pytest.raises(ListenError, match="another process answers there"):
+        with pytest.raises(ListenError, match="another process listens there"):
             await another(scene, path).start()
 
 
@@ -123,7 +123,7 @@ async def test_another_kind_of_file_is_left_alone(scene: Scene, path: Path) -> N
     assert shown(path) == "mine"
 
 
-async def test_a_path_that_is_too_long_or_no_folder_is_told(scene: Scene, tmp_path: Path) -> None:
+async def test_a_path_that_is_too_long_or_in_no_folder_is_reported(scene: Scene, tmp_path: Path) -> None:
     with pytest.raises(ListenError, match=r"a unix socket allows 107; set a shorter http.socket"):
         await another(scene, tmp_path / ("x" * 120)).start()
     (tmp_path / "file").touch()
@@ -139,10 +139,10 @@ async def test_orders(root: aiohttp.ClientSession, scene: Scene) -> None:
         async with root.post(f"/api/gpus/GPU-00000000%2D0/{action}") as answer:
             assert answer.status == 200
     assert scene.orders == [
-        Order(action="drain", gpu="3", reason="new fan", evict=True),
-        Order(action="cordon", gpu="GPU-00000000-0"),
-        Order(action="uncordon", gpu="GPU-00000000-0"),
-        Order(action="reset", gpu="GPU-00000000-0"),
+        MaintenanceRequest(action="drain", gpu="3", reason="new fan", evict=True),
+        MaintenanceRequest(action="cordon", gpu="GPU-00000000-0"),
+        MaintenanceRequest(action="uncordon", gpu="GPU-00000000-0"),
+        MaintenanceRequest(action="reset", gpu="GPU-00000000-0"),
     ]
 
 
@@ -162,13 +162,13 @@ async def test_an_order_that_can_not_be_read(root: aiohttp.ClientSession, scene:
         (Refusal("conflict", "GPU 3 is busy"), 409, {"error": "GPU 3 is busy", "code": "conflict"}),
         (StateError("there is no GPU 9"), 404, {"error": "there is no GPU 9"}),
         (NvmlError("the driver gave no answer"), 503, {"error": "the driver gave no answer"}),
-        (KeyError("inside"), 500, {"error": "the agent failed to answer; its log says why"}),
+        (KeyError("inside"), 500, {"error": "the agent failed to respond; see its log"}),
     ],
 )
 async def test_an_order_that_is_not_followed(
     root: aiohttp.ClientSession, scene: Scene, error: Exception, status: int, told: dict[str, str]
 ) -> None:
-    async def fail(_order: Order) -> dict[str, str]:
+    async def fail(_order: MaintenanceRequest) -> dict[str, str]:
         raise error
 
     scene.on_order = fail
@@ -177,10 +177,10 @@ async def test_an_order_that_is_not_followed(
         assert await answer.json() == told
 
 
-async def test_an_order_is_carried_out_though_nobody_waits(root: aiohttp.ClientSession, scene: Scene) -> None:
+async def test_a_maintenance_request_completes_after_the_client_disconnects(root: aiohttp.ClientSession, scene: Scene) -> None:
     begun, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def work(_order: Order) -> dict[str, str]:
+    async def work(_order: MaintenanceRequest) -> dict[str, str]:
         begun.set()
         await go.wait()
         done.set()
@@ -195,7 +195,7 @@ async def test_an_order_is_carried_out_though_nobody_waits(root: aiohttp.ClientS
     await asyncio.wait_for(done.wait(), 5)
 
 
-@pytest.mark.parametrize("source", ["127.0.0.1", BEYOND])
+@pytest.mark.parametrize("source", ["127.0.0.1", REMOTE])
 async def test_orders_come_by_no_other_way(serve: Serve, scene: Scene, source: str) -> None:
     server = await serve()
     async with (
@@ -211,4 +211,4 @@ async def test_an_order_can_not_be_read(root: aiohttp.ClientSession) -> None:
     async with root.get("/api/gpus/3/drain") as answer:
         assert answer.status == 405
         assert answer.headers["Allow"] == "POST"
-        assert await answer.json() == {"error": "/api/gpus/3/drain takes orders: use POST"}
+        assert await answer.json() == {"error": "/api/gpus/3/drain takes maintenance requests: use POST"}

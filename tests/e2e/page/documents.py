@@ -6,24 +6,26 @@ from typing import Any
 
 from playwright.async_api import Page, expect
 
+from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.ids import ALL_CORES, Cards
+from gpumgr.allocator.ids import ALL_CORES, GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.picture import ContainerUse, GpuUse, NodeUse
-from gpumgr.web.state import state_document
+from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
+from gpumgr.web.state import node_state
+from tests.allocations import allocated
 from tests.e2e.browser import Visit
 from tests.unit.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
 
 Document = dict[str, Any]
 GIB = 1 << 30
 NOW = 1_800_000_000.0
-#: An agent tells its state once in a sample period.
+#: An agent sends its state once in a sample period.
 BEAT_SECONDS = 1.0
 PODS: tuple[PodKey, ...] = (("team", "train"), ("team", "web"), ("search", "embed"), ("search", "rank"), ("batch", "night"))
 HOSTILE: tuple[PodKey, ...] = (
@@ -80,7 +82,7 @@ def shares(pods: Iterable[PodKey], *, count: int = 8) -> list[Allocation]:
     for n, pod in enumerate(pods):
         gpu, place = name_of(n % count), n // count
         found.append(
-            Allocation(
+            allocated(
                 id=f"{n:016x}",
                 pod=pod,
                 uid=f"uid-{n}",
@@ -103,10 +105,10 @@ def document(
     **about: Any,
 ) -> Document:
     """What `picture(pods, **about)` becomes for the page."""
-    return state_document(picture(pods, **about), list(entries), clock=lambda: 0.4)
+    return builtins(node_state(report(pods, **about), list(entries), clock=lambda: 0.4))
 
 
-def picture(
+def report(
     pods: Iterable[PodKey] = PODS,
     *,
     count: int = 8,
@@ -116,12 +118,12 @@ def picture(
     failed: Mapping[int, str] | None = None,
     at: float = NOW,
     **about: Any,
-) -> Picture:
+) -> NodeReport:
     """A node on which each pod but the first has a share, and every share uses so much. `gone`: a GPU that the driver does not show
     any more; `unreadable`: what the driver lists at an index without a UUID, and why."""
     allocations = shares(pods, count=count)
     snapshot = node(count)
-    cards = Inventory(snapshot=snapshot).meet(Cards())
+    gpu_registry = Inventory(snapshot=snapshot).register(GpuRegistry())
     shown = [n for n in range(count) if n != gone]
     left = Topology(
         tuple(tuple(snapshot.topology.levels[a][b] for b in shown) for a in shown),
@@ -133,16 +135,16 @@ def picture(
         failed={uuid_of(n): why for n, why in (failed or {}).items()},
     )
     view = AgentView(
-        ledger=Ledger(cards, {a.id: a for a in allocations}),
+        ledger=Ledger(gpu_registry, {a.id: a for a in allocations}),
         inventory=inventory,
-        node=inventory.view(cards, policy="binpack", visible_blocks={}),
+        node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}),
     )
     used = round(used_gib * GIB)
     uses = {
-        (a.id, a.gpus[0]): ContainerUse(
+        (a.id, next(iter(a.gpus))): ContainerUse(
             allocation=a.id,
-            gpu=a.gpus[0],
-            uuid=cards.by_name[a.gpus[0]].uuid,
+            gpu=next(iter(a.gpus)),
+            uuid=gpu_registry.by_name[next(iter(a.gpus))].uuid,
             cores=9,
             memory_bytes=used,
             utilization_ratio=0.05,
@@ -151,9 +153,11 @@ def picture(
         for n, a in enumerate(allocations)
     }
     strange = (
-        {name_of(4): GpuUse(uuid=uuid_of(4), stranger_memory_bytes=int(1.2 * GIB), stranger_processes=1)} if count > 4 else {}
+        {name_of(4): GpuUse(uuid=uuid_of(4), unattributed_memory_bytes=int(1.2 * GIB), unattributed_processes=1)}
+        if count > 4
+        else {}
     )
-    found = Picture(
+    found = NodeReport(
         view=view,
         node="node-1",
         at=at,
@@ -162,7 +166,7 @@ def picture(
         sampled_at=0.0,
         nvml_up=True,
         use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
-        over=frozenset(a.id for a in allocations if a.blocks and used > 16 * BLOCK_BYTES),
+        over=frozenset(a.id for a in allocations if a.held("memory") and used > 16 * BLOCK_BYTES),
         enforcement=(("mps", "cores and memory"),),
         outbox=OutboxState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},

@@ -1,4 +1,4 @@
-"""How the page follows the agent: state by state, over a stream that may break, and not while nobody looks."""
+"""How the page follows the agent: state by state, over a stream that may break, and not while the page is hidden."""
 
 import asyncio
 from dataclasses import replace
@@ -48,7 +48,7 @@ async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage)
 
 
 async def test_what_needs_attention_is_said_once_however_often_it_is_told(browser: Browser, stage: Stage) -> None:
-    """One pod refused twice with two sentences, two containers refused that nobody can name, one piece of an allocation told twice."""
+    """One pod refused twice with two messages, two refused containers without a name, one piece of an allocation sent twice."""
     again = [refusal(number=1), refusal(number=2, why="no GPU has 40 memory blocks free")]
     nameless = [replace(refusal(number=n, why=f"sentence {n}"), pod=None) for n in (3, 4)]
     for entries in (again, nameless):

@@ -1,11 +1,11 @@
-"""What the page does with names that mean harm and in browsers that forbid, and that it asks nobody but the agent."""
+"""The page with hostile names and in restrictive browsers; it sends requests to the agent only."""
 
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.async_api import Browser, expect
 
-from gpumgr.web.front import PAGE
+from gpumgr.web.index_page import PAGE
 from tests.e2e.browser import Stage, visit
 
 from .documents import HOSTILE, column, document, loaded, refusal

@@ -96,7 +96,7 @@ async def test_a_screen_reader_finds_its_way(browser: Browser, stage: Stage) -> 
         labelled = """[...document.querySelectorAll("[aria-labelledby], [for]")].filter((node) =>
             !document.getElementById(node.getAttribute("aria-labelledby") || node.getAttribute("for"))).length"""
         assert await page.evaluate(labelled) == 0
-        await expect(page.get_by_role("table")).to_have_accessible_name(re.compile("what they were granted"))
+        await expect(page.get_by_role("table")).to_have_accessible_name(re.compile("granted and used amounts"))
         assert await page.locator("th:not([scope=col])").count() == 0
         assert await page.evaluate("document.documentElement.lang") == "en"
         twice = """[...document.querySelectorAll("[id]")].map((node) => node.id).filter((id, n, all) => all.indexOf(id) !== n)"""

@@ -1,4 +1,4 @@
-"""What a look at the page tells: who sits where, what is wrong, how the GPUs are joined."""
+"""The contents of the page: containers per GPU, errors, and the links between GPUs."""
 
 import re
 from dataclasses import replace
@@ -6,18 +6,19 @@ from dataclasses import replace
 import pytest
 from playwright.async_api import Browser, expect
 
+from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.web.state import state_document
+from gpumgr.web.state import node_state
 from tests.e2e.browser import Stage, visit
 from tests.unit.metrics.pictures import name_of, uuid_of, whole
 
-from .documents import NOW, document, loaded, picture, refusal, rows
+from .documents import NOW, document, loaded, refusal, report, rows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -39,7 +40,7 @@ async def test_a_look_tells_who_sits_where_and_what_is_wrong(browser: Browser, s
         await expect(
             card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
         ).to_be_visible()
-        await expect(page.locator(f"#gpu-{name_of(4)}")).to_contain_text("1.2 GiB in nobody's account (1 process)")
+        await expect(page.locator(f"#gpu-{name_of(4)}")).to_contain_text("1.2 GiB used by processes of no container (1 process)")
         problems = page.locator("#problems li")
         await expect(problems.filter(has_text="refused")).to_contain_text("team/late 60 s ago: no GPU has 60 cores free")
         await expect(problems.filter(has_text="over limit").last).to_contain_text("has 4.0 GiB on GPU1, uses 4.5 GiB")
@@ -72,13 +73,13 @@ async def test_a_lost_gpu_and_a_cordoned_one_are_marked_in_words(browser: Browse
         await expect(page.locator(f"#gpu-{name_of(2)} .why")).to_contain_text("a new riser")
         await expect(page.locator(f"#gpu-{name_of(5)} .tag")).to_have_text("not shown")
         await expect(page.locator("#aloud")).to_contain_text("GPU1 takes nothing new: XID 79: it has fallen off the bus")
-        picture = page.locator("#picture")
-        label = await picture.get_attribute("aria-label") or ""
+        report = page.locator("#picture")
+        label = await report.get_attribute("aria-label") or ""
         assert "socket (NODE), NUMA 0: GPU0 GPU1 GPU2 GPU3" in label
         assert f"Not well: GPU1 failed (XID), GPU2 draining, GPU {name_of(5)} not shown." in label
         assert "NVLink fabric: 7 GPUs joined all to all, 18 links each." in label
-        await expect(picture.locator(".box.bad")).to_have_count(2)
-        await expect(picture.locator(".wire.bad")).to_have_count(1)
+        await expect(report.locator(".box.bad")).to_have_count(2)
+        await expect(report.locator(".wire.bad")).to_have_count(1)
         stage.show(document(at=NOW + 2))
         await expect(page.locator("#aloud")).to_contain_text("GPU1 is back")
 
@@ -104,7 +105,7 @@ async def test_gpus_are_called_as_the_driver_counts_them(browser: Browser, stage
 
 
 async def test_a_gpu_that_was_broken_at_the_start_is_told_once(browser: Browser, stage: Stage) -> None:
-    """The driver lists it and tells no UUID, so that its card is missing."""
+    """The driver lists it without a UUID, so that its card is missing."""
     stage.show(document(gone=5, unreadable={5: "GPU is lost"}))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -120,9 +121,9 @@ async def test_a_gpu_that_was_broken_at_the_start_is_told_once(browser: Browser,
 
 async def test_full_gpus_are_in_service(browser: Browser, stage: Stage) -> None:
     full = tuple(whole(f"{n:016x}", ("team", f"pod-{n}"), n) for n in range(2))
-    found = picture((), count=2)
-    books = replace(found.view, ledger=Ledger(found.view.ledger.cards, {a.id: a for a in full}))
-    stage.show(state_document(replace(found, view=books), []))
+    found = report((), count=2)
+    books = replace(found.view, ledger=Ledger(found.view.ledger.gpu_registry, {a.id: a for a in full}))
+    stage.show(builtins(node_state(replace(found, view=books), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#stats div").first).to_have_text("GPUs2 of 2in service")
         assert "new containers" not in await seen.page.locator("#stats").inner_text()
@@ -174,9 +175,9 @@ async def test_links_that_are_no_fabric_are_drawn_one_by_one(browser: Browser, s
 async def test_a_node_without_a_driver_says_so(browser: Browser, stage: Stage) -> None:
     inventory = Inventory()
     view = AgentView(
-        ledger=Ledger(Cards()), inventory=inventory, node=inventory.view(Cards(), policy="binpack", visible_blocks={})
+        ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry(), policy="binpack", visible_blocks={})
     )
-    stage.show(state_document(Picture(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), []))
+    stage.show(builtins(node_state(NodeReport(view=view, node="node-1", at=NOW, not_ready=("no driver was found yet",)), [])))
     async with visit(browser, stage.url) as seen:
         await expect(seen.page.locator("#verdict")).to_have_text("Not ready")
         await expect(seen.page.locator("#problems")).to_contain_text("no driver was found yet")

@@ -1,17 +1,18 @@
-"""A pod's story, which its name opens: by mouse or keyboard, for eyes and ears, whatever the pod is called and whether it is known."""
+"""The details of a pod, opened by its name: with mouse, keyboard and screen reader, for any name, known or unknown."""
 
 from typing import Any
 
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from gpumgr.agent.api import builtins
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
-from gpumgr.web.story import story
+from gpumgr.web.pod_details import pod_details
 from tests.e2e.browser import Stage, visit
 from tests.unit.metrics.pictures import name_of
 
-from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, picture, refusal
+from .documents import DIM_TEXT, HOSTILE, NOW, PODS, document, loaded, refusal, report
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -19,9 +20,11 @@ LATE: PodKey = ("team", "late")
 
 
 def refused() -> Entry:
-    """With what the GPUs had: one that the driver told no index of, too."""
+    """With the events of the GPUs, also of one without an index of the driver."""
     room = tuple(
-        Candidate(gpu=name_of(n), index=n or None, cores_free=10 * n, memory_blocks_free=4, note="cordoned" if n == 2 else None)
+        Candidate(
+            gpu=name_of(n), index=n or None, cores_free=10 * n, memory_mebibytes_free=1024, note="cordoned" if n == 2 else None
+        )
         for n in range(3)
     )
     return Entry(
@@ -48,9 +51,9 @@ def told(pod: PodKey, *entries: Entry, phase: str = "Running", pods: tuple[PodKe
         containers=(ContainerSpec(name="main", cores=9, memory_blocks=16),),
         **about,
     )
-    found = story(picture(pods), view, *pod, list(entries))
+    found = pod_details(report(pods), view, *pod, list(entries))
     assert found is not None
-    return found
+    return builtins(found)
 
 
 async def test_a_pods_name_opens_its_story(browser: Browser, stage: Stage) -> None:
@@ -76,13 +79,13 @@ async def test_a_pods_name_opens_its_story(browser: Browser, stage: Stage) -> No
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         dialog = page.get_by_role("dialog", name="team/web")
         await expect(dialog).to_be_visible()
-        for fact in ("PodRunning", "Asks formain: 9 cores, 16 memory blocks", "UIDuid-1"):
+        for fact in ("PodRunning", "Requestsmain: 9 cores, 16 memory blocks", "UIDuid-1"):
             await expect(dialog.locator("dl")).to_contain_text(fact)
         await expect(dialog.locator("ul.feed li")).to_contain_text("5 of 9 cores, 2.0 of 4.0 GiB; kept by mps")
         await expect(dialog.locator("ul.feed li")).to_contain_text("GPU1")
         await expect(dialog.locator("ol li")).to_contain_text("9 cores on GPU1")
-        await expect(dialog.get_by_role("link", name="The same as JSON")).to_have_attribute("href", "api/pods/team/web")
-        await expect(dialog).to_contain_text("As it was at ")
+        await expect(dialog.get_by_role("link", name="Details as JSON")).to_have_attribute("href", "api/pods/team/web")
+        await expect(dialog).to_contain_text("As of ")
         await dialog.get_by_role("button", name="Close").click()
         await expect(dialog).to_be_hidden()
         assert await seen.violations() == []

@@ -1,4 +1,4 @@
-"""What people call a GPU, and which one they mean: one grammar for the agent and the commands."""
+"""Names of GPUs in requests: one grammar for the agent and the commands."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(text: str, name:
 
 
 @pytest.mark.parametrize("text", ["79", "1234", "04", "-1", "", "GPU", "GPU-", "gpu79f4", "GPU 4", "ffff", "79f4a7f4-aaab"])
-def test_a_number_is_always_an_index_and_what_names_none_is_told_with_all(text: str) -> None:
+def test_a_number_is_always_an_index_and_an_unknown_name_is_refused_with_all_names(text: str) -> None:
     with pytest.raises(
         InputError, match=r"^no GPU of this node is called '.*'; there are: GPU4 = GPU-79f4a7f4-.*, GPU-12345678-"
     ):

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from gpumgr.agent.history import History
+from gpumgr.agent.history import History, about
 from gpumgr.allocator.history import Candidate, Entry, What
+from gpumgr.allocator.ledger import Allocation
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer
+from gpumgr.units import Amounts
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import NotedCheckpoint, Refused, World
 
@@ -24,12 +26,12 @@ async def test_both_calls_of_a_container_and_its_end_have_the_allocations_name()
     world.end(pod)
     await world.sweep(2)
     await world.sweep(2)
-    granted, second, freed = world.books.history.entries()
+    granted, second, freed = world.agent_state.history.entries()
     assert {granted.id, second.id, freed.id} == {allocation.id}
     assert (granted.what, second.what, freed.what) == ("granted", "granted", "freed")
     assert {granted.kind, second.kind} == {"core", "memory"}
-    assert granted.gpus == allocation.gpus
-    assert [(c.cores_free, c.memory_blocks_free, c.note) for c in granted.candidates] == [(100, 16, None)] * 2
+    assert tuple(granted.gpus) == tuple(allocation.gpus)
+    assert [(c.cores_free, c.memory_mebibytes_free // 256, c.note) for c in granted.candidates] == [(100, 16, None)] * 2
     assert granted.number < second.number < freed.number
 
 
@@ -39,10 +41,21 @@ async def test_a_refusal_is_remembered_with_what_each_gpu_had_left() -> None:
     await world.run(world.pod("second", app(60, 12)))
     with pytest.raises(Refused):
         await world.run(world.pod("third", app(60, 12)))
-    refused = world.books.history.entries()[-1]
+    refused = world.agent_state.history.entries()[-1]
     assert (refused.what, refused.code, refused.pod) == ("refused", "no_fit", ("team", "third"))
     assert sorted(c.cores_free for c in refused.candidates) == [40, 40]
     assert refused.id not in world.ledger.allocations
+
+
+def test_an_entry_gets_the_present_time_and_what_its_allocation_has() -> None:
+    history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
+    holder = Allocation(id="a", pod=("team", "web"), uid="u", container="main", gpus={"00000001": Amounts(cores=10)})
+    history.add(about(holder, Entry(what="event", why="it is so")))
+    history.add(about(holder, Entry(what="event", pod=("team", "other"), pod_uid="v", gpus=("00000002",))))
+    first, second = history.entries()
+    assert (first.number, first.at, first.id, first.container) == (1, 7.0, "a", "main")
+    assert (first.pod, first.pod_uid, first.gpus) == (("team", "web"), "u", ("00000001",))
+    assert (second.pod, second.pod_uid, second.gpus) == (("team", "other"), "v", ("00000002",))
 
 
 async def test_what_could_not_be_written_is_written_later_and_nothing_grows_without_bound() -> None:
@@ -60,35 +73,37 @@ async def test_what_could_not_be_written_is_written_later_and_nothing_grows_with
     assert [entry.number for entry in history.entries()] == [3, 4, 5]
 
 
-async def test_a_repeated_refusal_of_one_start_is_told_once() -> None:
+async def test_a_repeated_refusal_of_one_start_is_recorded_once() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
     for at in range(3):
-        history.add_news(Entry(at=float(at), what="refused", id="a", call="pre_start", code="conflict", why="it is so"))
-    history.add_news(Entry(at=9.0, what="refused", id="b", call="pre_start", code="conflict", why="it is so"))
+        history.add_unless_repeated(
+            Entry(at=float(at), what="refused", id="a", call="pre_start", code="conflict", why="it is so")
+        )
+    history.add_unless_repeated(Entry(at=9.0, what="refused", id="b", call="pre_start", code="conflict", why="it is so"))
     assert [entry.id for entry in history.entries()] == ["a", "b"]
 
 
-def test_only_time_and_room_are_no_news() -> None:
+def test_a_refusal_that_differs_only_in_time_and_free_capacity_is_a_repetition() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
     entry = Entry(at=1.0, what="refused", id="a", why="it is so")
-    history.add_news(entry)
-    history.add_news(replace(entry, at=2.0, candidates=(Candidate(gpu="00000000"),)))
+    history.add_unless_repeated(entry)
+    history.add_unless_repeated(replace(entry, at=2.0, candidates=(Candidate(gpu="00000000"),)))
     assert len(history.entries()) == 1
     others = {field.name for field in fields(Entry)} - {"number", "at", "candidates"}
     for name in sorted(others):
         other: dict[str, Any] = {name: "other"}
-        history.add_news(replace(entry, **other))
+        history.add_unless_repeated(replace(entry, **other))
     assert len(history.entries()) == 1 + len(others)
 
 
-async def test_a_start_with_ids_of_nobody_is_told_once_in_whatever_order_they_come() -> None:
+async def test_a_start_with_unknown_ids_is_recorded_once_in_any_order_of_ids() -> None:
     world = await World.made(snapshot(1, 16))
     unknown = ["deadbeef-c00", "deadbeef-c01"]
     nobodys, others = (["00000000-c00", "00000000-c01"], ["00000000-c02", "00000000-c03"])
     for ids in (unknown, nobodys, others, nobodys[::-1], unknown[::-1], others, nobodys):
         with pytest.raises(Refusal):
             await world.agent.pre_start("core", ids)
-    told = world.books.history.entries()
+    told = world.agent_state.history.entries()
     assert [(entry.code, entry.pod) for entry in told] == [("unknown_device", None), ("conflict", None), ("conflict", None)]
     assert len({entry.id for entry in told}) == 3
 
@@ -109,7 +124,7 @@ async def test_what_was_granted_is_remembered_for_as_long_as_it_is_held() -> Non
     assert [entry.number for entry in history.entries()] == [13, 14, 15]
 
 
-async def test_after_a_restart_what_lives_is_remembered_and_no_number_is_given_twice() -> None:
+async def test_after_a_restart_entries_of_running_pods_are_kept_and_no_number_is_used_twice() -> None:
     first = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     first.restore([], living=[])
     for allocation in ("a", "b"):
@@ -118,7 +133,7 @@ async def test_after_a_restart_what_lives_is_remembered_and_no_number_is_given_t
         first.add(Entry(at=2.0, what="event"))
     saved = first.entries()
     for _ in range(3):
-        first.add(Entry(at=3.0, what="event"))  # told, and never saved
+        first.add(Entry(at=3.0, what="event"))  # added, and never saved
     again = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     again.restore(saved, living=["b", "c"])
     assert again.latest.value == saved[-1].number

@@ -1,10 +1,15 @@
 """Whose call is it? The cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
 
+from collections.abc import Sequence
+
 import pytest
+from structlog.testing import capture_logs
 
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from gpumgr.units import RESOURCE_NAMES, RESOURCES
+from tests.allocations import block_count
 from tests.component.stage.stage import snapshot
-from tests.unit.agent.world import Refused, World
+from tests.unit.agent.world import Plugin, Refused, World
 
 ORDERS = ["core_first", "memory_first"]
 
@@ -18,9 +23,7 @@ def init(cores: int, blocks: int = 0, name: str = "prepare") -> SimContainer:
 
 
 def gpus_of(world: World, pod: SimPod, container: str = "main") -> set[str]:
-    found = {
-        gpu for a in world.ledger.of(("team", pod.name), pod.uid) if a.container == container for gpu in (*a.cores, *a.blocks)
-    }
+    found = {gpu for a in world.ledger.of(("team", pod.name), pod.uid) if a.container == container for gpu in a.places}
     assert found
     return found
 
@@ -92,7 +95,7 @@ async def test_half_of_an_earlier_life_is_not_continued(order: str) -> None:
     world.clock.now += 1.5
     second = await world.run(world.pod("web-0", app(30, 5)))
     world.check_names()
-    assert [(a.core_count, a.block_count) for a in world.ledger.of(("team", "web-0"), second.uid)] == [(30, 5)]
+    assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", "web-0"), second.uid)] == [(30, 5)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -120,11 +123,29 @@ async def test_a_look_just_before_the_call_gives_it_to_nobody_else(order: str, k
     for name in ("after", "a-share"):
         pod = world.pod(name, app(100, 8) if name == "after" else app(30, 4))
         world.active[pod.uid] = pod
-        assert await world.admission.look()
+        assert await world.admission.list_pods()
         await world.admit(pod)
     world.check_names()
     world.check_places()
-    assert [(a.core_count, a.block_count) for a in world.ledger.of(("team", "before"), "uid-1")] == [(100, 0)]
+    assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", "before"), "uid-1")] == [(100, 0)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_name_that_recurs_soon_after_a_kubelet_restart_has_joined_last(order: str) -> None:
+    """A missing name may be one that the restarted kubelet does not list yet, but not if it lists a newer pod."""
+    world = await World.made(known=False, resource_order=order)
+    first = await world.run(world.pod("web-0", app(20, 2)))
+    world.reconciler.kubelet_restarted()
+    world.end(first)
+    for _ in range(7):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+    await world.admit(world.pod("other", app(60, 8)))
+    second = world.pod("web-0", app(20, 3))
+    await world.admit(second)
+    world.check_places()
+    await world.start(second)
+    world.check_names()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -137,12 +158,12 @@ async def test_a_refused_name_that_comes_again_has_joined_last(order: str) -> No
     world.active[unknown.uid] = unknown
     for _ in range(2):
         world.clock.now += 30
-        assert await world.housekeeping.sweep()
+        assert await world.reconciler.sweep()
         with pytest.raises(Refused):
             await world.admit(world.pod("web-0", app(150, 4)))
-        assert [entry.pod for entry in world.books.history.entries() if entry.what == "refused"][-1] == ("team", "web-0")
+        assert [entry.pod for entry in world.agent_state.history.entries() if entry.what == "refused"][-1] == ("team", "web-0")
     await world.admit(world.pod("web-0", app(30, 4)))
-    assert [(a.pod, a.container, a.core_count, a.block_count) for a in world.ledger.allocations.values()] == [
+    assert [(a.pod, a.container, a.cores, block_count(a)) for a in world.ledger.allocations.values()] == [
         (("team", "web-0"), "main", 30, 4)
     ]
 
@@ -175,6 +196,71 @@ async def test_a_wrong_guess_is_corrected_by_the_next_look() -> None:
     world.check_names()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_pod_has_not_joined_again_when_ids_of_its_earlier_incarnation_are_offered(order: str) -> None:
+    """Their GPU was not offered while the new pod of this name was admitted. No spec and no UID is known."""
+    world = await World.made(snapshot(2, 16), known=False, resource_order=order)
+    earlier = await world.run(world.pod("web-0", app(60, 2)))
+    (gpu,) = gpus_of(world, earlier)
+    world.clock.now += 2
+    await world.agent_state.set_health(failed={world.ledger.gpu_registry.by_name[gpu].uuid: "fails"}, cordoned={})
+    world.end(earlier)
+    await world.admit(world.pod("web-0", app(10, 2)))
+    world.clock.now += 2
+    await world.agent_state.set_health(failed={}, cordoned={})
+    with capture_logs() as logs:
+        await world.admit(world.pod("after", app(30, 3)))
+    assert {entry["pod"] for entry in logs if entry["event"] == "allocation_granted"} == {"team/after"}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("was_listed", [True, False])
+async def test_a_pod_has_not_joined_again_when_the_cache_replaces_its_earlier_incarnation(order: str, was_listed: bool) -> None:
+    """The cache has the ended incarnation while the name's new pod is admitted, and the new one at the next pod's admission."""
+    world = await World.made(known="late", resource_order=order)
+    earlier = world.pod("web-0", app(20, 2))
+    if was_listed:
+        await world.admit(earlier)
+        assert await world.admission.list_pods()
+    world.end(earlier)
+    world.tell(earlier, "Succeeded")
+    await world.admit(world.pod("web-0", init(30, 4)))
+    await world.admit(world.pod("after", app(10, 4)))
+    found = [(a.pod, a.cores, block_count(a)) for a in world.ledger.allocations.values()]
+    assert found == [(("team", "web-0"), 30, 4), (("team", "after"), 10, 4)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("containers", [(init(20, 2), app(10, 4)), (init(20, 2),), (app(20, 2),)], ids=["both", "init", "app"])
+async def test_a_guessed_pod_that_the_next_list_lacks_was_a_wrong_guess(order: str, containers: tuple[SimContainer, ...]) -> None:
+    """One `List` fails at the first call of the younger replica, which the kubelet admits first."""
+    world = await World.made(snapshot(2, 16), resource_order=order)
+    older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
+    world.tell(older)
+    world.tell(younger)
+    world.failing_lists = 1
+    await world.run(younger)
+    await world.run(older)
+    await world.sweep(2)
+    world.check_places()
+    world.check_names()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_container_that_is_listed_with_one_of_its_resources_makes_the_next_call(order: str) -> None:
+    """Another replica, which is younger, is listed too and waits for the same."""
+    world = await World.made(snapshot(2, 16), resource_order=order)
+    older, younger = world.pod("web-0", app(20, 2)), world.pod("web-1", app(20, 2))
+    for pod in (older, younger):
+        world.tell(pod)
+        world.active[pod.uid] = pod
+    world.failing_lists = 1
+    await world.admit(older)
+    await world.admit(younger)
+    world.check_places()
+    world.check_names()
+
+
 async def test_a_call_that_nobody_listed_can_have_made_is_nobodys() -> None:
     """Every listed pod is known and has what it wants. The ids are held all the same until the kubelet offers them again."""
     world = await World.made()
@@ -182,7 +268,7 @@ async def test_a_call_that_nobody_listed_can_have_made_is_nobodys() -> None:
     world.clock.now += 2
     ids = await world.agent.prefer("core", sorted(world.kubelet.healthy["tencent.com/vcuda-core"]), [], 7)
     await world.agent.allocate("core", ids)
-    assert [(a.pod, a.container, a.core_count) for a in world.ledger.allocations.values()][1:] == [(None, None, 7)]
+    assert [(a.pod, a.container, a.cores) for a in world.ledger.allocations.values()][1:] == [(None, None, 7)]
     world.clock.now += 2
     await world.run(world.pod("b", app(95, 2)))
     await world.run(world.pod("c", app(95, 2)))
@@ -199,7 +285,7 @@ async def test_without_podresources_the_order_of_calls_decides(order: str) -> No
         await world.admit(world.pod(f"p{number}", app(20, 3)))
         world.clock.now += 0.1
     world.check_places()
-    assert [(a.core_count, a.block_count, a.pod) for a in world.ledger.allocations.values()] == [(20, 3, None)] * 4
+    assert [(a.cores, block_count(a), a.pod) for a in world.ledger.allocations.values()] == [(20, 3, None)] * 4
 
 
 async def test_without_podresources_the_cache_names_the_oldest_that_waits() -> None:
@@ -231,6 +317,26 @@ async def test_a_full_node_says_what_is_free_where_to_a_whole_pod() -> None:
     )
     with pytest.raises(Refused, match=sentence):
         await world.admit(world.pod("whole", app(100)))
+
+
+async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> None:
+    """The kubelet forgot them while they were in flight, and the Topology Manager leaves it no choice but these."""
+    world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
+    gone = await world.run(world.pod("gone", app(100)))
+    world.clock.now += 2
+
+    def strike() -> None:
+        world.end(gone)
+        world.free_ended()
+
+    world.in_flight = strike
+    await world.admit(world.pod("first", init(100)))
+    world.in_flight = None
+    (uuid,) = {world.ledger.gpu_registry.by_name[gpu].uuid for gpu in gpus_of(world, gone)}
+    await world.agent_state.set_health(failed={uuid: "fails"}, cordoned={})
+    with pytest.raises(Refused, match="team/first \\(prepare\\) still holds"):
+        await world.admit(world.pod("second", init(100)))
+    world.check_ids()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -265,8 +371,30 @@ async def test_a_share_gets_the_blocks_of_a_whole_gpu_that_ended_this_moment() -
     world = await World.made(snapshot(1, 16), resource_order="core_first")
     whole = await world.run(world.pod("whole", app(100, 0)))
     await world.sweep(2)
-    assert world.offers.visible_blocks() == {"00000000": 0}
+    assert world.device_lists.visible_blocks() == {"00000000": 0}
     world.end(whole, None)
     share = await world.run(world.pod("share", app(30, 8)))
     assert gpus_of(world, share) == {"00000000"}
     world.check_ids()
+
+
+class SlowPlugin(Plugin):
+    """Answers, after which the kubelet takes three seconds until its next call."""
+
+    async def allocate(self, ids: Sequence[str]) -> bytes:
+        answer = await super().allocate(ids)
+        self._world.clock.now += 3
+        return answer
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_the_two_calls_of_a_share_are_joined_without_its_spec_however_late_the_second_comes(order: str, gpus: int) -> None:
+    world = await World.made(snapshot(gpus, 16), known=False, resource_order=order)
+    world.kubelet.clients = {RESOURCE_NAMES[each]: SlowPlugin(world, each) for each in RESOURCES}  # type: ignore[misc]
+    for name in ("first", "second"):
+        pod = await world.run(world.pod(name, app(30, 4)))
+        assert [(a.cores, block_count(a)) for a in world.ledger.of(("team", name), pod.uid)] == [(30, 4)]
+    world.check_ids()
+    world.check_names()
+    world.check_places()

@@ -1,21 +1,22 @@
-"""Cordon, drain, uncordon, reset: what is refused, what is remembered, and who hears of it."""
+"""Cordon, drain, uncordon, reset: what is refused, what is saved, and what is reported."""
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpumgr.agent.cordons import Cordon, decode_cordons
-from gpumgr.agent.maintenance import Action, Maintenance, Order
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
 from gpumgr.allocator.pods import PodKey
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.topology.devices import GpuProcess, NodeSnapshot
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.picture import NodeUse, Stranger
+from gpumgr.usage.node_use import NodeUse, UnattributedProcess
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
@@ -27,7 +28,7 @@ def app(cores: int, blocks: int = 0) -> SimContainer:
 
 
 class Driver:
-    """The nvml station's side: closes what is held when it is told to tell, and resets."""
+    """In place of the NVML monitor: publishes the cordoned GPUs on request, and resets."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -36,14 +37,14 @@ class Driver:
         self.error: NvmlError | None = None
         self.resets: list[str] = []
 
-    def hold(self, uuid: str, message: str) -> None:
+    def cordon(self, uuid: str, message: str) -> None:
         self.held[uuid] = message
 
-    def release(self, uuid: str) -> None:
+    def uncordon(self, uuid: str) -> None:
         self.held.pop(uuid, None)
 
-    async def tell_health(self) -> None:
-        await self._world.books.set_fitness(failed={}, closed=self.held)
+    async def publish_health(self) -> None:
+        await self._world.agent_state.set_health(failed={}, cordoned=self.held)
 
     async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
         return self.processes_of.get(uuid, ())
@@ -55,17 +56,18 @@ class Driver:
         return "GPU 00000000:00:00.0 was successfully reset."
 
 
-class Announced:
-    """The kubeapi station's side: who is to be evicted, and for which reason; who is not any more is taken off."""
+class MemoryEvictor:
+    """Records the evictions of each requester."""
 
     def __init__(self) -> None:
-        self.evicted: list[tuple[PodKey, str, str]] = []
+        self.wanted: dict[str, list[Eviction]] = {}
 
-    def evict(self, pod: PodKey, uid: str, *, reason: str) -> None:
-        self.evicted.append((pod, uid, reason))
+    def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:  # noqa: ARG002
+        self.wanted[requester] = list(evictions)
 
-    def cancel_evict(self, uid: str, *, reason: str | None = None) -> None:
-        self.evicted = [each for each in self.evicted if each[1] != uid or reason not in (None, each[2])]
+    @property
+    def evicted(self) -> list[tuple[PodKey, str, str]]:
+        return [(each.pod, each.uid, each.reason) for evictions in self.wanted.values() for each in evictions]
 
 
 class Bench:
@@ -73,7 +75,7 @@ class Bench:
 
     def __init__(self, world: World, *, api_server: bool = True) -> None:
         self.world, self.driver = world, Driver(world)
-        self.announcer = Announced()
+        self.publisher = MemoryEvictor()
         self.kept_by: str | None = None
         self.use: NodeUse | None = NodeUse(taken_at=0.0)
         self._api_server = api_server
@@ -87,11 +89,11 @@ class Bench:
         """As after a restart, before `restore`."""
         world = self.world
         return Maintenance(
-            books=world.books,
+            agent_state=world.agent_state,
             health=self.driver,
             checkpoint=world.checkpoint,
             pods=world.pods,
-            announcer=self.announcer if self._api_server else None,
+            publisher=self.publisher if self._api_server else None,
             reset=self.driver.reset,
             kept_by=lambda _uuid: self.kept_by,
             use=lambda: self.use,
@@ -99,17 +101,17 @@ class Bench:
 
     async def restart(self) -> None:
         """The agent is killed and starts again; the API server has answered."""
-        self.announcer.evicted.clear()
+        self.publisher.wanted.clear()
         self.maintenance = self.again()
         self.maintenance.restore(self.world.checkpoint.notes)
         await self.maintenance.evict_again()
 
     @property
     def evicted(self) -> list[tuple[PodKey, str, str]]:
-        return self.announcer.evicted
+        return self.publisher.evicted
 
     async def order(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
-        answer = await self.maintenance.follow(Order(action=action, gpu=gpu, **more))
+        answer = await self.maintenance.execute(MaintenanceRequest(action=action, gpu=gpu, **more))
         plain: dict[str, Any] = json.loads(json.dumps(answer))
         return plain
 
@@ -124,11 +126,11 @@ class Bench:
     @property
     def told(self) -> list[tuple[str | None, str]]:
         """The history's entries of GPUs: code and reason."""
-        return [(entry.code, entry.why) for entry in self.world.books.history.entries() if entry.what == "gpu"]
+        return [(entry.code, entry.why) for entry in self.world.agent_state.history.entries() if entry.what == "gpu"]
 
     @property
-    def unfit(self) -> list[str]:
-        return list(self.world.books.node().unfit.values())
+    def unschedulable(self) -> list[str]:
+        return list(self.world.agent_state.node().unschedulable.values())
 
 
 @pytest.mark.parametrize(
@@ -147,21 +149,21 @@ async def test_a_name_of_no_gpu_or_of_several_is_answered_with_all_of_them(text:
         InputError, match=f"{what} GPUs? of this node (is|are) called '{text}'.*GPU0 = {FIRST}, GPU1 = GPU-00000001"
     ):
         await bench.order("cordon", text)
-    assert (bench.unfit, bench.told) == ([], [])
+    assert (bench.unschedulable, bench.told) == ([], [])
 
 
-async def test_nothing_new_goes_to_a_cordoned_gpu_and_who_is_there_goes_on() -> None:
+async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones() -> None:
     bench = await Bench.made()
     await bench.run("first")
     answer = await bench.order("cordon", reason="broken\n fan ")
     assert answer["cordon"]["reason"] == "broken fan"
     assert [row["pod"] for row in answer["containers"]] == ["first"]
     assert (answer["changed"], answer["empty"]) == (True, False)
-    assert bench.unfit == ["cordoned by the operator: broken fan"]
+    assert bench.unschedulable == ["cordoned by the operator: broken fan"]
     with pytest.raises(Refused):
         await bench.run("second")
     assert [a.pod for a in bench.world.ledger.allocations.values()] == [("team", "first")]
-    (entry,) = [entry for entry in bench.world.books.history.entries() if entry.what == "gpu"]
+    (entry,) = [entry for entry in bench.world.agent_state.history.entries() if entry.what == "gpu"]
     assert (entry.code, entry.why, entry.gpus) == ("cordoned", "broken fan", ("00000000",))
 
 
@@ -169,7 +171,7 @@ async def test_a_cordon_that_can_not_be_remembered_is_not_made() -> None:
     bench = await Bench.made()
     bench.world.checkpoint.full = True
     assert "nothing was changed: no space left" in await bench.refused("cordon")
-    assert (bench.unfit, bench.told, bench.maintenance.cordons) == ([], [], {})
+    assert (bench.unschedulable, bench.told, bench.maintenance.cordons) == ([], [], {})
 
 
 async def test_a_confirmed_order_is_on_disk_with_its_entry() -> None:
@@ -177,7 +179,7 @@ async def test_a_confirmed_order_is_on_disk_with_its_entry() -> None:
     await bench.order("cordon", reason="broken fan")
     await bench.order("uncordon")
     assert [(entry.code, entry.number) for entry in bench.world.checkpoint.entries] == [("cordoned", 1), ("uncordoned", 2)]
-    await bench.world.books.history.flush()
+    await bench.world.agent_state.history.flush()
     assert len(bench.world.checkpoint.entries) == 2
 
 
@@ -188,11 +190,11 @@ async def test_a_second_cordon_changes_the_reason_and_nothing_else() -> None:
     wordless = await bench.order("cordon")
     other = await bench.order("cordon", reason="two broken fans")
     assert [answer["changed"] for answer in (first, again, wordless, other)] == [True, False, False, True]
-    assert bench.unfit == ["cordoned by the operator: two broken fans"]
+    assert bench.unschedulable == ["cordoned by the operator: two broken fans"]
     assert bench.told == [("cordoned", "broken fan"), ("cordoned", "two broken fans")]
 
 
-async def test_a_cordon_outlives_the_agent() -> None:
+async def test_a_cordon_survives_a_restart() -> None:
     bench = await Bench.made(2)
     await bench.order("drain", "1", reason="broken fan")
     kept = bench.maintenance.cordons
@@ -216,28 +218,28 @@ def test_no_note_is_no_cordon_and_a_damaged_one_is_an_error() -> None:
 async def test_a_gpu_that_is_away_can_be_cordoned_and_given_back() -> None:
     bench = await Bench.made(2)
     both = bench.world.node
-    await bench.world.books.set_snapshot(snapshot(1, 16))
+    await bench.world.agent_state.set_snapshot(snapshot(1, 16))
     answer = await bench.order("cordon", "GPU-00000001")
     assert answer["gpu"]["index"] is None
-    await bench.world.books.set_snapshot(both)
-    assert bench.world.books.node().unfit == {"00000001": "cordoned by the operator"}
+    await bench.world.agent_state.set_snapshot(both)
+    assert bench.world.agent_state.node().unschedulable == {"00000001": "cordoned by the operator"}
     await bench.order("uncordon", "1")
-    assert bench.unfit == []
+    assert bench.unschedulable == []
 
 
 async def test_uncordon_gives_back_once() -> None:
     bench = await Bench.made()
     await bench.order("cordon", reason="broken fan")
     answer = await bench.order("uncordon", reason="fan replaced")
-    assert (answer["cordon"], answer["changed"], bench.unfit) == (None, True, [])
+    assert (answer["cordon"], answer["changed"], bench.unschedulable) == (None, True, [])
     assert not (await bench.order("uncordon"))["changed"]
     assert bench.told == [("cordoned", "broken fan"), ("uncordoned", "fan replaced")]
     assert json.loads(bench.world.checkpoint.notes["cordons"]) == {}
 
 
-async def test_an_order_is_carried_out_though_nobody_waits_for_it() -> None:
+async def test_a_maintenance_request_completes_after_its_caller_is_cancelled() -> None:
     bench = await Bench.made()
-    async with bench.world.books.lock:
+    async with bench.world.agent_state.lock:
         waiting = asyncio.create_task(bench.order("cordon"))
         while not bench.maintenance.cordons:  # noqa: ASYNC110 (the order waits for the lock that we hold)
             await asyncio.sleep(0)
@@ -257,7 +259,7 @@ async def test_a_reason_is_short() -> None:
 # -- drain -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_drain_tells_who_is_there_until_nobody_is() -> None:
+async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> None:
     bench = await Bench.made()
     pod = await bench.run("first")
     answer = await bench.order("drain", reason="broken fan")
@@ -288,16 +290,16 @@ async def test_a_cordon_takes_no_drain_back() -> None:
 
 async def test_processes_without_an_allocation_block_a_drain() -> None:
     bench = await Bench.made(2)
-    strangers = [
-        Stranger(gpu="00000000", uuid=FIRST, pid=7, memory_bytes=5),
-        Stranger(gpu="00000001", uuid="GPU-00000001-1111-2222-3333-444444444444", pid=8),
+    unattributed = [
+        UnattributedProcess(gpu="00000000", uuid=FIRST, pid=7, memory_bytes=5),
+        UnattributedProcess(gpu="00000001", uuid="GPU-00000001-1111-2222-3333-444444444444", pid=8),
     ]
-    bench.use = NodeUse(taken_at=1.0, strangers={(each.gpu, each.pid): each for each in strangers})
+    bench.use = NodeUse(taken_at=1.0, unattributed={(each.gpu, each.pid): each for each in unattributed})
     answer = await bench.order("drain")
     assert (answer["empty"], answer["strangers"]) == (False, [{"pid": 7, "memory_bytes": 5, "container": None}])
 
 
-async def test_a_gpu_is_not_empty_before_anybody_looked() -> None:
+async def test_a_gpu_is_not_empty_before_the_first_check() -> None:
     """After a restart: what would block a reset may well be there."""
     bench = await Bench.made()
     bench.use = None
@@ -306,7 +308,7 @@ async def test_a_gpu_is_not_empty_before_anybody_looked() -> None:
     assert (await bench.order("drain"))["empty"]
 
 
-async def test_each_pod_is_evicted_once_and_its_story_tells_why() -> None:
+async def test_each_pod_is_evicted_once_and_the_history_has_the_reason() -> None:
     bench = await Bench.made()
     two = bench.world.pod("two", *(replace(app(10, 1), name=name) for name in ("a", "b")))
     await bench.world.run(two)
@@ -315,22 +317,22 @@ async def test_each_pod_is_evicted_once_and_its_story_tells_why() -> None:
     why = "GPU0 (00000000) is drained: broken fan"
     assert bench.evicted == [(("team", "two"), two.uid, why), (("team", "other"), other.uid, why)]
     assert (answer["evicting"], answer["not_evicted"]) == (["team/two", "team/other"], [])
-    events = [entry for entry in bench.world.books.history.entries() if entry.what == "event"]
+    events = [entry for entry in bench.world.agent_state.history.entries() if entry.what == "event"]
     assert [(entry.pod, entry.code, entry.why) for entry in events] == [
         (("team", name), "GpuDrained", f"the pod is evicted: {why}") for name in ("two", "other")
     ]
     assert {entry.id for entry in events} <= bench.world.ledger.allocations.keys()
 
 
-async def test_who_has_no_known_name_is_not_evicted_and_told() -> None:
+async def test_a_container_without_a_known_pod_is_not_evicted_and_reported() -> None:
     bench = await Bench.made()
     pod = await bench.run("first")
     (allocation,) = bench.world.ledger.allocations.values()
-    bench.world.books.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+    bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
     assert (await bench.order("drain", evict=True))["evicting"] == ["team/first"]
     bench.world.end(pod, None)
     answer = await bench.order("drain", evict=True)
-    assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): nobody knows which pod it is"])
+    assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): its pod is not known"])
 
 
 @pytest.mark.parametrize("ledger_has", ["the mirror's UID", "the kubelet's UID", "no name"])
@@ -341,13 +343,13 @@ async def test_a_static_pod_is_not_evicted_for_that_would_end_its_mirror_only(le
     bench.world.pods.views["team", "first"] = replace(view, runtime_uid="of-the-file")
     (allocation,) = bench.world.ledger.allocations.values()
     if ledger_has == "the kubelet's UID":
-        bench.world.books.put(bench.world.ledger.occupy(replace(allocation, uid="of-the-file")))
+        bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, uid="of-the-file")))
     elif ledger_has == "no name":
-        bench.world.books.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+        bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
     answer = await bench.order("drain", evict=True)
     assert (answer["evicting"], bench.evicted) == ([], [])
     (who,) = answer["not_evicted"]
-    assert who.endswith("(main): it is a static pod, which ends with its manifest on the node only")
+    assert who.endswith("(main): it is a static pod, which ends only when its manifest is removed from the node")
     assert [row["uid"] for row in answer["containers"]] == [pod.uid]
 
 
@@ -357,14 +359,14 @@ async def test_who_is_not_gone_when_the_gpu_is_given_back_may_stay() -> None:
     await bench.order("drain", "0", evict=True)
     await bench.order("drain", "0", evict=True, reason="broken fan")
     await bench.order("drain", "1", evict=True)
-    assert len(bench.evicted) == 3
+    assert len(bench.evicted) == 2
     await bench.order("uncordon", "0")
     assert [reason for _, _, reason in bench.evicted] == ["GPU1 (00000001) is drained"]
     await bench.order("uncordon", "1")
     assert bench.evicted == []
 
 
-async def test_evictions_outlive_the_agent_and_an_uncordon_ends_them() -> None:
+async def test_evictions_continue_after_a_restart_until_an_uncordon() -> None:
     bench = await Bench.made(2)
     pod = await bench.run("first")
     await bench.order("drain", "0", reason="broken fan")
@@ -373,20 +375,20 @@ async def test_evictions_outlive_the_agent_and_an_uncordon_ends_them() -> None:
     await bench.order("drain", "0", evict=True)
     await bench.order("drain", "0")
     await bench.order("cordon", "0")
-    told = [entry.code for entry in bench.world.books.history.entries()]
+    told = [entry.code for entry in bench.world.agent_state.history.entries()]
     await bench.restart()
     assert bench.evicted == [(("team", "first"), pod.uid, "GPU0 (00000000) is drained: broken fan")]
-    assert [entry.code for entry in bench.world.books.history.entries()] == told
+    assert [entry.code for entry in bench.world.agent_state.history.entries()] == told
     await bench.order("uncordon", "0")
     assert bench.evicted == []
     await bench.restart()
     assert bench.evicted == []
 
 
-async def test_without_an_api_server_nobody_can_be_evicted_and_nothing_is_changed() -> None:
+async def test_without_an_api_server_no_pod_is_evicted_and_nothing_is_changed() -> None:
     bench = await Bench.made(api_server=False)
     assert "no API server" in await bench.refused("drain", evict=True)
-    assert (bench.unfit, bench.told) == ([], [])
+    assert (bench.unschedulable, bench.told) == ([], [])
     assert (await bench.order("drain"))["empty"]
 
 
@@ -403,13 +405,13 @@ async def test_a_gpu_that_is_cordoned_and_empty_is_reset() -> None:
     assert bench.told == [("cordoned", "broken fan"), ("reset", "broken fan")]
 
 
-async def test_a_gpu_that_somebody_has_is_not_reset() -> None:
+async def test_a_gpu_in_use_is_not_reset() -> None:
     bench = await Bench.made()
     for name in ("first", "second"):
         await bench.run(name, 10, 1)
     await bench.order("cordon")
     assert "team/first (main), team/second (main) are still on it" in await bench.refused("reset")
-    bench.world.books.put(bench.world.ledger.free(bench.world.ledger.allocations))
+    bench.world.agent_state.put(bench.world.ledger.free(bench.world.ledger.allocations))
     bench.kept_by = "its MPS daemon ends a minute after the last container"
     assert "can't be reset: its MPS daemon ends" in await bench.refused("reset")
     bench.kept_by = None
@@ -420,7 +422,7 @@ async def test_a_gpu_that_somebody_has_is_not_reset() -> None:
     assert (bench.driver.resets, [code for code, _ in bench.told]) == ([], ["cordoned"])
 
 
-async def test_the_drivers_words_are_passed_on_and_a_reset_that_failed_is_none() -> None:
+async def test_a_failed_reset_raises_the_drivers_message_and_is_not_recorded() -> None:
     bench = await Bench.made()
     await bench.order("cordon")
     bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
@@ -430,7 +432,7 @@ async def test_the_drivers_words_are_passed_on_and_a_reset_that_failed_is_none()
     assert [code for code, _ in bench.told] == ["cordoned"]
 
 
-async def test_a_lost_gpu_is_reset_though_nobody_can_list_its_processes() -> None:
+async def test_a_lost_gpu_is_reset_without_a_process_list() -> None:
     bench = await Bench.made()
     bench.driver.processes_of[FIRST] = None
     await bench.order("cordon")

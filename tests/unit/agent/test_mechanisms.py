@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.limits import Limits
-from gpumgr.enforcement.nothing import Nothing
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
-from gpumgr.units import BLOCK_BYTES, Kind
+from gpumgr.units import BLOCK_BYTES, Resource
 from tests.component.stage.stage import Clock, snapshot
 from tests.unit.agent.world import Refused, World
 
 ORDERS = ["core_first", "memory_first"]
 
 
-class Recorded(Nothing):
+class Recorded(Unlimited):
     """A mechanism that keeps both kinds and remembers what it was asked."""
 
     name = "hami-core"
@@ -28,20 +28,20 @@ class Recorded(Nothing):
 
     def __init__(self) -> None:
         super().__init__(lambda _tenant, _message: None)
-        self.started: list[Tenant] = []
-        self.prepared: list[tuple[Kind, Tenant]] = []
+        self.started: list[GpuShare] = []
+        self.prepared: list[tuple[Resource, GpuShare]] = []
 
-    def prepare(self, tenant: Tenant, kind: Kind) -> ContainerResponse:
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         self.prepared.append((kind, tenant))
         return ContainerResponse(envs={f"LIMIT_{kind}": str(tenant.cores if kind == "core" else tenant.memory_bytes)})
 
-    async def start(self, tenant: Tenant) -> None:
+    async def start(self, tenant: GpuShare) -> None:
         self.started.append(tenant)
 
 
-def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Limits:
-    nothing = Nothing(lambda _tenant, _message: None)
-    return Limits(
+def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Enforcer:
+    nothing = Unlimited(lambda _tenant, _message: None)
+    return Enforcer(
         [backend, nothing],
         setting="hami-core",
         overrides=overrides,
@@ -130,17 +130,22 @@ async def test_what_allocate_answers_depends_on_no_name() -> None:
 
 
 async def test_an_exception_is_not_given_on_a_guess() -> None:
-    """PodResources is away, and the pod that seems to call is one that the operator excepts."""
+    """PodResources is away, and the pod that seems to call is one that the operator excepts; neither is it at its later containers."""
     backend = Recorded()
     world = await limited(backend, overrides=["batch=none"], known=False)
+    names = ("main", "second")
     waiting = PodView(
-        namespace="batch", name="job", uid="uid-job", containers=(ContainerSpec(name="main", cores=30, memory_blocks=8),)
+        namespace="batch",
+        name="job",
+        uid="uid-job",
+        containers=tuple(ContainerSpec(name=name, cores=30, memory_blocks=8) for name in names),
     )
     world.pods.views[waiting.key] = waiting
     world.away = True
-    await world.admit(world.pod("evil", app(30, 8)))
-    (allocation,) = world.ledger.allocations.values()
-    assert (allocation.pod, allocation.mechanisms, allocation.exemption) == (("batch", "job"), ("hami-core",), None)
+    await world.admit(world.pod("evil", *(SimContainer(name=name, cores=30, memory_blocks=8) for name in names)))
+    assert [(a.pod, a.container, a.mechanisms, a.exemption) for a in world.ledger.allocations.values()] == [
+        (("batch", "job"), name, ("hami-core",), None) for name in names
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,9 @@ async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str,
     world = await limited(backend)
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
-    await world.books.commit(world.books.ledger.occupy(replace(allocation, mechanisms=("none",), exemption=exemption)))
+    await world.agent_state.commit(
+        world.agent_state.ledger.occupy(replace(allocation, mechanisms=("none",), exemption=exemption))
+    )
     if starts:
         await world.start(pod)
     else:
@@ -159,12 +166,12 @@ async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str,
             await world.start(pod)
 
 
-async def test_a_share_whose_limits_nobody_remembers_does_not_start_without() -> None:
+async def test_a_share_without_known_limits_does_not_start() -> None:
     backend = Recorded()
     world = await limited(backend)
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
-    await world.books.commit(world.books.ledger.occupy(replace(allocation, mechanisms=())))
+    await world.agent_state.commit(world.agent_state.ledger.occupy(replace(allocation, mechanisms=())))
     with pytest.raises(SimKubeletError, match="which limits this container was admitted with is not known any more"):
         await world.start(pod)
 

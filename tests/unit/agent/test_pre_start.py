@@ -23,7 +23,7 @@ async def test_the_allocations_folder_is_made() -> None:
 
 
 async def test_the_folders_of_all_containers_that_share_ids_are_made() -> None:
-    """The ids tell the init container from its heir no more, and either mounts a folder of its own."""
+    """The init container and the app container have the same ids, and each mounts a folder of its own."""
     world = await World.made()
     containers = [SimContainer(name=f"init-{n}", cores=20, memory_blocks=2, kind="init") for n in range(2)]
     pod = world.pod("a", *containers, app())
@@ -34,7 +34,7 @@ async def test_the_folders_of_all_containers_that_share_ids_are_made() -> None:
     assert len(world.ledger.allocations) == 3
 
 
-async def test_a_known_container_costs_no_look() -> None:
+async def test_a_known_container_costs_no_list_call() -> None:
     world = await World.made()
     pod = await world.run(world.pod("a", app()))
     looks = world.lists
@@ -42,7 +42,7 @@ async def test_a_known_container_costs_no_look() -> None:
     assert world.lists == looks
 
 
-async def test_an_unknown_one_is_looked_up_and_remembered() -> None:
+async def test_an_unknown_container_is_looked_up_and_recorded() -> None:
     world = await World.made(known=False)
     pod = await world.run(world.pod("a", app()))
     world.check_names()
@@ -52,10 +52,10 @@ async def test_an_unknown_one_is_looked_up_and_remembered() -> None:
     assert world.lists == looks
 
 
-async def test_ids_that_nobody_here_holds_are_adopted_if_the_kubelet_shows_them() -> None:
+async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them() -> None:
     world = await World.made()
     pod = await world.run(world.pod("a", app()))
-    await world.books.commit(world.ledger.free(world.ledger.allocations))
+    await world.agent_state.commit(world.ledger.free(world.ledger.allocations))
     await world.start(pod)
     world.check_names()
 
@@ -74,7 +74,7 @@ async def test_ids_that_were_never_offered_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("cores", "blocks", "sentence"), [(30, 0, "without memory"), (0, 3, "without cores")])
-async def test_a_request_that_nobody_could_judge_before_is_judged_now(cores: int, blocks: int, sentence: str) -> None:
+async def test_a_request_without_a_spec_at_admission_is_checked_at_the_start(cores: int, blocks: int, sentence: str) -> None:
     world = await World.made(known=False)
     pod = world.pod("a", app(cores, blocks))
     await world.admit(pod)
@@ -82,7 +82,7 @@ async def test_a_request_that_nobody_could_judge_before_is_judged_now(cores: int
         await world.start(pod)
 
 
-async def test_a_folder_that_can_not_be_made_is_told() -> None:
+async def test_a_folder_that_can_not_be_created_is_reported() -> None:
     world = await World.made()
     pod = world.pod("a", app())
     await world.admit(pod)

@@ -10,26 +10,26 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.books import Books
-from gpumgr.agent.housekeeping import Housekeeping
-from gpumgr.agent.offers import Offers
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.offer import Offer
+from gpumgr.allocator.node_devices import NodeDevices
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.allocator.quarantine import Process
 from gpumgr.allocator.rebuild import KubeletEntry, Rebuilt
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.limits import Limits
+from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.errors import CheckpointError, KubeletError, Refusal
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
-from gpumgr.units import KIND_OF, KINDS, RESOURCE_OF, Kind
+from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Resource
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot, unlimited
 
 
@@ -69,12 +69,12 @@ class NotedCheckpoint(MemoryCheckpoint):
         self.entries += entries
 
 
-class _Plugin:
+class Plugin:
     """The device manager's client of one resource, without a socket between."""
 
     options = SimpleNamespace(get_preferred_allocation_available=True, pre_start_required=True)
 
-    def __init__(self, world: "World", kind: Kind) -> None:
+    def __init__(self, world: "World", kind: Resource) -> None:
         self._world, self._kind = world, kind
 
     async def prefer(self, available: Sequence[str], must_include: Sequence[str], size: int) -> set[str]:
@@ -116,14 +116,14 @@ class World:
         ledger: Ledger | None = None,
         folder: Path = Path("/nonexistent"),
         share_mode: bool = True,
-        limits: Limits | None = None,
+        limits: Enforcer | None = None,
         **kubelet: Any,
     ) -> None:
         self.node = node or snapshot()
         self.known = known
         self.random = Random(seed)
         self.kubelet = DeviceManager(self.random, **kubelet)
-        self.kubelet.clients = {RESOURCE_OF[kind]: _Plugin(self, kind) for kind in KINDS}  # type: ignore[misc]
+        self.kubelet.clients = {RESOURCE_NAMES[kind]: Plugin(self, kind) for kind in RESOURCES}  # type: ignore[misc]
         self.clock, self.drift, self.checkpoint, self.pods = (
             Clock(),
             Drift(),
@@ -138,6 +138,8 @@ class World:
         self.in_flight: Any = None
         self.processes: set[Process] = set()
         self.away = False
+        #: So many of the next `List` calls fail.
+        self.failing_lists = 0
         self.sources_ready = True
         self.lists = 0
         self._folder, self._share_mode = folder, share_mode
@@ -147,19 +149,19 @@ class World:
         self._build(ledger or Ledger())
 
     def _build(self, ledger: Ledger) -> None:
-        self.offers = Offers(self._publish, clock=self.clock)
-        self.books = Books(
+        self.device_lists = DeviceListPublisher(self._publish, clock=self.clock)
+        self.agent_state = AgentState(
             ledger,
             checkpoint=self.checkpoint,
-            offers=self.offers,
+            device_lists=self.device_lists,
             meter=self.drift,
             runs=self.runs,
             policy="binpack",
             clock=self.clock,
         )
         self.admission = Admission(self.pods, _PodResources(self), pod_wait_seconds=0.01, clock=self.clock)
-        self.housekeeping = Housekeeping(
-            books=self.books,
+        self.reconciler = Reconciler(
+            agent_state=self.agent_state,
             admission=self.admission,
             pods=self.pods,
             new_id=lambda: next(self._ids),
@@ -167,9 +169,9 @@ class World:
             wall_clock=lambda: self.wall,
         )
         self.agent = Agent(
-            books=self.books,
+            agent_state=self.agent_state,
             admission=self.admission,
-            housekeeping=self.housekeeping,
+            reconciler=self.reconciler,
             pods=self.pods,
             enforcement=self.limits,
             host=HostPaths(exists=lambda _path: True, allocation_dir=str(self._folder)),
@@ -189,43 +191,43 @@ class World:
 
     async def restart(self, *, lost: bool = False) -> Rebuilt:
         """The agent dies and starts again from its checkpoint, or without one, and asks the kubelet what it knows."""
-        self.offers.close()
-        self._build(Ledger() if lost else Ledger(self.checkpoint.cards, dict(self.checkpoint.allocations)))
+        self.device_lists.close()
+        self._build(Ledger() if lost else Ledger(self.checkpoint.gpu_registry, dict(self.checkpoint.allocations)))
         if lost:
             self.checkpoint.allocations.clear()
-        await self.books.set_snapshot(self.node)
-        self.offers.start()
+        await self.agent_state.set_snapshot(self.node)
+        self.device_lists.start()
         entries = [
-            KubeletEntry(uid=uid, container=container, kind=KIND_OF[resource], device_ids=tuple(sorted(holding.ids)))
+            KubeletEntry(uid=uid, container=container, kind=RESOURCE_BY_NAME[resource], device_ids=tuple(sorted(holding.ids)))
             for uid, containers in self.kubelet.held.items()
             for container, resources in containers.items()
             for resource, holding in resources.items()
         ]
-        return await self.housekeeping.adopt(entries)
+        return await self.reconciler.adopt(entries)
 
     @classmethod
     async def made(cls, node: NodeSnapshot | None = None, **options: Any) -> "World":
         world = cls(node, **options)
-        await world.books.set_snapshot(world.node)
-        world.offers.start()
+        await world.agent_state.set_snapshot(world.node)
+        world.device_lists.start()
         return world
 
     @property
     def ledger(self) -> Ledger:
-        return self.books.ledger.check()
+        return self.agent_state.ledger.check()
 
     # -- the kubelet's side ------------------------------------------------------------------------------------------------
 
-    def _publish(self, offer: Offer) -> None:
-        cards = self.books.ledger.cards
-        for kind in KINDS:
+    def _publish(self, node_devices: NodeDevices) -> None:
+        gpu_registry = self.agent_state.ledger.gpu_registry
+        for kind in RESOURCES:
             devices: DeviceList = {
                 text: (bool(healthy >> number & 1), frozenset() if card.numa_node is None else frozenset({card.numa_node}))
-                for card in offer
+                for card in node_devices
                 for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
-                for number, text in enumerate(cards.ids[kind][card.card.name])
+                for number, text in enumerate(gpu_registry.ids[kind][card.card.name])
             }
-            self.kubelet.update(RESOURCE_OF[kind], devices)
+            self.kubelet.update(RESOURCE_NAMES[kind], devices)
 
     def free_ended(self) -> None:
         if self.sources_ready:
@@ -234,7 +236,8 @@ class World:
     def listing(self) -> Listing:
         """PodResources `List`: active pods in random order, no ordinary init containers."""
         self.lists += 1
-        if self.away:
+        if self.away or self.failing_lists:
+            self.failing_lists = max(0, self.failing_lists - 1)
             raise KubeletError("no PodResources socket")
         self.free_ended()
         pods = list(self.active.values()) if self.sources_ready else []
@@ -250,8 +253,8 @@ class World:
             }
         )
 
-    def held(self, pod: SimPod, container: str, kind: Kind) -> frozenset[str]:
-        holding = self.kubelet.held.get(pod.uid, {}).get(container, {}).get(RESOURCE_OF[kind])
+    def held(self, pod: SimPod, container: str, kind: Resource) -> frozenset[str]:
+        holding = self.kubelet.held.get(pod.uid, {}).get(container, {}).get(RESOURCE_NAMES[kind])
         return holding.ids if holding else frozenset()
 
     # -- pods --------------------------------------------------------------------------------------------------------------
@@ -314,18 +317,18 @@ class World:
 
     async def sweep(self, seconds: float = 1.0) -> None:
         self.clock.now += seconds
-        assert await self.housekeeping.sweep()
+        assert await self.reconciler.sweep()
 
     # -- what must hold ----------------------------------------------------------------------------------------------------
 
-    def mine(self, pod: SimPod, container: str, kind: Kind) -> list[Allocation]:
+    def mine(self, pod: SimPod, container: str, kind: Resource) -> list[Allocation]:
         found = self.ledger.of((pod.namespace, pod.name), pod.uid)
         return [a for a in found if a.container == container and a.held(kind)]
 
     def check_ids(self) -> None:
         """The ids that the kubelet has given to live pods are held in the ledger, and no two live pods have one in common."""
-        for kind in KINDS:
-            held = set(self.ledger.cards.format(kind, self.ledger.held(kind)))
+        for kind in RESOURCES:
+            held = set(self.ledger.gpu_registry.format(kind, self.ledger.held(kind)))
             owner: dict[str, str] = {}
             for pod in self.active.values():
                 for container in pod.containers:
@@ -340,11 +343,11 @@ class World:
                 if container.kind == "init" and self.known is not True:
                     continue
                 allocations = set()
-                for kind in KINDS:
+                for kind in RESOURCES:
                     ids = self.held(pod, container.name, kind)
                     mine = self.mine(pod, container.name, kind)
                     allocations |= {a.id for a in mine}
-                    texts = [set(self.ledger.cards.format(kind, a.held(kind))) for a in mine]
+                    texts = [set(self.ledger.gpu_registry.format(kind, a.held(kind))) for a in mine]
                     if self.known is True:
                         assert texts == ([set(ids)] if ids else []), (pod.name, container.name, kind)
                     else:  # an earlier life of the name may not be swept yet
@@ -354,13 +357,13 @@ class World:
     def check_places(self) -> None:
         """What a container was given lies together."""
         for a in self.ledger.allocations.values():
-            if a.cores and a.blocks and not a.whole and not a.anonymous:
-                assert set(a.gpus) <= set(a.cores) | set(a.blocks)
+            if a.held("core") and a.held("memory") and not a.whole and not a.anonymous:
+                assert set(a.gpus) <= set(a.held("core")) | set(a.held("memory"))
         for pod in self.active.values():
             if any(c.kind == "init" for c in pod.containers):
                 continue
             for c in pod.containers:
-                places = {kind: set(self.ledger.cards.known(kind, self.held(pod, c.name, kind))) for kind in KINDS}
+                places = {kind: set(self.ledger.gpu_registry.known(kind, self.held(pod, c.name, kind))) for kind in RESOURCES}
                 if c.cores and c.memory_blocks:
                     assert places["memory"] <= places["core"], (pod.name, places)
                 assert len(places["core"]) == -(-c.cores // 100), (pod.name, places)

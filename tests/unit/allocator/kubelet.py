@@ -13,7 +13,7 @@ from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.allocator.sweep import freed_by_offer
 from gpumgr.errors import Refusal
-from gpumgr.units import KINDS, RESOURCE_OF, Kind
+from gpumgr.units import RESOURCE_NAMES, RESOURCES, Resource
 
 from .nodes import node_of
 
@@ -26,8 +26,8 @@ class Table:
     random: Random = field(default_factory=lambda: Random(1))
     node: NodeView | None = None
     pods: dict[PodKey, PodView] = field(default_factory=dict)
-    held: dict[tuple[PodKey, str], dict[Kind, set[str]]] = field(default_factory=dict)
-    reusable: dict[Kind, set[str]] = field(default_factory=dict)
+    held: dict[tuple[PodKey, str], dict[Resource, set[str]]] = field(default_factory=dict)
+    reusable: dict[Resource, set[str]] = field(default_factory=dict)
     granted: list[Allocation] = field(default_factory=list)
     obeys: bool = True
 
@@ -36,7 +36,7 @@ class Table:
         return Listing.of(
             {
                 key: {
-                    c.name: {RESOURCE_OF[kind]: sorted(ids) for kind, ids in self.held.get((key, c.name), {}).items()}
+                    c.name: {RESOURCE_NAMES[kind]: sorted(ids) for kind, ids in self.held.get((key, c.name), {}).items()}
                     for c in view.containers
                     if c.kind != "init"
                 }
@@ -47,14 +47,14 @@ class Table:
     def admit(self, view: PodView) -> None:
         """Raises Refusal as the kubelet would fail the pod; what the pod got until then is the kubelet's again."""
         self.pods[view.key] = view
-        self.reusable = {kind: set() for kind in KINDS}
+        self.reusable = {kind: set() for kind in RESOURCES}
         try:
             for container in view.containers:
-                kinds = [kind for kind in KINDS if container.wants(kind)]
+                kinds = [kind for kind in RESOURCES if container.wants(kind)]
                 self.random.shuffle(kinds)
                 for kind in kinds:
                     self._allocate(view, container, kind)
-                for kind in KINDS:
+                for kind in RESOURCES:
                     mine = self.held.get((view.key, container.name), {}).get(kind, set())
                     self.reusable[kind] = self.reusable[kind] | mine if container.kind == "init" else self.reusable[kind] - mine
         except Refusal:
@@ -66,12 +66,12 @@ class Table:
         del self.pods[key]
         self.held = {owner: ids for owner, ids in self.held.items() if owner[0] != key}
 
-    def _in_use(self, kind: Kind) -> set[str]:
+    def _in_use(self, kind: Resource) -> set[str]:
         return set().union(*(ids.get(kind, set()) for ids in self.held.values()))
 
-    def _allocate(self, view: PodView, container: ContainerSpec, kind: Kind) -> None:
+    def _allocate(self, view: PodView, container: ContainerSpec, kind: Resource) -> None:
         size = container.wants(kind)
-        every = [text for texts in self.ledger.cards.ids[kind].values() for text in texts]
+        every = [text for texts in self.ledger.gpu_registry.ids[kind].values() for text in texts]
         reused = set(self.random.sample(sorted(self.reusable[kind]), min(size, len(self.reusable[kind]))))
         chosen, choice, caller = reused, None, None
         if len(reused) < size:
@@ -79,12 +79,12 @@ class Table:
             if len(available) < size - len(reused):
                 raise Refusal("no_fit", "requested number of devices unavailable")
             choice, caller = self._prefer(kind, {*available, *reused}, reused, size)
-            wanted = set(self.ledger.cards.format(kind, choice.masks)) if self.obeys else set()
+            wanted = set(self.ledger.gpu_registry.format(kind, choice.masks)) if self.obeys else set()
             chosen = reused | set(sorted(wanted & set(available))[: size - len(reused)])
             rest = [text for text in available if text not in chosen]
             self.random.shuffle(rest)
             chosen = chosen | set(rest[: size - len(chosen)])
-        masks = self.ledger.cards.parse(kind, chosen)
+        masks = self.ledger.gpu_registry.parse(kind, chosen)
         allocation = grant(
             self._node(),
             self.ledger,
@@ -99,8 +99,8 @@ class Table:
         self.granted.append(allocation)
         self.held.setdefault((view.key, container.name), {})[kind] = chosen
 
-    def _prefer(self, kind: Kind, available: set[str], reused: set[str], size: int) -> tuple[Choice, Caller]:
-        parse = self.ledger.cards.parse
+    def _prefer(self, kind: Resource, available: set[str], reused: set[str], size: int) -> tuple[Choice, Caller]:
+        parse = self.ledger.gpu_registry.parse
         ask = Ask(kind=kind, available=parse(kind, available), must=parse(kind, reused), size=size)
         self.ledger = freed_by_offer(self.ledger, self.listing(), self.pods.get, kind, minus(ask.available, ask.must)).check()
         seen = {key: n for n, key in enumerate(self.pods)}
@@ -110,7 +110,7 @@ class Table:
         assert count(choice.masks) == size
         return choice, caller
 
-    def _caller_of(self, masks: Masks, kind: Kind, size: int) -> Caller:
+    def _caller_of(self, masks: Masks, kind: Resource, size: int) -> Caller:
         left_by = reuser(self.ledger, kind, masks)
         assert left_by is not None
         assert left_by.pod is not None
@@ -122,7 +122,7 @@ class Table:
         return found
 
     def _node(self) -> NodeView:
-        return self.node or node_of(self.ledger.cards)
+        return self.node or node_of(self.ledger.gpu_registry)
 
-    def ids_of(self, key: PodKey, container: str, kind: Kind) -> set[str]:
+    def ids_of(self, key: PodKey, container: str, kind: Resource) -> set[str]:
         return self.held.get((key, container), {}).get(kind, set())

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from gpumgr.allocator.ids import Cards, Masks
+from gpumgr.allocator.ids import GpuRegistry, Masks
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.topology.devices import Level, Topology
 
 
-def cards_of(blocks: Sequence[int]) -> Cards:
-    cards = Cards()
+def cards_of(blocks: Sequence[int]) -> GpuRegistry:
+    gpu_registry = GpuRegistry()
     for index, memory_blocks in enumerate(blocks):
-        cards = cards.meet(f"GPU-{index:08x}-0000-0000-0000-000000000000", memory_blocks)
-    return cards
+        gpu_registry = gpu_registry.register(f"GPU-{index:08x}-0000-0000-0000-000000000000", memory_blocks)
+    return gpu_registry
 
 
 def topology_of(count: int, *, group: int = 2) -> Topology:
@@ -26,13 +26,15 @@ def topology_of(count: int, *, group: int = 2) -> Topology:
     return Topology(levels, tuple(tuple(0 for _ in range(count)) for _ in range(count)))
 
 
-def node_of(cards: Cards, *, unfit: Mapping[str, str] | None = None, visible: Masks | None = None) -> NodeView:
+def node_of(
+    gpu_registry: GpuRegistry, *, unschedulable: Mapping[str, str] | None = None, visible: Masks | None = None
+) -> NodeView:
     return NodeView(
-        topology=topology_of(len(cards.cards)),
-        rows={card.name: row for row, card in enumerate(cards.cards)},
-        indices={card.name: index for index, card in enumerate(cards.cards)},
-        unfit=unfit or {},
-        visible_blocks=visible if visible is not None else {card.name: card.all_ids("memory") for card in cards.cards},
+        topology=topology_of(len(gpu_registry.gpus)),
+        rows={card.name: row for row, card in enumerate(gpu_registry.gpus)},
+        indices={card.name: index for index, card in enumerate(gpu_registry.gpus)},
+        unschedulable=unschedulable or {},
+        visible_blocks=visible if visible is not None else {card.name: card.all_ids("memory") for card in gpu_registry.gpus},
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.allocator.annotations import MAX_ALLOCATIONS_BYTES, is_ours, memory_mebibytes, pod_annotations
+from gpumgr.allocator.annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.sim.apiserver_written import problem_of
@@ -29,8 +29,8 @@ def share(letter: str, container: str | None, *, gpu: int = 0, init: bool = Fals
 
 def annotated(view: PodView, *allocations: Allocation, shown: int = 2, **evaluators: str) -> dict[str, str]:
     node = view_of(shown=shown)
-    gpus = node.inventory.gpus(node.ledger.cards)
-    return pod_annotations(view, allocations, node.ledger.cards, gpus, node="node-1", evaluators=evaluators)
+    gpus = node.inventory.gpus(node.ledger.gpu_registry)
+    return pod_annotations(view, allocations, node.ledger.gpu_registry, gpus, node="node-1", evaluators=evaluators)
 
 
 def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def test_whole_gpus_have_all_their_memory() -> None:
     assert annotations["tencent.com/predicate-gpu-idx-0"] == "0,1"
     (made,) = listed(annotations)
     assert (made["cores"], made["memory_mebibytes"], made["indices"]) == (200, 2 * BLOCKS * 256, [0, 1])
-    assert memory_mebibytes(whole("a", WEB, 0), view_of().ledger.cards) == BLOCKS * 256
+    assert whole("a", WEB, 0).memory_mebibytes == BLOCKS * 256
 
 
 def test_a_gpu_that_the_driver_does_not_show_has_no_index() -> None:

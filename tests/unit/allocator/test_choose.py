@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from gpumgr.allocator.callers import NOBODY, Caller
-from gpumgr.allocator.candidates import candidates
-from gpumgr.allocator.choose import Ask, Choice, choose
+from gpumgr.allocator.choose import Ask, Choice, candidates, choose
 from gpumgr.allocator.ids import ALL_CORES, Masks, count
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, chain_needs
 from gpumgr.errors import Refusal
-from gpumgr.units import Kind
+from gpumgr.units import Resource
+from tests.allocations import allocated
 
 from .nodes import app, empty, init, node_of, pod, sidecar
 
@@ -24,7 +24,7 @@ def low(number: int) -> int:
 
 def asked(
     ledger: Ledger,
-    kind: Kind,
+    kind: Resource,
     size: int,
     *containers: ContainerSpec,
     who: Caller | None = None,
@@ -34,15 +34,15 @@ def asked(
 ) -> Choice:
     view = pod("new", *containers)
     caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else NOBODY)
-    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.cards.cards}
+    every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
     ask = Ask(kind=kind, available=every if available is None else available, must=must or {}, size=size)
-    choice = choose(node_of(ledger.cards, **node), ledger, caller, ask)  # type: ignore[arg-type]
+    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, ask)  # type: ignore[arg-type]
     assert count(choice.masks) == size
     return choice
 
 
 def on(gpu: str, cores: int, blocks: int) -> Allocation:
-    return Allocation(
+    return allocated(
         id=f"x-{gpu}", pod=("team", f"x-{gpu}"), container="main", cores={gpu: low(cores)}, blocks={gpu: low(blocks)}, gpus=(gpu,)
     )
 
@@ -56,11 +56,11 @@ def test_the_whole_container_is_placed_whichever_resource_is_asked_first() -> No
 
 def test_a_refusal_counts_no_memory_where_somebody_has_the_gpu_whole() -> None:
     """As the table of what each GPU had left does."""
-    whole = Allocation(id="w", pod=("team", "w"), container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
+    whole = allocated(id="w", pod=("team", "w"), container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
     ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(whole)
     with pytest.raises(Refusal) as refused:
         asked(ledger, "core", 30, app(30, 4))
-    table = {c.index: (c.cores_free, c.memory_blocks_free) for c in candidates(node_of(ledger.cards), ledger)}
+    table = {c.index: (c.cores_free, c.memory_mebibytes_free // 256) for c in candidates(node_of(ledger.gpu_registry), ledger)}
     assert table == {0: (10, 12), 1: (0, 0)}
     assert str(refused.value).endswith(
         "GPU0 (00000000) 10 cores and 12 memory blocks, GPU1 (00000001) 0 cores and 0 memory blocks"
@@ -69,7 +69,7 @@ def test_a_refusal_counts_no_memory_where_somebody_has_the_gpu_whole() -> None:
 
 def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
     ledger = empty((16, 16)).occupy(on(ONE, 90, 4)).occupy(on(TWO, 90, 4))
-    node = replace(node_of(ledger.cards), indices={ONE: 2, TWO: 5})
+    node = replace(node_of(ledger.gpu_registry), indices={ONE: 2, TWO: 5})
     assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
     assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
     view = pod("new", app(30, 4))
@@ -109,7 +109,7 @@ def test_a_share_that_must_span_two_gpus_is_refused() -> None:
 
 def test_a_gpu_that_must_be_among_them_and_is_gone() -> None:
     ledger = empty()
-    node = node_of(ledger.cards)
+    node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     view = pod("new", app(30, 4))
@@ -132,7 +132,7 @@ def test_only_the_gpus_with_such_memory_are_taken_whole() -> None:
 
 def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
     """Memory that the kubelet no longer offers for a GPU that the container's cores already lie on."""
-    half = Allocation(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
+    half = allocated(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
     with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
         asked(empty().occupy(half), "memory", 8, app(100, 8), available={ONE: 0b1})
     assert refused.value.code == "no_fit"
@@ -182,10 +182,10 @@ def test_without_a_spec_more_memory_than_one_gpu_has_goes_to_free_gpus() -> None
 
 
 def test_without_a_spec_the_second_call_follows_the_first() -> None:
-    half = Allocation(id="own", cores={FOUR: low(30)}, gpus=(FOUR,))
+    half = allocated(id="own", cores={FOUR: low(30)}, gpus=(FOUR,))
     ledger = empty().occupy(half)
     assert asked(ledger, "memory", 4, who=Caller(continues="own")).gpus == (FOUR,)
-    memory = Allocation(id="own", blocks={FOUR: 0b1111}, gpus=(FOUR,))
+    memory = allocated(id="own", blocks={FOUR: 0b1111}, gpus=(FOUR,))
     assert asked(empty().occupy(memory), "core", 30, who=Caller(continues="own")).gpus == (FOUR,)
 
 

@@ -5,10 +5,11 @@ import pytest
 from gpumgr.allocator.callers import NOBODY, Caller
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import ALL_CORES, Masks
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.errors import Refusal
-from gpumgr.units import Kind
+from gpumgr.units import Resource
+from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, node_of, pod, sidecar
 
@@ -19,10 +20,10 @@ def caller(view: PodView, spec: ContainerSpec | None = None) -> Caller:
     return Caller(pod=view.key, view=view, spec=spec or view.containers[0])
 
 
-def given(ledger: Ledger, who: Caller, kind: Kind, masks: Masks, **node: object) -> Ledger:
+def given(ledger: Ledger, who: Caller, kind: Resource, masks: Masks, **node: object) -> Ledger:
     """The ledger with the grant in it, checked."""
     name = f"a{len(ledger.allocations)}"
-    view = node_of(ledger.cards, **node)  # type: ignore[arg-type]
+    view = node_of(ledger.gpu_registry, **node)  # type: ignore[arg-type]
     return ledger.occupy(
         grant(view, ledger, who, kind, masks, new_id=name, now=float(len(ledger.allocations)), why="test")
     ).check()
@@ -36,7 +37,7 @@ def test_the_two_calls_of_a_container_make_one_allocation() -> None:
     who = caller(pod("a", app(30, 2)))
     ledger = given(given(empty(), who, "memory", {ONE: 0b11}), who, "core", {ONE: low(30)})
     (a,) = ledger.allocations.values()
-    assert (a.pod, a.uid, a.container, a.core_count, a.block_count, a.gpus) == (("team", "a"), "uid-a", "main", 30, 2, (ONE,))
+    assert (a.pod, a.uid, a.container, a.cores, block_count(a), tuple(a.gpus)) == (("team", "a"), "uid-a", "main", 30, 2, (ONE,))
 
 
 def test_without_a_spec_a_call_completes_what_it_continues_and_nothing_else() -> None:
@@ -48,8 +49,8 @@ def test_without_a_spec_a_call_completes_what_it_continues_and_nothing_else() ->
 SHARE = caller(pod("a", app(30, 2)))
 WHOLE = caller(pod("w", app(100, 4)))
 PAIR = caller(pod("p", app(200, 4)))
-SITTING = Allocation(id="x", pod=("team", "x"), uid="uid-x", container="main", cores={ONE: low(10)}, blocks={ONE: 1}, gpus=(ONE,))
-OWNER = Allocation(id="o", pod=("team", "o"), uid="uid-o", container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
+SITTING = allocated(id="x", pod=("team", "x"), uid="uid-x", container="main", cores={ONE: low(10)}, blocks={ONE: 1}, gpus=(ONE,))
+OWNER = allocated(id="o", pod=("team", "o"), uid="uid-o", container="main", cores={TWO: ALL_CORES}, gpus=(TWO,))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ OWNER = Allocation(id="o", pod=("team", "o"), uid="uid-o", container="main", cor
         (WHOLE, "core", {ONE: ALL_CORES ^ low(10), THREE: low(10)}, "conflict", "hold only 90 cores of GPU0"),
     ],
 )
-def test_ids_that_are_no_placement_are_refused(who: Caller, kind: Kind, masks: Masks, code: str, sentence: str) -> None:
+def test_ids_that_are_no_placement_are_refused(who: Caller, kind: Resource, masks: Masks, code: str, sentence: str) -> None:
     ledger = empty().occupy(SITTING).occupy(OWNER).check()
     with pytest.raises(Refusal, match=sentence) as refused:
         given(ledger, who, kind, masks)
@@ -73,24 +74,24 @@ def test_ids_that_are_no_placement_are_refused(who: Caller, kind: Kind, masks: M
 
 
 @pytest.mark.parametrize("kind", ["core", "memory"])
-def test_a_share_whose_two_halves_lie_apart_is_refused(kind: Kind) -> None:
-    halves: dict[Kind, Masks] = {"core": {ONE: low(30)}, "memory": {TWO: 0b11}}
-    other: Kind = "memory" if kind == "core" else "core"
+def test_a_share_whose_two_halves_lie_apart_is_refused(kind: Resource) -> None:
+    halves: dict[Resource, Masks] = {"core": {ONE: low(30)}, "memory": {TWO: 0b11}}
+    other: Resource = "memory" if kind == "core" else "core"
     ledger = given(empty(), SHARE, other, halves[other])
     with pytest.raises(Refusal, match="a share must lie on one GPU with its memory"):
         given(ledger, SHARE, kind, halves[kind])
 
 
 def test_a_whole_gpu_where_somebody_holds_only_memory_is_not_free() -> None:
-    stray = Allocation(id="x", pod=("team", "x"), blocks={ONE: 1}, gpus=(ONE,))
+    stray = allocated(id="x", pod=("team", "x"), blocks={ONE: 1}, gpus=(ONE,))
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\) is not entirely free: team/x has a part of it"):
         given(empty().occupy(stray), WHOLE, "core", {ONE: ALL_CORES})
 
 
 @pytest.mark.parametrize("kind", ["core", "memory"])
-def test_memory_beside_whole_gpus_must_be_theirs(kind: Kind) -> None:
-    halves: dict[Kind, Masks] = {"core": {ONE: ALL_CORES, TWO: ALL_CORES}, "memory": {TWO: 0b11, THREE: 0b11}}
-    other: Kind = "memory" if kind == "core" else "core"
+def test_memory_beside_whole_gpus_must_be_theirs(kind: Resource) -> None:
+    halves: dict[Resource, Masks] = {"core": {ONE: ALL_CORES, TWO: ALL_CORES}, "memory": {TWO: 0b11, THREE: 0b11}}
+    other: Resource = "memory" if kind == "core" else "core"
     ledger = given(empty(), PAIR, other, halves[other])
     with pytest.raises(Refusal, match=r"memory lies on GPU2 \(00000002\)"):
         given(ledger, PAIR, kind, halves[kind])
@@ -98,13 +99,13 @@ def test_memory_beside_whole_gpus_must_be_theirs(kind: Kind) -> None:
 
 def test_a_gpu_that_can_not_be_given_says_why() -> None:
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be given: XID 79") as refused:
-        given(empty(), SHARE, "core", {ONE: low(30)}, unfit={ONE: "XID 79"})
+        given(empty(), SHARE, "core", {ONE: low(30)}, unschedulable={ONE: "XID 79"})
     assert refused.value.code == "gpu_unhealthy"
 
 
 def test_a_gpu_that_the_driver_does_not_show_is_not_given() -> None:
     ledger = empty()
-    node = node_of(ledger.cards)
+    node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     with pytest.raises(Refusal, match="GPU 00000000 can't be given: the driver does not show it"):
@@ -124,7 +125,7 @@ def test_they_may_be_taken_over_in_any_mixture() -> None:
     both = {ONE: ALL_CORES, TWO: ALL_CORES}
     ledger, view = after_init(init(200), both, app(100))
     ledger = given(ledger, caller(view, view.containers[1]), "core", {ONE: low(40), TWO: low(60)})
-    assert ledger.allocations["a1"].gpus == (TWO,)
+    assert tuple(ledger.allocations["a1"].gpus) == (TWO,)
 
 
 def test_the_gpu_with_the_memory_goes_first_then_one_that_no_sibling_has() -> None:
@@ -133,7 +134,7 @@ def test_the_gpu_with_the_memory_goes_first_then_one_that_no_sibling_has() -> No
     ledger = given(ledger, caller(view, view.containers[1]), "memory", {ONE: 0b1111})
     ledger = given(ledger, caller(view, view.containers[1]), "core", {ONE: low(40), TWO: low(60)})
     ledger = given(ledger, caller(view, view.containers[2]), "core", {ONE: ALL_CORES ^ low(40), TWO: ALL_CORES ^ low(60)})
-    assert [a.gpus for a in ledger.allocations.values()] == [(ONE, TWO), (ONE,), (TWO,)]
+    assert [tuple(a.gpus) for a in ledger.allocations.values()] == [(ONE, TWO), (ONE,), (TWO,)]
 
 
 def test_a_whole_gpu_may_be_completed_by_them() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpumgr.allocator.ids import (
     ALL_CORES,
-    Cards,
+    GpuRegistry,
     bits,
     common,
     count,
@@ -17,7 +17,7 @@ from gpumgr.allocator.ids import (
     within,
 )
 from gpumgr.errors import Refusal
-from gpumgr.units import KINDS
+from gpumgr.units import RESOURCES
 
 from .nodes import cards_of
 
@@ -25,36 +25,38 @@ MASKS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 2**100)
 
 
 def test_ids_name_their_gpu() -> None:
-    cards = Cards().meet("GPU-1f2e3d4c-0000-0000-0000-000000000000", 3)
-    assert cards.ids["core"]["1f2e3d4c"][:2] == ("1f2e3d4c-c00", "1f2e3d4c-c01")
-    assert cards.ids["core"]["1f2e3d4c"][-1] == "1f2e3d4c-c99"
-    assert cards.ids["memory"]["1f2e3d4c"] == ("1f2e3d4c-m0", "1f2e3d4c-m1", "1f2e3d4c-m2")
+    gpu_registry = GpuRegistry().register("GPU-1f2e3d4c-0000-0000-0000-000000000000", 3)
+    assert gpu_registry.ids["core"]["1f2e3d4c"][:2] == ("1f2e3d4c-c00", "1f2e3d4c-c01")
+    assert gpu_registry.ids["core"]["1f2e3d4c"][-1] == "1f2e3d4c-c99"
+    assert gpu_registry.ids["memory"]["1f2e3d4c"] == ("1f2e3d4c-m0", "1f2e3d4c-m1", "1f2e3d4c-m2")
 
 
 def test_names_that_collide_take_more_digits_and_never_change() -> None:
-    cards = Cards().meet("GPU-aaaaaaaa-1111", 1).meet("GPU-aaaaaaaa-2222", 1).meet("GPU-AAAAAAAA-1111", 1)
-    assert [card.name for card in cards.cards] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
+    gpu_registry = (
+        GpuRegistry().register("GPU-aaaaaaaa-1111", 1).register("GPU-aaaaaaaa-2222", 1).register("GPU-AAAAAAAA-1111", 1)
+    )
+    assert [card.name for card in gpu_registry.gpus] == ["aaaaaaaa", "aaaaaaaa2", "aaaaaaaa1"]
     assert gpu_name("GPU-aaaaaaaa", ["aaaaaaaa", "aaaaaaaax0"]) == "aaaaaaaax1"
 
 
 def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
-    cards = cards_of([4, 4])
-    first, second = cards.cards
-    assert cards.meet(first.uuid, 2) is cards
-    grown = cards.meet(first.uuid, 6)
-    assert [(card.name, card.memory_blocks) for card in grown.cards] == [(first.name, 6), (second.name, 4)]
-    assert grown.ids["memory"][first.name][:4] == cards.ids["memory"][first.name]
+    gpu_registry = cards_of([4, 4])
+    first, second = gpu_registry.gpus
+    assert gpu_registry.register(first.uuid, 2) is gpu_registry
+    grown = gpu_registry.register(first.uuid, 6)
+    assert [(card.name, card.memory_blocks) for card in grown.gpus] == [(first.name, 6), (second.name, 4)]
+    assert grown.ids["memory"][first.name][:4] == gpu_registry.ids["memory"][first.name]
 
 
 @given(st.data())
 def test_ids_and_masks_say_the_same(data: st.DataObject) -> None:
-    cards = cards_of([5, 7])
-    for kind in KINDS:
-        every = [text for texts in cards.ids[kind].values() for text in texts]
+    gpu_registry = cards_of([5, 7])
+    for kind in RESOURCES:
+        every = [text for texts in gpu_registry.ids[kind].values() for text in texts]
         chosen = data.draw(st.lists(st.sampled_from(every), unique=True))
-        masks = cards.parse(kind, chosen)
-        assert sorted(cards.format(kind, masks)) == sorted(chosen)
-        assert masks == cards.known(kind, [*chosen, "stranger-c00"])
+        masks = gpu_registry.parse(kind, chosen)
+        assert sorted(gpu_registry.format(kind, masks)) == sorted(chosen)
+        assert masks == gpu_registry.known(kind, [*chosen, "stranger-c00"])
         assert count(masks) == len(chosen)
 
 

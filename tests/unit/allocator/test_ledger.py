@@ -4,6 +4,7 @@ import pytest
 
 from gpumgr.allocator.ids import ALL_CORES, Masks
 from gpumgr.allocator.ledger import Allocation, Ledger
+from tests.allocations import allocated
 
 from .nodes import cards_of, empty
 
@@ -20,7 +21,7 @@ def held(
     pod: str | None = None,
     uid: str | None = None,
 ) -> Allocation:
-    return Allocation(
+    return allocated(
         id=name,
         pod=("team", pod or name),
         uid=uid,
@@ -107,11 +108,11 @@ def test_a_change_is_what_a_store_must_write() -> None:
     change = after.since(before)
     assert [a.id for a in change.put] == ["b", "c"]
     assert change.drop == ("a",)
-    assert change.cards is None
+    assert change.gpu_registry is None
     assert not after.since(after)
     grown = after.with_cards(cards_of([16, 16, 16, 16, 16]))
-    assert grown.since(after).cards == grown.cards
-    assert after.with_cards(after.cards) is after
+    assert grown.since(after).gpu_registry == grown.gpu_registry
+    assert after.with_cards(after.gpu_registry) is after
 
 
 def test_freeing_nobody_is_no_change() -> None:
@@ -121,6 +122,5 @@ def test_freeing_nobody_is_no_change() -> None:
 
 def test_holders_stand_oldest_first() -> None:
     young = held("a", {ONE: 1})
-    old = Allocation(id="b", blocks={ONE: 1}, gpus=(ONE,), granted_at=-1.0)
+    old = allocated(id="b", blocks={ONE: 1}, gpus=(ONE,), granted_at=-1.0)
     assert [a.id for a in ledger_of(young, old).on(ONE)] == ["b", "a"]
-    assert ledger_of(young).held_by("core", lambda a: a.id == "b") == {}

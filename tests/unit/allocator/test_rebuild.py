@@ -6,11 +6,12 @@ import pytest
 
 from gpumgr.allocator.answer import CONTROL_NODES, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
 from gpumgr.allocator.ids import ALL_CORES
-from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Kind
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Resource
+from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, pod
 
@@ -18,7 +19,7 @@ ONE, TWO = "00000000", "00000001"
 
 
 def entry(
-    kind: Kind, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
+    kind: Resource, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
 ) -> KubeletEntry:
     ids = tuple(f"{gpu}-c{n:02}" if kind == "core" else f"{gpu}-m{n}" for n in numbers)
     return KubeletEntry(uid=uid, container=container, kind=kind, device_ids=ids, allocation_id=name)
@@ -40,7 +41,7 @@ def listing_of(*ids: str, name: str = "a") -> Listing:
 def test_both_resources_of_a_container_become_one_allocation_under_its_old_id() -> None:
     view = pod("a", app(2, 1))
     (a,) = adopted(empty(), entry("memory", 3), entry("core", 1, 2, name="old"), views=(view,)).added
-    assert (a.id, a.pod, a.uid, a.container, a.cores, a.blocks, a.gpus) == (
+    assert (a.id, a.pod, a.uid, a.container, a.held("core"), a.held("memory"), tuple(a.gpus)) == (
         "old",
         ("team", "a"),
         "uid-a",
@@ -65,7 +66,7 @@ def test_pods_that_ended_and_ids_of_others_are_left_out() -> None:
 
 def test_podresources_alone_are_enough() -> None:
     (a,) = adopted(empty(), listing=listing_of(f"{ONE}-c01", f"{ONE}-m2")).added
-    assert (a.pod, a.uid, a.container, a.core_count, a.block_count) == (("team", "a"), None, "main", 1, 1)
+    assert (a.pod, a.uid, a.container, a.cores, block_count(a)) == (("team", "a"), None, "main", 1, 1)
 
 
 def test_podresources_give_a_nameless_entry_its_pod() -> None:
@@ -92,7 +93,7 @@ def test_a_half_is_completed() -> None:
     half = adopted(empty(), entry("core", 1), views=(view,))
     both = adopted(half.ledger, entry("core", 1), entry("memory", 2), views=(view,))
     assert [a.id for a in both.added] == [a.id for a in half.added]
-    assert [a.block_count for a in both.ledger.allocations.values()] == [1]
+    assert [block_count(a) for a in both.ledger.allocations.values()] == [1]
 
 
 def test_a_contradiction_is_told_and_left_out() -> None:
@@ -106,7 +107,7 @@ def test_whole_gpus_come_back_whole() -> None:
     ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
     merged = KubeletEntry(uid="uid-a", container="main", kind="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
     (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
-    assert (a.gpus, a.whole) == ((ONE, TWO), True)
+    assert (tuple(a.gpus), a.whole) == ((ONE, TWO), True)
 
 
 # -- gpu-manager's checkpoint ----------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def record(*minors: int, cores: int = 30, blocks: int = 4) -> AnonymousRecord:
 
 def test_a_share_takes_room_on_the_gpu_of_its_minor_number() -> None:
     (a,) = moved(empty(), record(3)).added
-    assert (a.gpus, a.cores, a.blocks, a.anonymous, a.pod, a.uid) == (
+    assert (tuple(a.gpus), a.held("core"), a.held("memory"), a.anonymous, a.pod, a.uid) == (
         (TWO,),
         {TWO: (1 << 30) - 1},
         {TWO: 0b1111},
@@ -137,12 +138,12 @@ def test_a_share_takes_room_on_the_gpu_of_its_minor_number() -> None:
 
 def test_whole_gpus_are_taken_whole() -> None:
     (a,) = moved(empty(), record(0, 3, cores=200, blocks=0)).added
-    assert a.cores == {ONE: ALL_CORES, TWO: ALL_CORES}
+    assert a.held("core") == {ONE: ALL_CORES, TWO: ALL_CORES}
 
 
 def test_a_share_without_memory_takes_cores() -> None:
     (a,) = moved(empty(), record(0, blocks=0)).added
-    assert a.blocks == {}
+    assert a.held("memory") == {}
 
 
 @pytest.mark.parametrize(
@@ -171,12 +172,12 @@ def test_records_that_are_read_again_are_taken_once() -> None:
 def test_a_records_gpu_that_comes_late_is_added() -> None:
     pair = record(0, 3, cores=200, blocks=0)
     first = migrate(empty(), [pair], {0: ONE}, new_id=lambda: "n0", now=7.0)
-    assert (first.left, [a.gpus for a in first.added]) == ((pair,), [(ONE,)])
+    assert (first.left, [tuple(a.gpus) for a in first.added]) == ((pair,), [(ONE,)])
     again = migrate(first.ledger, [pair], {0: ONE}, new_id=lambda: "n1", now=8.0)
     assert (again.left, again.added, again.ledger) == ((pair,), (), first.ledger)
     both = migrate(first.ledger, [pair], {0: ONE, 3: TWO}, new_id=lambda: "n1", now=8.0)
     (a,) = both.ledger.check().allocations.values()
-    assert (both.left, a.id, a.granted_at, a.gpus, a.core_count) == ((), "n0", 7.0, (ONE, TWO), 200)
+    assert (both.left, a.id, a.granted_at, tuple(a.gpus), a.cores) == ((), "n0", 7.0, (ONE, TWO), 200)
 
 
 def test_records_are_left_while_they_may_fit_later() -> None:
@@ -228,8 +229,8 @@ def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:
 # -- what a container gets -------------------------------------------------------------------------------------------------
 
 GPUS = {ONE: GrantedGpu(uuid="GPU-0", minor=0), TWO: GrantedGpu(uuid="GPU-1", minor=None)}
-WHOLE = Allocation(id="a1", cores={ONE: ALL_CORES, TWO: ALL_CORES}, blocks={ONE: 0b111}, gpus=(ONE, TWO))
-SHARE = Allocation(id="a2", cores={ONE: 0b111}, blocks={ONE: 0b1}, gpus=(ONE,))
+WHOLE = allocated(id="a1", cores={ONE: ALL_CORES, TWO: ALL_CORES}, blocks={ONE: 0b111}, gpus=(ONE, TWO))
+SHARE = allocated(id="a2", cores={ONE: 0b111}, blocks={ONE: 0b1}, gpus=(ONE,))
 
 
 def test_everything_is_named_as_gpu_manager_names_it() -> None:

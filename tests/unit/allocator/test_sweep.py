@@ -1,16 +1,20 @@
 """Freeing and naming by PodResources, case by case; whole histories are in tests/unit/agent and tests/property."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from gpumgr.allocator import sweep as sweeping
 from gpumgr.allocator.callers import Caller, find_caller, handed_on, next_container, oldest_waiting, waits_for
 from gpumgr.allocator.ids import ALL_CORES, Masks
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.allocator.sweep import freed_by_offer, named_by, shown, sweep
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.allocator.sweep import Swept, freed_by_offer, named_by, shown
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES, Amounts
+from tests.allocations import allocated
 
 from .nodes import app, empty, init, pod
 
@@ -28,7 +32,7 @@ def held(
     init: bool = False,
     anonymous: bool = False,
 ) -> Allocation:
-    return Allocation(
+    return allocated(
         id=name,
         pod=("team", owner) if owner else None,
         uid=uid,
@@ -39,6 +43,13 @@ def held(
         blocks=blocks or {},
         gpus=(ONE,),
     )
+
+
+def sweep(*arguments: Any, **options: Any) -> Swept:
+    """A sweep, after which the ledger's laws hold."""
+    swept = sweeping.sweep(*arguments, **options)
+    swept.ledger.check()
+    return swept
 
 
 SHARE = held("a", {ONE: 0b11}, {ONE: 0b1})
@@ -57,8 +68,8 @@ def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
         {
             ("team", name): {
                 "main": {
-                    CORE_RESOURCE: ledger.cards.format("core", a.cores),
-                    MEMORY_RESOURCE: ledger.cards.format("memory", a.blocks),
+                    CORE_RESOURCE: ledger.gpu_registry.format("core", a.held("core")),
+                    MEMORY_RESOURCE: ledger.gpu_registry.format("memory", a.held("memory")),
                     "other.example/device": ["x"],
                 }
                 if a
@@ -76,8 +87,8 @@ def knows(*views: PodView) -> Mapping[PodKey, PodView]:
 def test_what_list_shows_in_masks() -> None:
     ledger = ledger_of(SHARE)
     listing = listed(ledger, a=SHARE, b=None)
-    assert shown(ledger.cards, listing) == {(("team", "a"), "main"): {"core": {ONE: 0b11}, "memory": {ONE: 1}}}
-    assert shown(ledger.cards, listing, [("team", "b")]) == {}
+    assert shown(ledger.gpu_registry, listing) == {(("team", "a"), "main"): {"core": {ONE: 0b11}, "memory": {ONE: 1}}}
+    assert shown(ledger.gpu_registry, listing, [("team", "b")]) == {}
 
 
 # -- freed by an offer -----------------------------------------------------------------------------------------------------
@@ -168,7 +179,7 @@ def test_who_shares_ids_with_what_list_names_was_its_init_container_or_is_refute
     init_of_it = held("i", {ONE: 0b111}, owner="x", uid=None, container=None, init=True)
     refuted = held("r", {ONE: 0b111}, owner="y", uid="uid-y", init=True)
     for other, stays in ((init_of_it, True), (refuted, False)):
-        ledger = Ledger(empty().cards, {a.id: a for a in (other, mine)})
+        ledger = Ledger(empty().gpu_registry, {a.id: a for a in (other, mine)})
         after = named_by(ledger, listed(ledger, b=mine), knows(pod("b")).get, "n").check()
         assert (other.id in after.allocations) is stays
         assert {a.pod for a in after.allocations.values()} == {("team", "b")}
@@ -186,9 +197,103 @@ def test_who_shares_ids_with_what_list_names_was_its_init_container_or_is_refute
 def test_an_init_container_that_list_shows(guessed: str | None, container: str, expected: tuple[PodKey, str, bool]) -> None:
     a = held("i", {ONE: 0b11}, owner=guessed, container=container, init=True)
     ledger = ledger_of(a)
-    swept = sweep(ledger, listed(ledger, b=a), knows().get, knows().get, absent={}, patience=9)  # type: ignore[arg-type]
+    swept = sweep(ledger, listed(ledger, b=a), knows().get, knows().get, absent={}, patience=9)
     named = swept.ledger.allocations["i"]
     assert (named.pod, named.container, named.init) == expected
+
+
+@pytest.mark.parametrize("latest_only", [True, False], ids=["by the latest allocation's name", "by a sweep"])
+def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_pod(latest_only: bool) -> None:
+    """Both were booked on another replica, which waits for the same."""
+    prepare = held("i", {ONE: 0b111}, {ONE: 0b1}, owner="b", uid="uid-b", container="prepare", init=True)
+    main = held("m", {ONE: 0b11}, {ONE: 0b1}, owner="b", uid="uid-b")
+    side = held("s", {ONE: 0b100}, owner="b", uid="uid-b", container="side")
+    ledger = ledger_of(prepare, main, side).check()
+
+    def ids(a: Allocation) -> Mapping[str, list[str]]:
+        return {RESOURCE_NAMES[kind]: ledger.gpu_registry.format(kind, a.held(kind)) for kind in RESOURCES}
+
+    listing = Listing.of({("team", "a"): {"main": ids(main), "side": ids(side)}, ("team", "b"): {}})
+    views = knows(pod("a"), pod("b"))
+    if latest_only:
+        after = named_by(ledger, listing, views.get, "m").check()
+    else:
+        swept = sweep(ledger, listing, views.get, lambda _: None, absent={}, patience=1)
+        after = swept.ledger
+        assert {a.id for a in swept.renamed} == {"i", "m", "s"}
+        assert not swept.freed
+    found = {a.id: (a.pod, a.uid, a.container, a.init) for a in after.allocations.values()}
+    assert found == {
+        "i": (("team", "a"), "uid-a", "prepare", True),
+        "m": (("team", "a"), "uid-a", "main", False),
+        "s": (("team", "a"), "uid-a", "side", False),
+    }
+
+
+@pytest.mark.parametrize("blocks_on", [ONE, TWO], ids=["on its GPU", "on another GPU"])
+def test_a_container_that_was_booked_under_two_names_is_one_allocation(blocks_on: str) -> None:
+    """Unless its memory lies elsewhere: that is no share, and stays as the kubelet handed it out."""
+    cores = held("c", {ONE: 0b11}, owner="b", uid="uid-b")
+    blocks = replace(held("m", None, {blocks_on: 0b11}, owner=None, uid=None, container=None), gpus={blocks_on: Amounts(0, 512)})
+    ledger = ledger_of(cores, blocks)
+    swept = sweep(
+        ledger,
+        listed(ledger, a=replace(cores, device_ids={**cores.device_ids, **blocks.device_ids})),
+        knows(pod("a")).get,
+        lambda _: None,
+        absent={},
+        patience=9,
+    )
+    found = {a.id: (a.pod, a.uid, a.container, a.gpus) for a in swept.ledger.allocations.values()}
+    if blocks_on == ONE:
+        assert found == {"c": (("team", "a"), "uid-a", "main", {ONE: Amounts(2, 512)})}
+    else:
+        assert {owner for owner, *_ in found.values()} == {("team", "a")}
+        assert len(found) == 2
+
+
+def test_half_of_an_earlier_incarnation_is_not_joined() -> None:
+    """The earlier pod of this name was refused after one of its calls, and no UID is known of either."""
+    earlier = replace(held("m", None, {ONE: 0b11}, uid=None), gpus={ONE: Amounts(0, 512)})
+    cores = held("c", {ONE: 0b11}, owner=None, uid=None, container=None)
+    ledger = ledger_of(earlier, cores)
+    after = named_by(ledger, listed(ledger, a=cores), knows().get, "c").check()
+    assert {a.id: (a.pod, a.held("memory")) for a in after.allocations.values()} == {
+        "m": (("team", "a"), {ONE: 0b11}),
+        "c": (("team", "a"), {}),
+    }
+
+
+def test_a_container_that_is_listed_with_other_ids_does_not_hold_these() -> None:
+    """A replica was booked on this pod by a guess and then refused by the kubelet. The API server knows the pod as living."""
+    guessed = held("g", {ONE: 0b1100})
+    ledger = ledger_of(SHARE, guessed)
+    view = pod("a")
+    swept = sweep(ledger, listed(ledger, a=SHARE), knows(view).get, {view.uid: view}.get, absent={}, patience=9)
+    assert [a.id for a in swept.freed] == ["g"]
+
+
+def test_of_a_living_pod_only_the_wrong_guesses_go() -> None:
+    """Two replicas were booked on each other, and the one that is booked on `a` was refused afterwards."""
+    right = (
+        held("i", {ONE: 0b1111}, owner="b", uid="uid-b", container="prepare", init=True),
+        held("m", {ONE: 0b11}, owner="b", uid="uid-b"),
+    )
+    wrong = (held("wi", {ONE: 0b11110000}, container="prepare", init=True), held("wm", {ONE: 0b110000}))
+    ledger = ledger_of(*right, *wrong).check()
+    view = pod("a")
+    swept = sweep(ledger, listed(ledger, a=right[1]), knows(view).get, {view.uid: view}.get, absent={}, patience=9)
+    assert {a.id: a.pod for a in swept.ledger.allocations.values()} == {"i": ("team", "a"), "m": ("team", "a")}
+
+
+def test_an_allocation_that_list_refutes_stays_freed() -> None:
+    """Two allocations claim the ids that `List` shows with one container; the one that was refuted first is not put back."""
+    wrong = held("w", {ONE: 0b11}, owner="b", uid="uid-b", container="prepare", init=True)
+    right = held("r", {ONE: 0b11}, owner="c", uid="uid-c")
+    ledger = ledger_of(wrong, right)
+    swept = sweep(ledger, listed(ledger, a=right), knows(pod("a")).get, lambda _: None, absent={}, patience=1)
+    assert [a.id for a in swept.freed] == ["w"]
+    assert [(a.id, a.pod) for a in swept.ledger.allocations.values()] == [("r", ("team", "a"))]
 
 
 def test_a_uid_alone_gets_its_name_from_the_cache() -> None:
@@ -213,9 +318,9 @@ def test_a_pod_that_is_listed_without_its_ids_has_ended_with_all_it_had() -> Non
     """A kubelet before 1.34, and no API server to ask."""
     fetch = held("a0", {TWO: 0b1}, uid=None, container=None, init=True)
     later = held("b", {TWO: 0b10}, uid=None, container=None, init=True)
-    ledger = ledger_of(fetch, held("a", SHARE.cores, SHARE.blocks, uid=None), later)
+    ledger = ledger_of(fetch, held("a", SHARE.held("core"), SHARE.held("memory"), uid=None), later)
     swept = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=1)
-    assert [a.id for a in swept.freed] == ["a", "a0"]
+    assert [a.id for a in swept.freed] == ["a0", "a"]
     assert list(swept.ledger.allocations) == ["b"]
     waiting = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=2)
     assert waiting.freed == ()

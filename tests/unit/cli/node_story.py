@@ -5,6 +5,8 @@ The documents are written out as the contract of the HTTP pages has them, not ma
 
 from typing import Any
 
+from gpumgr.units import BLOCK_MEBIBYTES
+
 AT = 1_790_000_000.0
 GIB = 1 << 30
 BLOCK = 256 << 20
@@ -86,6 +88,7 @@ def candidate(row: int | None, cores_free: int, memory_blocks_free: int, note: s
         "index": row,
         "cores_free": cores_free,
         "memory_blocks_free": memory_blocks_free,
+        "memory_mebibytes_free": memory_blocks_free * BLOCK_MEBIBYTES,
         "note": note,
     }
 

@@ -35,7 +35,7 @@ def test_unit_and_settings_are_written_and_the_next_command_is_named(image: Path
         "/opt/gpumgr/bin/gpumgr doctor",
         f"systemctl --root={image} enable gpumgr",
     ]
-    assert host.told == ["write      /etc/systemd/system/gpumgr.service", "write      /etc/gpumgr/gpumgr.yaml"]
+    assert host.actions == ["write      /etc/systemd/system/gpumgr.service", "write      /etc/gpumgr/gpumgr.yaml"]
     source = Path(__file__).parents[3]
     assert files(image / "etc") == {
         "gpumgr/gpumgr.yaml": (source / "config" / "gpumgr.yaml").read_text(),
@@ -48,7 +48,7 @@ def test_done_again_nothing_changes(image: Path) -> None:
     before = files(image)
     again = Host(root=image)
     install(again, PROGRAM)
-    assert again.told == ["unchanged  /etc/systemd/system/gpumgr.service", "unchanged  /etc/gpumgr/gpumgr.yaml"]
+    assert again.actions == ["unchanged  /etc/systemd/system/gpumgr.service", "unchanged  /etc/gpumgr/gpumgr.yaml"]
     assert files(image) == before
 
 
@@ -62,11 +62,11 @@ def test_settings_of_the_operator_stay_and_an_edited_unit_is_kept_beside(image: 
     assert host.text(Path("/etc/systemd/system/gpumgr.service.old")) == "[Service]\nNice=1\n"
 
 
-def test_a_dry_run_says_all_and_does_nothing(image: Path) -> None:
+def test_a_dry_run_prints_each_step_and_changes_nothing(image: Path) -> None:
     before = files(image)
     host = Host(root=image, dry_run=True)
     assert install(host, PROGRAM)
-    assert host.told == ["would write      /etc/systemd/system/gpumgr.service", "would write      /etc/gpumgr/gpumgr.yaml"]
+    assert host.actions == ["would write      /etc/systemd/system/gpumgr.service", "would write      /etc/gpumgr/gpumgr.yaml"]
     assert files(image) == before
 
 
@@ -78,12 +78,12 @@ def test_an_uninstall_leaves_settings_and_state(image: Path) -> None:
     enabled.symlink_to(UNIT)
     host = Host(root=image)
     (left,) = uninstall(host)
-    assert host.told == [f"remove     {ENABLED}", f"remove     {UNIT}"]
+    assert host.actions == [f"remove     {ENABLED}", f"remove     {UNIT}"]
     assert list(files(image / "etc")) == ["gpumgr/gpumgr.yaml"]
     assert left.startswith(f"rm -r {image}/etc/gpumgr {image}/var/lib/gpumgr  ")
     again = Host(root=image)
     uninstall(again)
-    assert again.told == [f"unchanged  {UNIT} is not there"]
+    assert again.actions == [f"unchanged  {UNIT} is not there"]
 
 
 def test_wrong_settings_are_named_before_anything_is_written(image: Path) -> None:
@@ -92,7 +92,7 @@ def test_wrong_settings_are_named_before_anything_is_written(image: Path) -> Non
     host.path(CONFIG).write_text("http: {port: many}\n")
     with pytest.raises(InvalidSettingsError, match=r"gpumgr.yaml:1: http.port"):
         install(host, PROGRAM)
-    assert host.told == []
+    assert host.actions == []
     assert not host.path(UNIT).exists()
 
 
@@ -101,7 +101,7 @@ def test_a_kubeconfig_that_the_unit_hides_is_named(image: Path) -> None:
     host.path(CONFIG).parent.mkdir(parents=True)
     host.path(CONFIG).write_text("kubernetes: {kubeconfig: /root/.kube/config}\n")
     assert install(host, PROGRAM)[0].startswith("move /root/.kube/config, which the unit hides from the agent")
-    assert host.told == [f"write      {UNIT}", f"unchanged  {CONFIG}"]
+    assert host.actions == [f"write      {UNIT}", f"unchanged  {CONFIG}"]
 
 
 def configured(image: Path, text: str) -> Host:
@@ -118,7 +118,7 @@ def test_folders_of_the_settings_become_writable_and_follow_them(image: Path) ->
     own.parent.mkdir(parents=True)
     own.write_text("[Service]\nNice=1\n")
     assert len(install(host, PROGRAM)) == 2
-    assert host.told == [f"write      {UNIT}", f"write      {DROP_IN}", f"unchanged  {CONFIG}"]
+    assert host.actions == [f"write      {UNIT}", f"write      {DROP_IN}", f"unchanged  {CONFIG}"]
     text = host.text(DROP_IN) or ""
     assert text.partition("[Unit]\n")[2] == (
         "RequiresMountsFor=/data/gpumgr\n\n[Service]\n# checkpoint.dir\nReadWritePaths=-/data/gpumgr\n"
@@ -129,11 +129,11 @@ def test_folders_of_the_settings_become_writable_and_follow_them(image: Path) ->
     assert "/data/gpumgr" not in (host.text(DROP_IN) or "")
     again = configured(image, "")
     install(again, PROGRAM)
-    assert again.told == [f"unchanged  {UNIT}", f"remove     {DROP_IN}", f"unchanged  {CONFIG}"]
+    assert again.actions == [f"unchanged  {UNIT}", f"remove     {DROP_IN}", f"unchanged  {CONFIG}"]
     assert own.exists()
 
 
-def test_the_drivers_modules_can_be_loaded_where_the_settings_ask_for_it(image: Path) -> None:
+def test_the_drivers_modules_can_be_loaded_where_the_settings_require_it(image: Path) -> None:
     host = configured(image, "nvml: {load_kernel_modules: true}\n")
     install(host, PROGRAM)
     assert "\nProtectKernelModules=no\n" in (host.text(DROP_IN) or "")
@@ -145,7 +145,7 @@ def test_an_uninstall_takes_the_drop_in_of_the_settings_along(image: Path) -> No
     host = configured(image, "checkpoint: {dir: /data}\n")
     install(host, PROGRAM)
     uninstall(host)
-    assert f"remove     {DROP_IN}" in host.told
+    assert f"remove     {DROP_IN}" in host.actions
     assert not host.path(DROP_IN.parent).exists()
 
 
@@ -156,10 +156,10 @@ def test_a_drop_in_of_the_operators_is_not_overwritten(image: Path) -> None:
     with pytest.raises(GpumgrError, match=r"zz-gpumgr-settings\.conf was not written by this command"):
         install(host, PROGRAM)
     assert host.text(DROP_IN) == "[Service]\n"
-    assert host.told == []
+    assert host.actions == []
     install(configured(image, ""), PROGRAM)
     assert uninstall(host)
-    assert host.told == [f"remove     {UNIT}"]
+    assert host.actions == [f"remove     {UNIT}"]
     assert host.text(DROP_IN) == "[Service]\n"
 
 
@@ -187,7 +187,7 @@ def test_a_path_that_no_unit_can_name_is_refused_before_anything_is_written(imag
     host = configured(image, 'checkpoint: {dir: "/data\\nUser=ada"}\n')
     with pytest.raises(InputError, match=r"^checkpoint\.dir is '/data"):
         install(host, PROGRAM)
-    assert host.told == []
+    assert host.actions == []
     with pytest.raises(InputError, match=r"^the path of this gpumgr is '/opt/a"):
         unit_text("", ["/opt/a\nb"])
 
@@ -201,7 +201,7 @@ def test_files_of_the_operators_keep_their_bytes(encoding: str, image: Path) -> 
         host.place(path).parent.mkdir(parents=True, exist_ok=True)
         host.place(path).write_bytes(data)
     assert install(host, PROGRAM)[0] == "/opt/gpumgr/bin/gpumgr doctor"
-    assert host.told[-1] == f"unchanged  {CONFIG}"
+    assert host.actions[-1] == f"unchanged  {CONFIG}"
     assert host.place(CONFIG).read_bytes() == settings
     assert host.place(UNIT.with_name(f"{UNIT.name}.old")).read_bytes() == unit
     assert host.place(DROP_IN.with_name("20-mine.conf")).read_bytes() == unit
@@ -216,7 +216,7 @@ def test_an_uninstall_without_the_unit_takes_the_rest_along(image: Path) -> None
     enabled.symlink_to(UNIT)
     away = Host(root=image)
     uninstall(away)
-    assert away.told == [f"unchanged  {UNIT} is not there", f"remove     {ENABLED}", f"remove     {DROP_IN}"]
+    assert away.actions == [f"unchanged  {UNIT} is not there", f"remove     {ENABLED}", f"remove     {DROP_IN}"]
     assert list(files(image / "etc")) == ["gpumgr/gpumgr.yaml"]
 
 
@@ -239,9 +239,9 @@ def test_an_uninstall_does_not_need_right_settings(image: Path) -> None:
     install(Host(root=image), PROGRAM)
     host = configured(image, "http: {port: many}\n")
     assert uninstall(host)[1:] == [
-        f"# what gpumgr wrote in other folders: {CONFIG} would tell, but is wrong (gpumgr config check {CONFIG})"
+        f"# what gpumgr wrote in other folders: {CONFIG} has the folders, but is invalid (gpumgr config check {CONFIG})"
     ]
-    assert host.told == [f"remove     {UNIT}"]
+    assert host.actions == [f"remove     {UNIT}"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_links_of_an_image_are_followed_within_it(image: Path, tmp_path_factory:
     assert (image / outside.relative_to("/") / CONFIG.name).is_file()
     assert (image / "usr/lib/elsewhere/system" / UNIT.name).is_file()
     (image / "loop").symlink_to("/loop")
-    with pytest.raises(GpumgrError, match="lead in a circle"):
+    with pytest.raises(GpumgrError, match="form a loop"):
         Host(root=image).path(Path("/loop/file"))
 
 
@@ -316,7 +316,7 @@ def test_a_masked_unit_stays_masked(mask: str, image: Path) -> None:
         install(host, PROGRAM)
     with pytest.raises(GpumgrError, match=refusal):
         uninstall(host)
-    assert host.told == []
+    assert host.actions == []
     assert place.is_symlink() == (mask == "link")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.cli.showing.keyboard import keys_of
+from gpumgr.cli.rendering.keyboard import keys_of
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...], words: str) -> None:
         ),
     ],
 )
-def test_a_malformed_state_exits_2_and_says_where(tmp_path: Path, content: str, words: str) -> None:
+def test_a_malformed_state_exits_2_and_names_the_place(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "state.json"
     path.write_text(content)
     result = run("--topology", SEVEN, "--state", str(path), "--cores", "100")

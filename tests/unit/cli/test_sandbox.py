@@ -35,7 +35,7 @@ def test_the_defaults_need_nothing() -> None:
     assert drop_in({}) == ""
 
 
-def test_each_folder_that_the_agent_writes_is_looked_at() -> None:
+def test_each_folder_that_the_agent_writes_is_checked() -> None:
     settings = Settings(
         checkpoint=CheckpointSettings(dir=Path("/data")),
         enforcement=EnforcementSettings(injection="cdi", cdi_dir=Path("/etc/cdi"), run_dir=Path("/srv/run")),
@@ -127,7 +127,7 @@ def test_pods_are_hidden_where_the_operator_allowed_the_kubelets_folder() -> Non
     assert text.endswith("[Service]\n# Pods' volumes.\nInaccessiblePaths=-/data/kubelet/pods\n")
 
 
-def test_the_drivers_files_are_looked_at_whatever_the_backend() -> None:
+def test_the_drivers_files_are_checked_with_every_backend() -> None:
     container = ContainerSettings(driver_share_dir=Path("/srv/driver/share"), driver_whole_dir=Path("/srv/driver/whole"))
     assert sandbox().read_only(Settings(container=container)) == {}
     mirrored = Settings(container=container, vcuda=VcudaSettings(library_path=Path("/opt/libcuda-control.so")))

@@ -1,4 +1,4 @@
-"""Texts of other people never reach the terminal raw: not in the tables, not in sentences, not in JSON."""
+"""Texts from pods and users never reach the terminal raw: neither in tables, nor in sentences, nor in JSON."""
 
 import json
 
@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cli.asking.documents import read_entries, read_state, read_story
+from gpumgr.cli.client.schema import read_entries, read_pod, read_state
 from gpumgr.cli.printable import cleaned, json_line, printable
-from gpumgr.cli.showing.gpu_labels import gpus_of
-from gpumgr.cli.showing.history_line import history_line
-from gpumgr.cli.showing.story_text import story_text
-from gpumgr.cli.showing.usage_screen import usage_text
+from gpumgr.cli.rendering.gpu_labels import gpus_of
+from gpumgr.cli.rendering.history_filter import history_line
+from gpumgr.cli.rendering.pod_text import pod_text
+from gpumgr.cli.rendering.usage_screen import usage_text
 from gpumgr.errors import GpumgrError
 from tests.unit.cli.node_story import NAMES, container, entry, gpu, state, story
 
@@ -69,8 +69,8 @@ def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
     document = {**story(), "pod": HOSTILE, "uid": HOSTILE, "phase": HOSTILE, "history": [told]}
     document["request"] = [{"container": HOSTILE, "kind": HOSTILE, "cores": 1, "memory_blocks": 1}]
     document["allocations"] = [container("a", HOSTILE, NAMES[0], container=HOSTILE, mechanisms=[HOSTILE])]
-    read = read_story(document)
-    harmless(story_text(read, gpus_of(entries=read.history), live=True, width=None))
+    read = read_pod(document)
+    harmless(pod_text(read, gpus_of(entries=read.history), live=True, width=None))
     (line,) = (history_line(entry, gpus_of()) for entry in read_entries([told]))
     harmless(line.replace("\x1b[33m", "").replace("\x1b[0m", ""))
     assert "\n" not in line

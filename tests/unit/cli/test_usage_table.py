@@ -2,9 +2,10 @@
 
 import pytest
 
-from gpumgr.cli.asking.documents import GpuRow, read_state
-from gpumgr.cli.showing.gpu_words import gpu_words
-from gpumgr.cli.showing.usage_screen import usage_text
+from gpumgr.agent.api import GpuRow
+from gpumgr.cli.client.schema import read_state
+from gpumgr.cli.rendering.gpu_status import gpu_status
+from gpumgr.cli.rendering.usage_screen import usage_text
 from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state
 
 NARROW = """\
@@ -68,14 +69,14 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
     ("mechanisms", "kept", "limits"),
     [(["none"], "-", "not kept"), (["mps-open"], "-", "not kept"), (["mps-open", "nvml-memory"], "nvml-memory", "within")],
 )
-def test_what_keeps_nobody_is_not_shown_as_keeping(mechanisms: list[str], kept: str, limits: str) -> None:
+def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], kept: str, limits: str) -> None:
     document = {**state(), "containers": [container("a", "p", NAMES[0], mechanisms=mechanisms)]}
     assert usage_text(read_state(document), width=None).endswith(f"  {kept:<{max(7, len(kept))}}  {limits}")
     narrow = limits if kept == "-" else f"{limits}, {kept}"
     assert usage_text(read_state(document), width=80).endswith(f"-  {narrow}")
 
 
-def test_an_empty_node_and_one_that_is_not_ready_say_so() -> None:
+def test_an_empty_node_and_one_that_is_not_ready_have_a_message() -> None:
     text = usage_text(read_state({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}), width=80)
     assert text.splitlines()[1] == "no driver was found yet"
     assert text.splitlines()[-1] == "no containers to show"
@@ -95,11 +96,11 @@ def test_gpus_that_can_not_be_described_are_named() -> None:
         ({"healthy": False, "reason": "lost", "cordon": {"reason": "", "since": AT, "draining": False}}, "cordoned, lost"),
         ({"healthy": False, "reason": "ecc"}, "ECC errors"),
         ({"healthy": False, "reason": "missing"}, "missing"),
-        ({"healthy": False}, "unfit"),
+        ({"healthy": False}, "unhealthy"),
         ({"healthy": None}, "-"),
         ({"healthy": None, "cordon": {"reason": "", "since": AT, "draining": False}}, "cordoned"),
     ],
 )
 def test_health_and_cordon_in_words(facts: dict[str, object], words: str) -> None:
     rows: tuple[GpuRow, ...] = read_state({**state(), "gpus": [gpu(0, NAMES[0], **facts)]}).gpus
-    assert gpu_words(rows[0]) == words
+    assert gpu_status(rows[0]) == words

@@ -1,20 +1,21 @@
-"""A pod's story in sentences, out of fixed documents, and what people may call a pod and a GPU."""
+"""The description of a pod, from fixed documents, and the accepted names of pods and GPUs."""
 
 from typing import Any
 
 import pytest
 
-from gpumgr.cli.asking.documents import GpuRow, read_state, read_story
-from gpumgr.cli.pod_word import PodWord
-from gpumgr.cli.showing.gpu_labels import gpus_of
-from gpumgr.cli.showing.story_text import story_text
+from gpumgr.agent.api import GpuRow
+from gpumgr.cli.client.schema import read_pod, read_state
+from gpumgr.cli.pod_name import PodName
+from gpumgr.cli.rendering.gpu_labels import gpus_of
+from gpumgr.cli.rendering.pod_text import pod_text
 from gpumgr.errors import InputError
 from tests.unit.cli.node_story import AT, GIB, LOST, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\
 Pod team/resnet-0, uid uid-resnet-0, Running.
 
-It asks for:
+It requests:
   setup (init container): 10 cores and 1 memory block (0.25 GiB)
   main: 30 cores and 20 memory blocks (5 GiB)
 
@@ -31,7 +32,7 @@ What happened:
   2026-09-21 13:56:46Z  event OverLimit
     GPU0: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
 
-Where it sits:
+It holds:
   main has 30 cores and 5.0 GiB of GPU0 since 2026-09-21 14:03:20Z (allocation
     a1)
     why: the least free room that fits: 100 cores and 318 memory blocks before
@@ -41,7 +42,7 @@ Where it sits:
 REFUSED = """\
 Pod team/odd.
 
-What it asks for is not known: the agent does not answer. The decisions say what the kubelet asked for.
+Its request is not known: the agent does not respond. The decisions below have what the kubelet requested.
 
 What happened:
   2026-09-21 13:56:45Z  refused 60 cores for main in GetPreferredAllocation
@@ -56,8 +57,8 @@ It held no GPU of this node when the checkpoint was written."""
 
 
 def told(document: dict[str, Any], *, live: bool = True, width: int | None = None) -> str:
-    read = read_story(document)
-    return story_text(read, gpus_of(read_state(state()).gpus, read.history), live=live, width=width)
+    read = read_pod(document)
+    return pod_text(read, gpus_of(read_state(state()).gpus, read.history), live=live, width=width)
 
 
 def of(pod: str, *history: dict[str, Any], **facts: Any) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_a_refused_pod_out_of_the_checkpoint() -> None:
 
 def test_without_the_agent_use_is_not_known() -> None:
     text = told(story(), live=False)
-    assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not answer.")
+    assert text.endswith("\n    kept within its share by mps\nWhat it uses now is not known: the agent does not respond.")
     assert "busy" not in text
 
 
@@ -109,10 +110,10 @@ def test_a_gpu_that_had_room_too_is_said_to_have_had_it() -> None:
         1, "granted", **both, call="prefer", kind="core", size=30, candidates=[candidate(0, 90, 90), candidate(1, 70, 70)]
     )
     second = entry(2, "granted", **both, call="prefer", kind="memory", size=20)
-    assert verdicts(told(of("p", first, second))) == ["has room, was not chosen"]
+    assert verdicts(told(of("p", first, second))) == ["fits, was not chosen"]
 
 
-def test_both_calls_of_an_allocation_are_one_decision_with_the_first_look_at_the_gpus() -> None:
+def test_both_calls_of_an_allocation_are_one_decision_with_the_first_gpu_table() -> None:
     main = {"id": "a", "container": "main", "call": "allocate", "gpus": [NAMES[0]], "why": "the best"}
     first = entry(1, "granted", **main, kind="memory", size=20, evaluator="share", candidates=[candidate(0, 100, 318)])
     second = entry(2, "granted", **main, kind="core", size=30, mechanisms=["mps"], candidates=[candidate(0, 100, 298)])
@@ -138,17 +139,17 @@ def test_both_calls_of_an_allocation_are_one_decision_with_the_first_look_at_the
         ),
     ],
 )
-def test_other_decisions_are_told_one_by_one(second: dict[str, Any], titles: list[str]) -> None:
+def test_other_decisions_are_shown_one_by_one(second: dict[str, Any], titles: list[str]) -> None:
     main = {"container": "main", "call": "allocate"}
     both = entry(1, "granted", id="a", kind="core", size=30, **main), entry(2, second.pop("what"), size=1, **main, **second)
     lines = told(of("p", *both)).splitlines()
     assert [line.partition("Z  ")[2] for line in lines if line.startswith("  2026")] == titles
 
 
-def test_why_it_sits_there_is_told_once_for_all_gpus_of_an_allocation_also_when_its_decision_is_forgotten() -> None:
+def test_the_reason_of_a_placement_is_shown_once_for_all_gpus_also_without_its_decision() -> None:
     rows = [container("a", "p", NAMES[n], why="the nearest two") for n in (0, 1)] + [container("b", "p", NAMES[0], why="")]
     text = told(of("p", allocations=rows))
-    assert "Nothing that happened to it is remembered." in text
+    assert "The history has nothing about it." in text
     assert (text.count("    why: the nearest two\n"), text.count("why:")) == (1, 1)
 
 
@@ -162,16 +163,16 @@ def test_why_it_sits_there_is_told_once_for_all_gpus_of_an_allocation_also_when_
         (["mps", "nvml-memory"], "kept within its share by mps and nvml-memory"),
     ],
 )
-def test_what_keeps_nobody_is_not_told_as_keeping(mechanisms: list[str], sentence: str) -> None:
+def test_the_none_mechanism_is_not_shown_as_a_limit(mechanisms: list[str], sentence: str) -> None:
     granted = entry(1, "granted", id="a", call="allocate", kind="core", size=30, gpus=[NAMES[0]], mechanisms=mechanisms)
     text = told(of("p", granted, allocations=[container("a", "p", NAMES[0], mechanisms=mechanisms)]))
     assert f"\n    {sentence}\n" in text
     assert f"    allocation a{f', {sentence}' if mechanisms else ''}\n" in text
 
 
-def test_lives_of_one_name_are_told_apart() -> None:
+def test_pods_of_one_name_are_shown_separately() -> None:
     text = told(of("p", entry(1, "freed", pod_uid="old", why="held for 3 s"), uid="new", earlier_uids=["old"]))
-    assert "not known: the API server does not show the pod." in text
+    assert "not known: the API server does not have the pod." in text
     assert text.startswith("Pod team/p, uid new.\nEarlier pods of this name: uid old.\n")
     assert "freed, uid old\n    held for 3 s" in text
 
@@ -183,20 +184,20 @@ def test_whole_gpus_and_shares_that_nothing_keeps() -> None:
     ]
     text = told(of("p", allocations=rows))
     assert "  train has GPU1 whole since" in text
-    assert "    no limits: it has the GPU for itself\n    what it uses is not told" in text
+    assert "    no limits: it has the whole GPU\n    what it uses is not known" in text
     assert "  main (init container) has 30 cores and 5.0 GiB of GPU0 since" in text
     assert "    nothing keeps it within its share\n    now: uses 1.0 GiB, 1 process" in text
 
 
-def test_what_the_kubelet_itself_says_of_a_refused_pod() -> None:
+def test_the_kubelets_message_for_a_refused_pod_is_shown() -> None:
     status = {"reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400, Available: 158\x1b"}
     text = told(of("big3", phase="Failed", **status))
     said = "UnexpectedAdmissionError: Allocate failed due to Requested: 400, Available: 158\\x1b"
-    assert text.startswith(f"Pod team/big3, Failed.\nIts status says {said}\n\n")
-    assert told(of("big3", message="no node")).startswith("Pod team/big3.\nIts status says no node\n\n")
+    assert text.startswith(f"Pod team/big3, Failed.\nIts status: {said}\n\n")
+    assert told(of("big3", message="no node")).startswith("Pod team/big3.\nIts status: no node\n\n")
 
 
-def test_what_became_of_a_pods_gpus_is_told_among_what_happened_and_where_it_sits() -> None:
+def test_health_events_of_a_pods_gpus_are_shown_with_its_events_and_its_gpus() -> None:
     lost = entry(8, "gpu", gpus=[NAMES[0]], code="lost", why="XID 79: the GPU has fallen off the bus")
     rows = [container("a", "p", NAMES[0]), container("b", "p", NAMES[0], container="side"), container("c", "p", NAMES[1])]
     cordon = {"reason": "new NVLink bridge", "since": AT - 60, "draining": False}
@@ -206,7 +207,7 @@ def test_what_became_of_a_pods_gpus_is_told_among_what_happened_and_where_it_sit
     ]
     text = told(of("p", lost, allocations=rows, gpus=gpus))
     assert "  2026-09-21 13:56:48Z  gpu lost\n    GPU0: XID 79: the GPU has fallen off the bus\n" in text
-    seats = text.partition("Where it sits:\n")[2]
+    seats = text.partition("It holds:\n")[2]
     assert (
         "    kept within its share by mps\n    GPU0 takes nothing new: XID 79: the GPU has fallen off the bus\n    what it uses"
         in seats
@@ -215,28 +216,28 @@ def test_what_became_of_a_pods_gpus_is_told_among_what_happened_and_where_it_sit
     assert (seats.count("takes nothing new"), seats.count("cordoned")) == (1, 1)
 
 
-def test_a_pod_of_which_nothing_happened_yet() -> None:
+def test_a_pod_without_events() -> None:
     text = told(of("p", request=[{"container": "side", "kind": "sidecar", "cores": 1, "memory_blocks": 0}], phase="Pending"))
     assert "Pod team/p, Pending." in text
     assert "  side (sidecar): 1 core\n" in text
-    assert "Nothing that happened to it is remembered." in text
+    assert "The history has nothing about it." in text
     assert text.endswith("It holds no GPU of this node.")
 
 
 @pytest.mark.parametrize("text", ["", "/", "/x", "x/", "a/b/c"])
 def test_what_names_no_pod_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="names no pod: expected NAME or NAMESPACE/NAME"):
-        PodWord.of(text)
+    with pytest.raises(InputError, match="is not a pod's name: expected NAME or NAMESPACE/NAME"):
+        PodName.of(text)
 
 
 def test_a_name_alone_is_the_only_pod_of_that_name_or_in_the_default_namespace() -> None:
     known = {("a", "one"), ("a", "two"), ("b", "two"), ("a", "three"), ("default", "three")}
-    assert PodWord.of("one").among(known) == ("a", "one")
-    assert PodWord.of("three").among(known) == ("default", "three")
-    assert PodWord.of("four").among(known) == ("default", "four")
-    assert PodWord.of("c/one").among(known) == ("c", "one")
-    with pytest.raises(InputError, match="several pods on this node are called so: a/two, b/two"):
-        PodWord.of("two").among(known)
+    assert PodName.of("one").among(known) == ("a", "one")
+    assert PodName.of("three").among(known) == ("default", "three")
+    assert PodName.of("four").among(known) == ("default", "four")
+    assert PodName.of("c/one").among(known) == ("c", "one")
+    with pytest.raises(InputError, match="several pods on this node have this name: a/two, b/two"):
+        PodName.of("two").among(known)
 
 
 @pytest.mark.parametrize("word", ["0", "GPU0", "gpu0", "0fe1c342", "0fe1", "GPU-0fe1c342-0000", "GPU-0FE1"])
@@ -245,7 +246,7 @@ def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(word: str) -> No
 
 
 @pytest.mark.parametrize("word", ["7", "", "GPU-", "ffff"])
-def test_a_gpu_that_is_not_known_is_told_with_all_that_are(word: str) -> None:
+def test_an_unknown_gpu_is_reported_with_all_known_ones(word: str) -> None:
     with pytest.raises(
         InputError, match=r"--gpu: no GPU .* is called .*; there are: GPU0 = GPU-0fe1c342-.*, GPU1 = GPU-.*, GPU-2b3c"
     ):
@@ -265,7 +266,7 @@ def test_a_gpu_that_can_not_be_described_is_not_readable() -> None:
 
 
 def test_a_gpu_that_the_driver_does_not_show_keeps_the_index_that_decisions_knew_unless_another_has_it() -> None:
-    history = read_story(of("p", entry(1, "refused", candidates=[{**LOST, "index": 2}]))).history
+    history = read_pod(of("p", entry(1, "refused", candidates=[{**LOST, "index": 2}]))).history
     rows = [GpuRow(uuid="GPU-2b3c4d5e", name=NAMES[2], index=None)]
     assert gpus_of(rows, history).label(NAMES[2]) == "GPU2"
     assert gpus_of([*rows, GpuRow(uuid="GPU-new", name="new", index=2)], history).label(NAMES[2]) == f"GPU {NAMES[2]}"

@@ -1,13 +1,16 @@
-"""CRI messages as containerd and CRI-O send them, read by hand."""
+"""CRI messages as containerd and CRI-O send them."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.cri.codec import FirstProcess, Runtime, parse_containers, parse_status, parse_version, status_request
+from gpumgr._pb.runtime.v1 import ContainerStatusResponse
+from gpumgr.cri.codec import InitProcess, parse_containers, parse_status
+from gpumgr.rpc import wire
 from gpumgr.rpc.wire import WireError
 from gpumgr.usage.containers import Container
 from tests.cri_api import cri, recorded_list, recorded_status
@@ -16,6 +19,11 @@ CONTAINERD_ID = "d9eb7985aa99538d222c498c263207cf05bc76a1d151c972818061d5b33d06f
 CONTAINERD_UID = "0c1c3a5e-6f2b-4d8e-9b57-3f1a2c4d5e6f"
 CRIO_ID = "b1946ac92492d2347c6235b4d2611184f0e1c2d3a4b5968778695a4b3c2d1e0f"
 words = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+def status(answer: Any) -> InitProcess:
+    """What is read of Google's ContainerStatusResponse."""
+    return parse_status(wire.parse(ContainerStatusResponse, answer.SerializeToString()))
 
 
 def test_containerds_list_is_read() -> None:
@@ -41,12 +49,12 @@ def test_crios_list_is_read() -> None:
 
 def test_containerds_status_is_read() -> None:
     path = f"/kubepods/burstable/pod{CONTAINERD_UID}/{CONTAINERD_ID}"
-    assert parse_status(recorded_status("containerd").SerializeToString()) == FirstProcess(pid=7873, cgroups_path=path)
+    assert status(recorded_status("containerd")) == InitProcess(pid=7873, cgroups_path=path)
 
 
 def test_crios_status_is_read() -> None:
     path = f"kubepods-besteffort-pod7d1f0b9c_52f6_4d5b_8b1c_6a0a3f8e2c11.slice:crio:{CRIO_ID}"
-    assert parse_status(recorded_status("crio").SerializeToString()) == FirstProcess(pid=48213, cgroups_path=path)
+    assert status(recorded_status("crio")) == InitProcess(pid=48213, cgroups_path=path)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +69,14 @@ def test_crios_status_is_read() -> None:
         {"info": '{"runtimeSpec": {"linux": {"cgroupsPath": ""}}}'},
     ],
 )
-def test_a_status_that_tells_nothing_is_no_error(info: dict[str, str]) -> None:
-    assert parse_status(cri.ContainerStatusResponse(info=info).SerializeToString()) == FirstProcess()
+def test_an_empty_status_is_no_error(info: dict[str, str]) -> None:
+    assert status(cri.ContainerStatusResponse(info=info)) == InitProcess()
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"pid": "7"}', '{"runtimeSpec": []}'])
 def test_a_malformed_status_is_an_error(text: str) -> None:
     with pytest.raises(msgspec.DecodeError):
-        parse_status(cri.ContainerStatusResponse(info={"info": text}).SerializeToString())
+        status(cri.ContainerStatusResponse(info={"info": text}))
 
 
 @given(st.lists(st.tuples(words, words, words, words, st.integers(0, 3), st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1))))
@@ -98,20 +106,7 @@ def test_what_google_wrote_is_read(rows: list[tuple[str, str, str, str, int, int
 def test_any_status_that_google_wrote_is_read(container_id: str, pid: int, path: str) -> None:
     info = {"info": json.dumps({"pid": pid, "runtimeSpec": {"linux": {"cgroupsPath": path}}}), "more": path}
     answer = cri.ContainerStatusResponse(status=cri.ContainerStatus(id=container_id), info=info)
-    assert parse_status(answer.SerializeToString()) == FirstProcess(pid=pid, cgroups_path=path or None)
-
-
-@given(words)
-def test_google_reads_the_request(container_id: str) -> None:
-    request = cri.ContainerStatusRequest.FromString(status_request(container_id))
-    assert (request.container_id, request.verbose) == (container_id, True)
-
-
-def test_the_version_is_read() -> None:
-    answer = cri.VersionResponse(
-        version="0.1.0", runtime_name="containerd", runtime_version="1.6.20~ds1", runtime_api_version="v1"
-    )
-    assert parse_version(answer.SerializeToString()) == Runtime(name="containerd", version="1.6.20~ds1", api_version="v1")
+    assert status(answer) == InitProcess(pid=pid, cgroups_path=path or None)
 
 
 @given(st.data())
@@ -129,3 +124,9 @@ def test_a_label_that_is_no_text_is_an_error() -> None:
     broken = b"\x0a\x06" + b"\x42\x04" + b"\x0a\x02\xff\xfe"
     with pytest.raises(WireError, match="not UTF-8"):
         parse_containers(broken)
+
+
+@pytest.mark.parametrize(("data", "words"), [(b"\x0a\x7f", "truncated"), (b"\x0a\x04\x0a\x02\xff\xfe", "UnicodeDecodeError")])
+def test_bytes_that_are_no_message_are_an_error(data: bytes, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        wire.parse(ContainerStatusResponse, data)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gpumgr.demo.log_sentences import LogSentences
 from gpumgr.demo.node import Metrics
-from gpumgr.demo.play import Result
-from gpumgr.demo.screen import Picture, gpu_table, own_command
-from gpumgr.demo.telling import Teller
+from gpumgr.demo.runner import Result
+from gpumgr.demo.screen import LiveScreen, gpu_table, own_command
 
 UUID = "GPU-0fe1c342-debb-5510-9ecf-1889a30463b1"
 GPU: dict[str, Any] = {
@@ -51,11 +51,11 @@ def test_more_than_was_granted_and_more_than_there_is() -> None:
     assert "████████  60/20" in text
 
 
-def test_an_agent_that_has_not_looked_yet() -> None:
+def test_an_agent_before_its_first_sample() -> None:
     assert "▒▒▒·····   0/40" in drawn({})
 
 
-def shown(picture: Picture, console: Console) -> list[str]:
+def shown(picture: LiveScreen, console: Console) -> list[str]:
     assert isinstance(console.file, StringIO)
     console.print(picture.picture())
     return console.file.getvalue().rstrip("\n").splitlines()
@@ -68,12 +68,12 @@ def test_the_picture_fits_its_terminal_with_the_step_and_how_to_ask_and_end(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [".venv/bin/gpumgr", "demo"])
     console = Console(file=StringIO(), width=80, height=height)
-    picture = Picture(console, stays=True)
+    picture = LiveScreen(console, stays=True)
     picture.meet(Path("/tmp/gmabcdefgh/gpumgr.yaml"), {})
-    picture.heard({"event": "web_listening", "url": "http://127.0.0.1:5678"})
+    picture.on_log_line({"event": "web_listening", "url": "http://127.0.0.1:5678"})
     picture.see([{**GPU, "index": index} for index in range(8)], {})
     for number in range(9):
-        picture.heard({"event": "gpu_stranger_gone", "pid": number})
+        picture.on_log_line({"event": "gpu_stranger_gone", "pid": number})
         picture.step_ended(Result(name=f"step {number}", ok=True, detail="it came out"))
     picture.step_begins("a GPU fails")
     lines = shown(picture, console)
@@ -88,7 +88,7 @@ def test_the_picture_fits_its_terminal_with_the_step_and_how_to_ask_and_end(
 
 def test_a_long_command_is_not_cut() -> None:
     console = Console(file=StringIO(), width=60, height=24)
-    picture = Picture(console, stays=True)
+    picture = LiveScreen(console, stays=True)
     picture.meet(Path(f"/tmp/{'x' * 100}/gpumgr.yaml"), {})
     picture.see([{**GPU, "index": index} for index in range(8)], {})
     lines = shown(picture, console)
@@ -98,10 +98,10 @@ def test_a_long_command_is_not_cut() -> None:
 
 def test_an_agent_that_is_down_leaves_room() -> None:
     console = Console(file=StringIO(), width=80, height=24)
-    picture = Picture(console, stays=False)
+    picture = LiveScreen(console, stays=False)
     picture.see(None, {})
     lines = shown(picture, console)
-    assert any("the agent is not there" in line for line in lines)
+    assert any("the agent does not answer" in line for line in lines)
     assert not any("Ctrl-C" in line for line in lines)
 
 
@@ -117,7 +117,7 @@ def test_the_command_is_named_as_it_can_be_called(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sentences_about_use() -> None:
-    teller = Teller({"0fe1c342": "GPU0"})
+    teller = LogSentences({"0fe1c342": "GPU0"})
     over = {
         "event": "container_over_limit",
         "level": "warning",

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
 from gpumgr.deviceplugin import codec
-from gpumgr.deviceplugin.devices import encode_devices
+from gpumgr.deviceplugin.codec import encode_devices
 from gpumgr.deviceplugin.plugin import OPTIONS
 from gpumgr.rpc import wire
 from tests.kubelet_api import DecodeError

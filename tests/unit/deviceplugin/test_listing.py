@@ -1,4 +1,4 @@
-"""Listings: read from the kubelet's bytes only as far as somebody asks."""
+"""Listings: parsed from the kubelet's bytes only for requested pods."""
 
 import pytest
 from hypothesis import given
@@ -41,7 +41,7 @@ def test_what_google_wrote_is_read(pods: dict[tuple[str, str], dict[str, dict[st
         assert listing.containers(pod) == plain.containers(pod)
 
 
-def test_only_asked_pods_are_read() -> None:
+def test_only_requested_pods_are_read() -> None:
     good = google_bytes({("ns", "good"): {"c": {CORE_RESOURCE: ["a-c00"]}}})
     spoilt = pb.ListPodResourcesResponse(pod_resources=[pb.PodResources(name="bad", namespace="ns")]).SerializeToString()
     spoilt = b"\x0a" + bytes([spoilt[1] + 3]) + spoilt[2:] + b"\x1a\x01\x0a"  # a container that is cut off

@@ -44,12 +44,12 @@ def test_a_deleted_lock_file_makes_no_second_lock_of_one_name(tmp_path: Path) ->
             NodeLock(path).acquire()
 
 
-def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(GpumgrError, match="No such file or directory"):
         NodeLock(tmp_path / "none" / "lock").acquire()
 
 
-def test_a_plugin_folder_has_one_agent_whatever_their_lock_files(tmp_path: Path) -> None:
+def test_a_plugin_folder_has_one_agent_with_any_lock_files(tmp_path: Path) -> None:
     with lock_folder(tmp_path), pytest.raises(AlreadyRunning, match="another gpumgr agent serves"), lock_folder(tmp_path):
         raise AssertionError("two agents serve one folder")
     with lock_folder(tmp_path), lock_folder(tmp_path / "missing"):

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.agent.picture import Picture
+from gpumgr._pb.display import GraphResponse, UsageResponse, VersionResponse
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.display.codec import encode_graph, encode_usage, encode_version
 from gpumgr.display.messages import graph_message, usage_message, version_message
+from gpumgr.display.service import answer_of
 from gpumgr.topology.devices import NodeSample
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import MemoryPods
@@ -47,12 +48,12 @@ def pods(*views: PodView) -> MemoryPods:
     return MemoryPods({view.key: view for view in views})
 
 
-def picture_of(view: AgentView, node: NodeSample, owners: Mapping[int, Container | None], *, nvml_up: bool = True) -> Picture:
-    return Picture(view=view, sample=node, nvml_up=nvml_up, use=used(view.ledger, node, owners))
+def picture_of(view: AgentView, node: NodeSample, owners: Mapping[int, Container | None], *, nvml_up: bool = True) -> NodeReport:
+    return NodeReport(view=view, sample=node, nvml_up=nvml_up, use=used(view.ledger, node, owners))
 
 
-def busy(*allocations: Allocation, shown: int | None = None) -> Picture:
-    """Three GPUs: two processes of `a` on the first, one of `b` on the second, nobody on the third."""
+def busy(*allocations: Allocation, shown: int | None = None) -> NodeReport:
+    """Three GPUs: two processes of `a` on the first, one of `b` on the second, none on the third."""
     node = sample({40: 100 * MIB, 41: 200 * MIB + 1}, {2**31 - 1: 1500 * MIB}, {}, ratios={40: 0.07, 41: 0.3, 2**31 - 1: 0.75})
     owners = {40: container("a", SHARE), 41: container("a", SHARE), 2**31 - 1: container("b", TRAIN)}
     return picture_of(view_of(*allocations, count=3, shown=shown), node, owners)
@@ -76,16 +77,16 @@ def test_graph_and_version() -> None:
     assert graph_message("") == version_message("") == golden("nothing")
 
 
-def test_nobody_uses_anything() -> None:
+def test_without_any_use() -> None:
     assert usage_message(busy(), pods(SHARE_VIEW)) == golden("nothing")
 
 
-def test_before_the_first_look_and_without_a_driver_nothing_is_told() -> None:
-    assert usage_message(Picture(view=view_of(SHARED), nvml_up=True), pods(SHARE_VIEW)) == golden("nothing")
+def test_before_the_first_sample_and_without_a_driver_the_message_is_empty() -> None:
+    assert usage_message(NodeReport(view=view_of(SHARED), nvml_up=True), pods(SHARE_VIEW)) == golden("nothing")
     assert usage_message(replace(busy(SHARED), nvml_up=False), pods(SHARE_VIEW)) == golden("nothing")
 
 
-def test_who_was_freed_since_the_look_is_not_told() -> None:
+def test_containers_freed_since_the_sample_are_left_out() -> None:
     assert usage_message(replace(busy(SHARED, WHOLE), view=view_of(count=3)), pods()) == golden("nothing")
 
 
@@ -103,14 +104,14 @@ def test_a_gpu_that_the_driver_does_not_show_is_left_out(shown: int) -> None:
     assert [gpu["card_idx"] for gpu in asked(usage)["stat"]["main"]["dev"]] == ["1"] if shown == 2 else usage == {}
 
 
-def test_a_pod_without_a_known_uid_stands_under_its_name() -> None:
+def test_a_pod_without_a_known_uid_is_listed_under_its_name() -> None:
     nameless = replace(SHARED, uid=None)
     assert usage_message(busy(nameless), pods(SHARE_VIEW))["usage"].keys() == {"uid-a"}
     assert usage_message(busy(nameless), pods())["usage"].keys() == {"team/share"}
     assert usage_message(busy(replace(nameless, pod=None)), pods(SHARE_VIEW)) == {}
 
 
-def test_a_pod_that_only_its_uid_is_known_of() -> None:
+def test_a_pod_with_only_a_known_uid() -> None:
     only_uid = replace(SHARED, pod=None)
     assert asked(usage_message(busy(only_uid), pods(SHARE_VIEW)))["project"] == "team"
     assert "project" not in asked(usage_message(busy(only_uid), pods()))
@@ -121,7 +122,7 @@ def test_a_static_pod_stands_under_its_mirrors_uid() -> None:
     assert usage_message(busy(SHARED), pods(mirror))["usage"].keys() == {"mirror"}
 
 
-def test_another_life_of_the_name_is_another_pod() -> None:
+def test_another_uid_of_the_same_name_is_another_pod() -> None:
     usage = usage_message(busy(SHARED), pods(replace(SHARE_VIEW, uid="uid-next")))
     assert usage["usage"].keys() == {"uid-a"}
     assert "user" not in asked(usage)
@@ -140,13 +141,13 @@ def test_an_init_container_is_there_while_it_runs_something() -> None:
     assert asked(usage_message(ended, pods(view)))["spec"].keys() == {"main", "log"}
 
 
-def test_containers_without_a_known_name_stand_under_their_allocations() -> None:
+def test_containers_without_a_known_name_are_listed_under_their_allocations() -> None:
     one, other = replace(SHARED, container=None), replace(WHOLE, container=None, pod=SHARE, uid="uid-a")
     pod = asked(usage_message(busy(one, other), pods()))
     assert pod["stat"].keys() == pod["spec"].keys() == {"a", "b"}
 
 
-def test_what_the_driver_does_not_tell_is_left_out() -> None:
+def test_values_that_the_driver_does_not_report_are_left_out() -> None:
     view = view_of(SHARED)
     silent = picture_of(view, sample({40: None}), {40: container("a", SHARE)})
     unreadable = picture_of(view, sample(None), {})
@@ -160,35 +161,40 @@ def test_what_the_driver_does_not_tell_is_left_out() -> None:
 HOSTILE = ("", "a/b", "Ω‮", "\0\n\x1b[2J", '{"}', "x" * 70_000, "lone \ud800")
 
 
+def answer(message_type: Any, message: Mapping[str, Any]) -> bytes:
+    return bytes(answer_of(message_type, message))
+
+
 def read(data: bytes) -> dict[str, Any]:
     return as_json(display.UsageResponse.FromString(data))
 
 
-def test_protobuf_says_the_same() -> None:
-    assert read(encode_usage(golden("usage"))) == golden("usage")
-    assert as_json(display.GraphResponse.FromString(encode_graph(golden("graph")))) == golden("graph")
-    assert as_json(display.VersionResponse.FromString(encode_version(golden("version")))) == golden("version")
-    assert encode_usage({}) == encode_graph({}) == encode_version({}) == b""
+def test_protobuf_has_the_same_content() -> None:
+    assert read(answer(UsageResponse, golden("usage"))) == golden("usage")
+    assert as_json(display.GraphResponse.FromString(answer(GraphResponse, golden("graph")))) == golden("graph")
+    assert as_json(display.VersionResponse.FromString(answer(VersionResponse, golden("version")))) == golden("version")
+    assert answer(UsageResponse, {}) == answer(GraphResponse, {}) == answer(VersionResponse, {}) == b""
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_hostile_names_harm_nobody(word: str) -> None:
-    """Whatever the API server, the kubelet or a tenant calls things: one pod, told in both forms."""
+def test_hostile_names_are_encoded_safely(word: str) -> None:
+    """One pod with any names from the API server, the kubelet or its author, in both encodings."""
     named = replace(SHARED, pod=(word, word), uid=word or None, container=word)
     view = replace(SHARE_VIEW, namespace=word, name=word, uid=word or "u", submitter=word, cluster=word)
     node = sample({40: MIB})
     use = used(view_of(named).ledger, node, {40: None})
-    usage = usage_message(Picture(view=view_of(named), nvml_up=True, use=use), pods(view))
+    usage = usage_message(NodeReport(view=view_of(named), nvml_up=True, use=use), pods(view))
     assert asked(usage)["stat"][word or "a"]["dev"][0]["card_idx"] == "0"
     assert json.loads(json.dumps(usage)) == usage
     clean = word.encode(errors="replace").decode()
-    pod = asked(read(encode_usage(usage)))
+    pod = asked(read(answer(UsageResponse, usage)))
     assert [pod.get(name, "") for name in ("project", "user", "cluster")] == [clean] * 3
     assert pod["stat"].keys() == {clean or "a"}
-    assert as_json(display.GraphResponse.FromString(encode_graph(graph_message(word)))).get("graph", "") == clean
+    assert as_json(display.GraphResponse.FromString(answer(GraphResponse, graph_message(word)))).get("graph", "") == clean
 
 
 NAMES = st.text(max_size=5)
+KEYS = st.text(min_size=1, max_size=5)
 NUMBERS = st.integers(0, 1 << 20).map(float) | st.sampled_from((0.25, 1.5, 99.5))
 
 
@@ -200,14 +206,14 @@ DEVICE = filled(
     id=NAMES, card_idx=NAMES, gpu=NUMBERS, mem=NUMBERS, pids=st.lists(st.integers(0, 2**31 - 1), max_size=3), device_mem=NUMBERS
 )
 POD = filled(
-    stat=st.dictionaries(NAMES, st.fixed_dictionaries({"dev": st.lists(DEVICE, min_size=1, max_size=3)}), max_size=3),
+    stat=st.dictionaries(KEYS, st.fixed_dictionaries({"dev": st.lists(DEVICE, min_size=1, max_size=3)}), max_size=3),
     project=NAMES,
     user=NAMES,
     cluster=NAMES,
-    spec=st.dictionaries(NAMES, filled(gpu=NUMBERS, mem=NUMBERS), max_size=3),
+    spec=st.dictionaries(KEYS, filled(gpu=NUMBERS, mem=NUMBERS), max_size=3),
 )
 
 
-@given(st.dictionaries(NAMES, POD, min_size=1, max_size=3))
+@given(st.dictionaries(KEYS, POD, min_size=1, max_size=3))
 def test_every_usage_goes_through_protobuf_unchanged(usage: dict[str, Any]) -> None:
-    assert read(encode_usage({"usage": usage})) == {"usage": usage}
+    assert read(answer(UsageResponse, {"usage": usage})) == {"usage": usage}

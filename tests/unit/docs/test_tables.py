@@ -1,4 +1,4 @@
-"""The tables of config/README.md say what the code says, and leave out nothing."""
+"""The tables of docs/*.md agree with the code and are complete."""
 
 import ast
 import re
@@ -11,21 +11,21 @@ from click.testing import CliRunner
 
 from gpumgr.cli import group
 from gpumgr.errors import RefusalCode
-from gpumgr.metrics.live import catalogue
+from gpumgr.metrics.registry import catalogue
 from gpumgr.settings.live import LIVE
 from gpumgr.settings.schema import sections
 from gpumgr.topology.labels import gpu_labels
-from tests.docs import environment, kubernetes, log_events, refusals
-from tests.docs.__main__ import README, parts
-from tests.docs.exit_codes import exits
-from tests.docs.log_calls import PACKAGE, events, events_in
-from tests.docs.markdown import fill, marks, table
-from tests.docs.settings import entries, settings_tables
 from tests.unit.metrics.pictures import snapshot_of
+from tools.docs import environment, kubernetes, log_events, refusals
+from tools.docs.__main__ import filled, parts
+from tools.docs.exit_codes import exits
+from tools.docs.log_calls import PACKAGE, events, events_in
+from tools.docs.markdown import fill, marks, table
+from tools.docs.settings import entries, settings_tables
 
-#: Reasons of events and conditions. Not of such: what an entry without a code is called, and the beginning of two.
+#: Reasons of events and conditions; not reasons: the default of an entry without a code, a class, and the beginning of two reasons.
 _REASON: Final = re.compile(r"(Gpu|Gpus|Gpumgr)[A-Z][A-Za-z]+")
-_NO_REASON: Final = {"GpuNews", "GpumgrConfig"}
+_NO_REASON: Final = {"GpuNews", "GpuRegistry", "GpumgrConfig"}
 _KEY: Final = re.compile(r"(gpumgr\.io|tencent\.com)/[a-z-]+")
 #: How CDI calls devices, which is written into no object.
 _NO_KEY: Final = {"gpumgr.io/gpu"}
@@ -43,9 +43,9 @@ def literals(*packages: str) -> Iterator[str]:
                     yield node.value
 
 
-def test_config_readme_is_what_the_code_says() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert fill(text, parts()) == text, "config/README.md is stale: run `make docs`"
+def test_documents_agree_with_the_code() -> None:
+    stale = [path.name for path, text in filled().items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run `make docs`"
 
 
 def test_every_setting_has_a_row_with_its_meaning() -> None:
@@ -66,21 +66,22 @@ def test_every_metric_has_a_row() -> None:
     assert len(rows) == len(catalogue())
 
 
-def test_every_reason_in_the_code_is_told() -> None:
+def test_every_reason_in_the_code_is_documented() -> None:
     told = kubernetes.events_table() + kubernetes.condition_table()
-    used = {text for text in literals("agent", "allocator", "app", "kubeapi") if _REASON.fullmatch(text)}
+    used = {text for text in literals("accounting", "agent", "allocator", "app", "kubeapi") if _REASON.fullmatch(text)}
     assert len(used) > 10
     assert {reason for reason in used - _NO_REASON if f"`{reason}`" not in told} == set()
 
 
-def test_every_annotation_in_the_code_is_told() -> None:
+def test_every_annotation_in_the_code_is_documented() -> None:
     told = kubernetes.annotations_table() + kubernetes.labels_table()
-    used = {text for text in literals("agent", "allocator", "app", "enforcement", "kubeapi", "topology") if _KEY.fullmatch(text)}
+    packages = ("accounting", "agent", "allocator", "app", "enforcement", "kubeapi", "topology")
+    used = {text for text in literals(*packages) if _KEY.fullmatch(text)}
     assert len(used) > 5
     assert {key for key in used - _NO_KEY if key not in told} == set()
 
 
-def test_every_command_says_how_it_ends() -> None:
+def test_every_command_documents_its_exit_codes() -> None:
     assert len(exits()) > 10
     for command, codes in exits().items():
         assert {0, 2} <= codes.keys(), command
@@ -90,19 +91,19 @@ def test_every_command_says_how_it_ends() -> None:
 
 def test_help_ends_with_the_exit_codes() -> None:
     text = CliRunner().invoke(group, ["gpu", "drain", "--help"]).stdout
-    assert re.search(r"Exit codes:\n  0  nobody is on the GPU\n  1  .*\n  2  .*\n$", text)
+    assert re.search(r"Exit codes:\n  0  the GPU is empty\n  1  .*\n  2  .*\n$", text)
 
 
-def test_every_refusal_is_told() -> None:
+def test_every_refusal_is_documented() -> None:
     assert refusals.MEANINGS.keys() == set(get_args(RefusalCode))
 
 
 def test_every_event_of_the_log_has_a_meaning() -> None:
     assert len(events()) > 100
-    assert events().keys() == log_events.MEANINGS.keys(), "give each a line in tests/docs/log_events.py, and run `make docs`"
+    assert events().keys() == log_events.MEANINGS.keys(), "give each a line in tools/docs/log_events.py, and run `make docs`"
 
 
-def test_events_of_the_log_are_found_however_they_are_told() -> None:
+def test_events_of_the_log_are_found_in_every_form_of_call() -> None:
     source = """
 tell = log.info if well else log.warning
 log.error("plain")
@@ -121,19 +122,19 @@ logger.info("of somebody else")
     }
 
 
-def test_every_variable_that_is_read_is_told() -> None:
+def test_every_variable_that_is_read_is_documented() -> None:
     asked = r"""environ(?:\.get\(|\[)"([A-Z_]+)"|"([A-Z_]+)" in os\.environ"""
     read = {one or other for file in PACKAGE.rglob("*.py") for one, other in re.findall(asked, file.read_text(encoding="utf-8"))}
     assert len(read) > 5
     assert read - environment.READ.keys() == set()
 
 
-def test_every_variable_of_containers_is_told() -> None:
+def test_every_variable_of_containers_is_documented() -> None:
     given = {text for text in literals("allocator", "enforcement") if _GIVEN.fullmatch(text)}
     assert given - _DAEMONS == environment.GIVEN.keys()
 
 
-def test_every_label_of_a_node_is_told() -> None:
+def test_every_label_of_a_node_is_documented() -> None:
     snapshot = snapshot_of(1)
     snapshot = replace(snapshot, gpus=(replace(snapshot.gpus[0], model="NVIDIA H100 80GB HBM3"),))
     told = {key for key, _ in kubernetes.LABELS}

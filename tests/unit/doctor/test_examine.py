@@ -57,7 +57,7 @@ async def test_what_a_check_raises_is_an_error_of_its_own(exception: Exception, 
     assert report.exit_code == 1
 
 
-async def test_a_check_that_does_not_even_end_when_cancelled_holds_nobody_up() -> None:
+async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None:
     released = asyncio.Event()
 
     async def stubborn() -> Finding:

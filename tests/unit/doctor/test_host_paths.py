@@ -1,4 +1,4 @@
-"""Which of the agent's folders are the host's, as /proc/self/mountinfo tells."""
+"""Which of the agent's folders are the host's, by /proc/self/mountinfo."""
 
 from pathlib import Path
 

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cri.codec import Runtime
+from gpumgr.doctor.backends import judge_mps
 from gpumgr.doctor.choice import judge_choice
 from gpumgr.doctor.finding import State
-from gpumgr.doctor.mechanisms import judge_mps
 from gpumgr.doctor.runtime import judge_cdi
-from gpumgr.enforcement.choice import Choice
-from gpumgr.enforcement.mps.caveats import CAVEATS
-from gpumgr.enforcement.mps.commands import Abilities, Protocol
+from gpumgr.enforcement.mechanism_choice import MechanismChoice
+from gpumgr.enforcement.mps.commands import CAVEATS, ControlFeatures, MpsProtocol
 
 
 @pytest.mark.parametrize(
@@ -54,15 +53,15 @@ MIND = {each: f"; mind: {'; '.join(CAVEATS[each])}" for each in CAVEATS}
     ],
 )
 def test_mps_by_what_the_program_can(
-    protocols: set[Protocol], multiuser: str | None, setting: str, state: State, message: str
+    protocols: set[MpsProtocol], multiuser: str | None, setting: str, state: State, message: str
 ) -> None:
-    found = judge_mps("/m", Abilities(protocols=frozenset(protocols), multiuser_option=multiuser), setting)
+    found = judge_mps("/m", ControlFeatures(protocols=frozenset(protocols), multiuser_option=multiuser), setting)
     assert (found.check, found.state, found.message) == ("mps", state, message)
     assert (found.remedy is None) == (state == "ok")
 
 
 def test_in_a_pod_the_daemons_are_the_hosts() -> None:
-    both = Abilities(protocols=frozenset({2, 3}), multiuser_option="-m")
+    both = ControlFeatures(protocols=frozenset({2, 3}), multiuser_option="-m")
     assert (
         "one server for all users, daemons are units of the host's systemd; mind"
         in judge_mps("/m", both, "auto", in_pod=True).message
@@ -70,7 +69,7 @@ def test_in_a_pod_the_daemons_are_the_hosts() -> None:
 
 
 NO_PROGRAM = {"mps": "no program"}
-NOTHING = "nothing keeps shares within their limits (enforcement.backend is none)"
+NO_MECHANISM = "no backend enforces the limits of shares (enforcement.backend is none)"
 
 
 @pytest.mark.parametrize(
@@ -78,26 +77,26 @@ NOTHING = "nothing keeps shares within their limits (enforcement.backend is none
     [
         (
             "auto",
-            Choice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
+            MechanismChoice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
             "ok",
             "mps (cores and memory); not: vcuda (no library)",
         ),
-        ("auto", Choice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto); not: mps (no program)"),
+        ("auto", MechanismChoice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto); not: mps (no program)"),
         (
             "none",
-            Choice(obstacles=NO_PROGRAM),
+            MechanismChoice(obstacles=NO_PROGRAM),
             "warning",
-            "nothing keeps shares within their limits (enforcement.backend is none)",
+            "no backend enforces the limits of shares (enforcement.backend is none)",
         ),
         (
             "mps",
-            Choice(mechanisms=("mps",), obstacles=NO_PROGRAM),
+            MechanismChoice(mechanisms=("mps",), obstacles=NO_PROGRAM),
             "error",
             "which this node can't carry: mps (no program)",
         ),
     ],
 )
-def test_the_choice_is_judged_by_what_was_asked(setting: str, choice: Choice, state: State, message: str) -> None:
+def test_the_choice_is_judged_by_the_setting(setting: str, choice: MechanismChoice, state: State, message: str) -> None:
     found = judge_choice(setting, choice, "mps (cores and memory)")
     assert (found.check, found.state) == ("enforcement", state)
     assert found.message.endswith(message)

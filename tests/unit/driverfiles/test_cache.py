@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.driverfiles.libraries import Entry, parse_cache
-from gpumgr.driverfiles.rooted import resolve
+from gpumgr.driverfiles.root_path import resolve
 
 TEXT = """12 libs found in cache `/etc/ld.so.cache'
 \tlibcuda.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libcuda.so.1

@@ -13,7 +13,7 @@ from tests.unit.driverfiles.elves import MACHINES, elf
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_tells_machine_names_and_abi(machine: str, order: str) -> None:
+def test_reads_machine_names_and_abi(machine: str, order: str) -> None:
     found = parse_bytes(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], abi=(2, 3, 99), order=order))
     assert (found.machine, found.bits) == (machine, MACHINES[machine][1])
     assert (found.soname, found.needed, found.abi) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"), (2, 3, 99))
@@ -33,7 +33,7 @@ def test_a_library_may_have_no_names_and_no_note() -> None:
         (elf()[:40], "ends at byte 40"),
         (elf(soname="libx.so.1")[:-20], "ends at byte"),
         (elf(kind=1), "neither a program nor a library"),
-        (elf(soname="lib\x01.so"), "can't be printed"),
+        (elf(soname="lib\x01.so"), "unprintable"),
         (elf(soname="libä.so"), "not ASCII"),
     ],
 )

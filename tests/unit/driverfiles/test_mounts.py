@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.driverfiles.errors import DriverFilesError
-from gpumgr.driverfiles.mounts import versions_in, versions_in_use
+from gpumgr.driverfiles.manager import versions_in, versions_in_use
+from gpumgr.errors import DriverFilesError
 
 LINES = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 90 22 254:0 /etc/gpu-manager/vdriver/.versions/aa11/nvidia /usr/local/nvidia ro,relatime master:1 - ext4 /dev/vda rw
@@ -27,7 +27,7 @@ def test_only_what_a_mount_shows_counts() -> None:
     assert versions_in(LINES) == {"aa11", "bb22.damaged"}
 
 
-def test_all_processes_are_asked_even_if_one_ends(tmp_path: Path) -> None:
+def test_all_processes_are_read_even_if_one_ends(tmp_path: Path) -> None:
     process(tmp_path, 1, "mnt:[1]", "1 1 0:1 / / rw - ext4 a rw\n")
     process(tmp_path, 7, "mnt:[2]", None)
     process(tmp_path, 8, "mnt:[2]", LINES)
@@ -43,14 +43,20 @@ def test_the_kernels_own_files_can_be_read() -> None:
 
 
 def test_a_process_that_hides_its_mounts_is_an_error(tmp_path: Path) -> None:
-    process(tmp_path, 5, "mnt:[1]", None)
-    (tmp_path / "5" / "mountinfo").mkdir()
-    with pytest.raises(DriverFilesError, match="process 5"):
+    process(tmp_path, 1, "mnt:[1]", None)
+    (tmp_path / "1" / "mountinfo").mkdir()
+    with pytest.raises(DriverFilesError, match="1/mountinfo: Is a directory; the agent must run as root"):
+        versions_in_use(tmp_path)
+
+
+def test_a_proc_that_hides_processes_is_an_error(tmp_path: Path) -> None:
+    process(tmp_path, 5, "mnt:[1]", LINES)
+    with pytest.raises(DriverFilesError, match="the processes of others are hidden"):
         versions_in_use(tmp_path)
 
 
 def test_mounts_of_a_process_whose_namespace_is_hidden_count(tmp_path: Path) -> None:
-    for pid in (3, 4):
+    for pid in (1, 4):
         process(tmp_path, pid, "mnt:[1]", LINES.replace("aa11", f"aa1{pid}"))
         (tmp_path / str(pid) / "ns" / "mnt").unlink()
-    assert {"aa13", "aa14"} <= versions_in_use(tmp_path)
+    assert {"aa11", "aa14"} <= versions_in_use(tmp_path)

@@ -45,9 +45,9 @@ def test_unknown_keys_are_warnings_with_their_place() -> None:
     content = document(size=3) | {"version": 1}
     content["volume"][0]["components"]["fonts"] = []
     assert parse(json.dumps(content).encode(), PATH, BASE).warnings == (
-        f"{PATH}: version: unknown key, overlooked",
-        f"{PATH}: volume[0].size: unknown key, overlooked",
-        f"{PATH}: volume[0].components.fonts: unknown key, overlooked",
+        f"{PATH}: version: unknown key, ignored",
+        f"{PATH}: volume[0].size: unknown key, ignored",
+        f"{PATH}: volume[0].components.fonts: unknown key, ignored",
     )
 
 
@@ -93,8 +93,8 @@ def test_every_mistake_is_named_with_its_place(content: object, said: list[str])
     [
         (b'{"volume": [}', f"{PATH}:1:13: not JSON"),
         (b"\xff", "byte 0 is not UTF-8"),
-        (b"[" * 200_000, "not JSON that can be used"),
-        (b"1" * 10_000, "not JSON that can be used"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b"1" * 10_000, "not valid JSON"),
     ],
 )
 def test_what_is_not_json(content: bytes, said: str) -> None:

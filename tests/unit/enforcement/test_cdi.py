@@ -52,6 +52,6 @@ def test_everything_of_the_answer_is_there() -> None:
     ]
 
 
-def test_files_say_whose_they_are() -> None:
+def test_files_name_their_owner() -> None:
     assert cdi.allocation_of(cdi.file_name(ID)) == ID
     assert cdi.allocation_of("nvidia.yaml") is None

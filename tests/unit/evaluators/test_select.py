@@ -1,4 +1,7 @@
-"""What requests mean, what refusals say, and what is required or scarce."""
+"""What requests mean, what refusals say, what is required or scarce, and which of several sets is chosen."""
+
+from functools import partial
+from random import Random
 
 import pytest
 
@@ -8,6 +11,7 @@ from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.link import choose_set
 from gpumgr.evaluators.select import check_request, place
 from gpumgr.topology.devices import Level, Topology
+from gpumgr.topology.scores import score_matrix
 from tests.unit.evaluators.nodes import capacities, node
 
 PAIRS = node(4, lambda a, b: (Level.PIX if a // 2 == b // 2 else Level.SYS, 0))
@@ -23,6 +27,7 @@ def test_sound_requests_pass(cores: int, blocks: int) -> None:
     check_request(cores, blocks)
 
 
+@pytest.mark.peer_bug("B18: its scheduler rounds 150 cores down to one GPU")
 @pytest.mark.parametrize(
     ("cores", "blocks", "words"),
     [
@@ -54,7 +59,8 @@ def refused(gpus: list[GpuCapacity], cores: int, blocks: int, required: tuple[in
     return caught.value
 
 
-def test_a_share_that_fits_nowhere_is_told_what_is_free_where() -> None:
+@pytest.mark.peer_bug("B20: it counts the memory of all GPUs as one")
+def test_the_refusal_of_a_share_lists_the_free_capacity_of_each_gpu() -> None:
     refusal = refused([gpu(0, 40, 100), gpu(1, 100, 10)], 50, 20)
     assert refusal.code == "no_fit"
     assert str(refusal) == (
@@ -69,7 +75,7 @@ def test_whole_gpus_that_fit_nowhere() -> None:
     )
 
 
-def test_unhealthy_gpus_are_no_candidates_and_say_why() -> None:
+def test_unhealthy_gpus_are_no_candidates_and_have_a_reason() -> None:
     gpus = [gpu(0, healthy=False, note="XID 79"), gpu(1, 0, 0)]
     refusal = refused(gpus, 100, 0)
     assert refusal.code == "gpu_unhealthy"
@@ -152,9 +158,64 @@ def test_a_search_that_is_too_long_ends_in_grown_sets() -> None:
     assert (len(chosen), {5, 11} <= set(chosen), chosen == tuple(sorted(chosen))) == (8, True, True)
 
 
+@pytest.mark.parametrize(("n", "k"), [(18, 6), (20, 5), (24, 4)])
+def test_the_search_over_unlike_gpus_is_bounded(n: int, k: int) -> None:
+    search = partial(partition.PartitionSearch, score_matrix(unlike(n)), range(n), k, (), {gpu: gpu for gpu in range(n)})
+    with pytest.raises(partition.TooManySets):
+        search().best_sets()
+
+
+def test_a_request_that_only_unhealthy_gpus_could_hold_is_searched_once() -> None:
+    gpus = [gpu(index, healthy=index != 3) for index in range(4)]
+    choose_set.cache_clear()
+    assert refused(gpus, 400, 0).code == "gpu_unhealthy"
+    assert choose_set.cache_info().misses <= 1
+    assert refused(gpus, 400, 4 * 320 + 1).code == "no_fit"
+    assert refused([gpu(0, 50, 20, healthy=False), gpu(1, 10, 20)], 40, 20).code == "gpu_unhealthy"
+
+
 def test_grown_sets_find_the_memory() -> None:
     blocks = tuple(320 if index % 5 == 0 else 10 for index in range(40))
     chosen = choose_set(unlike(40), tuple(range(40)), 8, (1,), blocks, 7 * 320 + 10)
     assert chosen is not None
     assert sum(blocks[index] for index in chosen) == 7 * 320 + 10
     assert choose_set(unlike(40), tuple(range(40)), 8, (1,), blocks, 8 * 320) is None
+
+
+@pytest.mark.peer_bug("B47: its choice among equal GPUs depends on their order")
+@pytest.mark.parametrize("cores", [20, 100, 200, 300])
+def test_the_order_of_the_gpus_does_not_change_the_choice(cores: int) -> None:
+    topology = node(8, lambda a, b: (Level.PIX if a // 2 == b // 2 else Level.PHB if a // 4 == b // 4 else Level.SYS, 0))
+    gpus = capacities(8, occupied={5})
+    random, answers = Random(7), set()
+    for _ in range(50):
+        random.shuffle(gpus)
+        answers.add(place(topology, gpus, cores=cores, memory_blocks=4))
+    assert len(answers) == 1
+
+
+@pytest.mark.peer_bug("B47: it takes one of a pair")
+def test_a_gpu_without_a_partner_is_taken_before_one_of_a_pair() -> None:
+    topology = node(4, lambda a, b: (Level.PIX if a // 2 == b // 2 else Level.PHB, 0))
+    assert place(topology, capacities(4, occupied={2}), cores=100, memory_blocks=0).gpus == (3,)
+
+
+@pytest.mark.peer_bug("B47: it compares PCIe levels alone")
+def test_nvlinks_count() -> None:
+    plain = node(4, lambda _a, _b: (Level.SYS, 0))
+    linked = node(4, lambda a, b: (Level.SYS, 4 if (a, b) == (1, 3) else 0))
+    assert place(plain, capacities(4), cores=200, memory_blocks=0).gpus == (0, 1)
+    assert place(linked, capacities(4), cores=200, memory_blocks=0).gpus == (1, 3)
+
+
+@pytest.mark.peer_bug("B47: its masks end at 32 GPUs")
+def test_forty_gpus_can_all_be_used() -> None:
+    topology = node(40, lambda a, b: (Level.PIX if a // 8 == b // 8 else Level.SYS, 0))
+    taken: set[int] = set()
+    while len(taken) < 40:
+        chosen = place(topology, capacities(40, occupied=taken), cores=400, memory_blocks=0).gpus
+        assert len({gpu // 8 for gpu in chosen}) == 1
+        assert taken.isdisjoint(chosen)
+        taken |= set(chosen)
+    only_last = [GpuCapacity(index=39, cores_free=50, memory_blocks_free=5, entirely_free=False)]
+    assert place(topology, only_last, cores=50, memory_blocks=5).gpus == (39,)

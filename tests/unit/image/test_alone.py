@@ -34,7 +34,7 @@ def test_the_second_builder_waits_for_the_first(tmp_path: Path) -> None:
     assert second.returncode == 0
 
 
-def test_a_builder_that_fails_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_builder_that_fails_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), alone_in(tmp_path / "image"):
         raise RuntimeError("no network")
     with alone_in(tmp_path / "image"):

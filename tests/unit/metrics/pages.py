@@ -7,10 +7,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.allocator.pods import PodView
-from gpumgr.metrics.live import Metrics
-from gpumgr.metrics.text import Block, page
+from gpumgr.metrics.registry import Metrics
+from gpumgr.metrics.text_format import RenderedFamily, page
 from tests.unit.usage.samples import container, sample, used
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole
@@ -20,7 +20,7 @@ Series = Mapping[tuple[str, ...], float]
 
 
 def metrics_of(
-    picture: Picture | None,
+    report: NodeReport | None,
     pods: Iterable[PodView] = (),
     *,
     clock: Callable[[], float] = lambda: 110.0,
@@ -38,21 +38,21 @@ def metrics_of(
         wall_clock=wall_clock,
         process=False,
     )
-    if picture is not None:
-        metrics.show(picture)
+    if report is not None:
+        metrics.set_picture(report)
     return metrics
 
 
 def text_of(metrics: Metrics, *, openmetrics: bool = False) -> str:
-    return page(metrics.blocks(), openmetrics=openmetrics).decode()
+    return page(metrics.render(), openmetrics=openmetrics).decode()
 
 
 def families(metrics: Metrics) -> Mapping[str, Metric]:
     """By name, which for counters lacks `_total`."""
-    return _read(list(metrics.blocks()))
+    return _read(list(metrics.render()))
 
 
-def _read(blocks: Sequence[Block]) -> Mapping[str, Metric]:
+def _read(blocks: Sequence[RenderedFamily]) -> Mapping[str, Metric]:
     """Both formats must say the same, and nothing twice."""
     classic = list(parse_classic(page(blocks, openmetrics=False).decode()))
     modern = list(parse_openmetrics(page(blocks, openmetrics=True).decode()))  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def _read(blocks: Sequence[Block]) -> Mapping[str, Metric]:
 def series(metrics: Metrics, name: str) -> Series:
     """Of one family; a series that stands twice fails."""
     found: dict[tuple[str, ...], float] = {}
-    for family in _read([block for block in metrics.blocks() if block.family.name == name]).values():
+    for family in _read([each for each in metrics.render() if each.family.name == name]).values():
         for each in family.samples:
             key = tuple(value for _, value in sorted(each.labels.items()))
             assert key not in found
@@ -73,16 +73,16 @@ def series(metrics: Metrics, name: str) -> Series:
     return found
 
 
-def ours(picture: Picture, name: str) -> Series:
-    return series(metrics_of(picture), f"gpumgr_{name}")
+def ours(report: NodeReport, name: str) -> Series:
+    return series(metrics_of(report), f"gpumgr_{name}")
 
 
-def full_picture() -> Picture:
-    """With something of everything that a picture can tell."""
+def full_picture() -> NodeReport:
+    """With one instance of each item that a report can contain."""
     share, train = allocation("a", ("team", "web"), cores={0: 0b11}, blocks={0: 0b11}), whole("t", ("team", "train"), 1)
-    view = view_of(share, train, nvlinks=2, closed={uuid_of(0): "maintenance"})
+    view = view_of(share, train, nvlinks=2, cordoned={uuid_of(0): "maintenance"})
     owners = {11: container("a", ("team", "web")), 12: container("t", ("team", "train")), 99: None}
-    return Picture(
+    return NodeReport(
         view=view,
         node="node-1",
         sample=sample_of(0, 1),

@@ -1,16 +1,17 @@
-"""A small node as the metrics and the web pages see it: two A10s joined by NVLink, books filled as a test wants."""
+"""A small node for metrics and web pages: two A10s joined by NVLink, with given allocations."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.ids import ALL_CORES, Cards, gpu_name
+from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, gpu_name
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.topology.devices import Gpu, GpuFailure, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.units import BLOCK_BYTES
+from tests.allocations import allocated
 
 BLOCKS = 8
 
@@ -72,7 +73,7 @@ def allocation(
 ) -> Allocation:
     """`cores` and `blocks` map a GPU's index to a mask."""
     held = {name_of(index): mask for index, mask in (cores or {}).items()}
-    return Allocation(
+    return allocated(
         id=letter,
         pod=pod,
         uid=f"uid-{letter}",
@@ -81,6 +82,7 @@ def allocation(
         cores=held,
         blocks={name_of(index): mask for index, mask in (blocks or {}).items()},
         gpus=tuple(held),
+        memory_blocks=BLOCKS,
         granted_at=float(ord(letter[0])),
         why="a test",
     )
@@ -99,7 +101,7 @@ def view_of(
     named: bool = False,
     known: Collection[int] | None = None,
     failed: Mapping[str, str] | None = None,
-    closed: Mapping[str, str] | None = None,
+    cordoned: Mapping[str, str] | None = None,
     quarantine: Quarantine | None = None,
 ) -> AgentView:
     """`shown`: how many of the `count` GPUs that the node ever had the driver shows now, the first ones (None: all).
@@ -107,17 +109,17 @@ def view_of(
     `broken` and `named` as in `with_hole`; `known` are the GPUs that the books know from before (None: all of `count`).
     """
     before = snapshot_of(count) if known is None else with_hole(snapshot_of(count), *(set(range(count)) - set(known)))
-    cards = Inventory(snapshot=before).meet(Cards())
-    ledger = Ledger(cards)
+    gpu_registry = Inventory(snapshot=before).register(GpuRegistry())
+    ledger = Ledger(gpu_registry)
     for one in allocations:
         ledger = ledger.occupy(one)
     inventory = Inventory(
         snapshot=with_hole(snapshot_of(count if shown is None else shown, nvlinks=nvlinks), *broken, named=named),
         failed=failed or {},
-        closed=closed or {},
+        cordoned=cordoned or {},
         quarantine=quarantine or Quarantine(),
     )
-    return AgentView(ledger=ledger, inventory=inventory, node=inventory.view(cards, policy="binpack", visible_blocks={}))
+    return AgentView(ledger=ledger, inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={}))
 
 
 def sample_of(*indices: int) -> NodeSample:

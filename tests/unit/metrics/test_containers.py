@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import BLOCK_BYTES
@@ -41,15 +41,15 @@ def picture_of(
     owners: dict[int, Container | None],
     ratios: dict[int, float] | None = None,
     over: frozenset[str] = frozenset(),
-) -> Picture:
+) -> NodeReport:
     """What is used on the first GPU; the second is idle."""
     view = view_of(*allocations)
-    return Picture(view=view, nvml_up=True, use=used(view.ledger, sample(processes, {}, ratios=ratios), owners), over=over)
+    return NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample(processes, {}, ratios=ratios), owners), over=over)
 
 
 def test_a_share_with_all_its_numbers() -> None:
     both: dict[int, Container | None] = {11: container("a", WEB), 12: container("a", WEB)}
-    picture = picture_of(share(), processes={11: 700, 12: 50}, owners=both, ratios={11: 0.5, 12: 0.25}, over=frozenset("a"))
+    report = picture_of(share(), processes={11: 700, 12: 50}, owners=both, ratios={11: 0.5, 12: 0.25}, over=frozenset("a"))
     numbers = {
         "core_allocated_ratio": 0.05,
         "memory_allocated_bytes": 2.0 * BLOCK_BYTES,
@@ -61,52 +61,52 @@ def test_a_share_with_all_its_numbers() -> None:
         "over_limit": 1.0,
         "over_limit_ratio": 750 / (2 * BLOCK_BYTES),
     }
-    found = {name: ours(picture, f"container_{name}") for name in numbers}
+    found = {name: ours(report, f"container_{name}") for name in numbers}
     assert found == {name: {SERIES: number} for name, number in numbers.items()}
     assert set(numbers) == {*HELD, *USED}
 
 
 def test_a_whole_gpu_has_no_limits() -> None:
-    picture = picture_of(whole("t", TRAIN, 0), processes={11: 700}, owners={11: container("t", TRAIN)})
+    report = picture_of(whole("t", TRAIN, 0), processes={11: 700}, owners={11: container("t", TRAIN)})
     labels = ("main", uuid_of(0), "team", "train")
-    assert ours(picture, "container_memory_allocated_bytes") == {labels: BLOCKS * BLOCK_BYTES}
-    assert ours(picture, "container_memory_used_bytes") == {labels: 700.0}
-    assert ours(picture, "container_core_utilization_ratio") == {labels: 0.75}
+    assert ours(report, "container_memory_allocated_bytes") == {labels: BLOCKS * BLOCK_BYTES}
+    assert ours(report, "container_memory_used_bytes") == {labels: 700.0}
+    assert ours(report, "container_core_utilization_ratio") == {labels: 0.75}
     for name in ("memory_limit_bytes", "core_limit_ratio", "over_limit", "over_limit_ratio"):
-        assert ours(picture, f"container_{name}") == {}
+        assert ours(report, f"container_{name}") == {}
 
 
 def test_what_could_not_be_read_has_no_series() -> None:
-    picture = picture_of(share(), processes=None, owners={})
+    report = picture_of(share(), processes=None, owners={})
     for name in ("memory_used_bytes", "core_utilization_ratio", "over_limit_ratio"):
-        assert ours(picture, f"container_{name}") == {}
-    assert ours(picture, "unaccounted_processes") == {(uuid_of(1),): 0.0}
-    assert ours(picture, "container_memory_limit_bytes") == {SERIES: 2.0 * BLOCK_BYTES}
+        assert ours(report, f"container_{name}") == {}
+    assert ours(report, "unaccounted_processes") == {(uuid_of(1),): 0.0}
+    assert ours(report, "container_memory_limit_bytes") == {SERIES: 2.0 * BLOCK_BYTES}
 
 
 def test_a_container_over_its_memory_shows_by_how_much() -> None:
-    picture = picture_of(share(), processes={11: 3 * BLOCK_BYTES}, owners={11: container("a", WEB)})
-    assert ours(picture, "container_over_limit_ratio") == {SERIES: 1.5}
+    report = picture_of(share(), processes={11: 3 * BLOCK_BYTES}, owners={11: container("a", WEB)})
+    assert ours(report, "container_over_limit_ratio") == {SERIES: 1.5}
 
 
 def test_a_share_without_memory_blocks_has_no_ratio_of_them() -> None:
-    picture = picture_of(share(blocks=0), processes={11: 1}, owners={11: container("a", WEB)})
-    assert ours(picture, "container_over_limit_ratio") == {}
-    assert ours(picture, "container_memory_limit_bytes") == {SERIES: 0.0}
+    report = picture_of(share(blocks=0), processes={11: 1}, owners={11: container("a", WEB)})
+    assert ours(report, "container_over_limit_ratio") == {}
+    assert ours(report, "container_memory_limit_bytes") == {SERIES: 0.0}
 
 
 @pytest.mark.parametrize(("told", "shown"), [(-0.5, 0.0), (7.0, 1.0)])
 def test_a_share_of_time_is_never_below_0_or_above_1(told: float, shown: float) -> None:
-    picture = picture_of(share(), processes={11: 1}, owners={11: container("a", WEB)})
-    assert picture.use is not None
-    uses = {place: replace(use, utilization_ratio=told) for place, use in picture.use.containers.items()}
-    picture = replace(picture, use=replace(picture.use, containers=uses))
-    assert ours(picture, "container_core_utilization_ratio") == {SERIES: shown}
+    report = picture_of(share(), processes={11: 1}, owners={11: container("a", WEB)})
+    assert report.use is not None
+    uses = {place: replace(use, utilization_ratio=told) for place, use in report.use.containers.items()}
+    report = replace(report, use=replace(report.use, containers=uses))
+    assert ours(report, "container_core_utilization_ratio") == {SERIES: shown}
 
 
-def test_two_lives_of_one_name_make_one_series() -> None:
+def test_two_pods_of_one_name_make_one_series() -> None:
     owners: dict[int, Container | None] = {11: container("a", WEB), 12: container("b", WEB)}
-    picture = picture_of(
+    report = picture_of(
         share("a"),
         share("b", blocks=0b100),
         processes={11: 1, 12: BLOCK_BYTES},
@@ -114,15 +114,15 @@ def test_two_lives_of_one_name_make_one_series() -> None:
         ratios={11: 0.75, 12: 0.5},
         over=frozenset("b"),
     )
-    assert ours(picture, "container_memory_used_bytes") == {SERIES: BLOCK_BYTES + 1.0}
-    assert ours(picture, "container_memory_limit_bytes") == {SERIES: 3.0 * BLOCK_BYTES}
-    assert ours(picture, "container_core_utilization_ratio") == {SERIES: 1.0}
-    assert ours(picture, "container_over_limit") == {SERIES: 1.0}
-    assert ours(picture, "container_over_limit_ratio") == {SERIES: 1.0}
+    assert ours(report, "container_memory_used_bytes") == {SERIES: BLOCK_BYTES + 1.0}
+    assert ours(report, "container_memory_limit_bytes") == {SERIES: 3.0 * BLOCK_BYTES}
+    assert ours(report, "container_core_utilization_ratio") == {SERIES: 1.0}
+    assert ours(report, "container_over_limit") == {SERIES: 1.0}
+    assert ours(report, "container_over_limit_ratio") == {SERIES: 1.0}
 
 
 def test_holders_under_one_name_make_one_series() -> None:
-    picture = Picture(
+    report = NodeReport(
         view=view_of(
             allocation("a", WEB, cores={0: 0b1}),
             allocation("b", WEB, cores={0: 0b10}),
@@ -130,23 +130,23 @@ def test_holders_under_one_name_make_one_series() -> None:
             allocation("d", None, container=None, cores={0: 0b1000}),
         )
     )
-    assert ours(picture, "container_core_allocated_ratio") == {SERIES: 0.02, ("", uuid_of(0), "", ""): 0.02}
+    assert ours(report, "container_core_allocated_ratio") == {SERIES: 0.02, ("", uuid_of(0), "", ""): 0.02}
 
 
-def test_strangers_are_counted_for_each_gpu() -> None:
-    picture = picture_of(share(), processes={98: 5, 99: None}, owners={98: None, 99: None})
-    assert ours(picture, "unaccounted_memory_bytes") == {(uuid_of(0),): 5.0, (uuid_of(1),): 0.0}
-    assert ours(picture, "unaccounted_processes") == {(uuid_of(0),): 2.0, (uuid_of(1),): 0.0}
+def test_unattributed_processes_are_counted_for_each_gpu() -> None:
+    report = picture_of(share(), processes={98: 5, 99: None}, owners={98: None, 99: None})
+    assert ours(report, "unaccounted_memory_bytes") == {(uuid_of(0),): 5.0, (uuid_of(1),): 0.0}
+    assert ours(report, "unaccounted_processes") == {(uuid_of(0),): 2.0, (uuid_of(1),): 0.0}
 
 
-def test_who_is_gone_vanishes_with_the_next_picture() -> None:
+def test_series_of_ended_containers_vanish_with_the_next_snapshot() -> None:
     leaving = share("b", ("team", "leaving"), blocks=0b100)
     owners: dict[int, Container | None] = {11: container("a", WEB), 12: container("b", ("team", "leaving"))}
     before = picture_of(share(), leaving, processes={11: 1, 12: 2}, owners=owners)
     metrics = metrics_of(before)
     assert 'pod="leaving"' in text_of(metrics)
     assert 'pod_name="leaving"' in text_of(metrics)
-    metrics.show(replace(before, view=view_of(share())))
+    metrics.set_picture(replace(before, view=view_of(share())))
     after = text_of(metrics)
     assert "leaving" not in after
     assert 'pod="web"' in after
@@ -154,15 +154,15 @@ def test_who_is_gone_vanishes_with_the_next_picture() -> None:
         assert ours(replace(before, view=view_of()), f"container_{name}") == {}
 
 
-def test_an_old_look_is_not_shown_while_the_driver_is_away() -> None:
-    picture = replace(picture_of(share(), processes={99: 1}, owners={99: None}), nvml_up=False)
+def test_an_old_sample_is_not_exported_while_the_driver_is_absent() -> None:
+    report = replace(picture_of(share(), processes={99: 1}, owners={99: None}), nvml_up=False)
     for name in USED:
-        assert ours(picture, f"container_{name}") == {}
-    assert ours(picture, "unaccounted_processes") == {}
+        assert ours(report, f"container_{name}") == {}
+    assert ours(report, "unaccounted_processes") == {}
 
 
-def test_before_the_first_look_there_is_nothing_to_show() -> None:
-    assert ours(Picture(view=view_of(share()), nvml_up=True), "container_memory_used_bytes") == {}
+def test_before_the_first_sample_nothing_is_exported() -> None:
+    assert ours(NodeReport(view=view_of(share()), nvml_up=True), "container_memory_used_bytes") == {}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_before_the_first_look_there_is_nothing_to_show() -> None:
 )
 def test_names_of_any_letters_come_back_as_they_were(name: str) -> None:
     pod = (f"ns {name}", name)
-    picture = picture_of(share("a", pod), processes={11: 1}, owners={11: container("a", pod)}, ratios={11: 0.5})
+    report = picture_of(share("a", pod), processes={11: 1}, owners={11: container("a", pod)}, ratios={11: 0.5})
     for each in (*HELD, *USED):
-        assert list(ours(picture, f"container_{each}")) == [("main", uuid_of(0), f"ns {name}", name)]
+        assert list(ours(report, f"container_{each}")) == [("main", uuid_of(0), f"ns {name}", name)]

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.metrics.exposition import WANTED_SECONDS, Exposition, accepts_gzip, prefers_openmetrics
-from gpumgr.metrics.live import Metrics
+from gpumgr.metrics.registry import Metrics
 
 from .pictures import allocation, sample_of, view_of
 
@@ -20,8 +20,8 @@ PROMETHEUS_3 = (
 )
 
 
-class Scene:
-    """An exposition whose pictures and clock the test holds."""
+class ExpositionInputs:
+    """An exposition with node reports and a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,9 +35,9 @@ class Scene:
         self.drawn_on.add(threading.get_ident())
         return 5000.0
 
-    def _picture(self) -> Picture:
+    def _picture(self) -> NodeReport:
         self.taken += 1
-        return Picture(view=self.view, sample=sample_of(0, 1), sampled_at=self.now, nvml_up=True)
+        return NodeReport(view=self.view, sample=sample_of(0, 1), sampled_at=self.now, nvml_up=True)
 
     async def text(self, accept: str = "") -> str:
         return (await self.exposition.scrape(accept, ""))[1].decode()
@@ -79,8 +79,8 @@ def test_compression_follows_the_accept_encoding_header(header: str, expected: b
     assert accepts_gzip(header) is expected
 
 
-async def test_both_formats_and_both_encodings_say_the_same() -> None:
-    scene = Scene()
+async def test_both_formats_and_both_encodings_are_equivalent() -> None:
+    scene = ExpositionInputs()
     headers, plain = await scene.exposition.scrape("", "")
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "Content-Encoding" not in headers
@@ -96,7 +96,7 @@ async def test_both_formats_and_both_encodings_say_the_same() -> None:
 
 
 async def test_a_page_stays_until_the_next_refresh() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     before = await scene.text()
     scene.view = view_of()
     assert await scene.text() == before
@@ -108,7 +108,7 @@ async def test_a_page_stays_until_the_next_refresh() -> None:
 
 
 async def test_compressed_pages_are_made_anew_with_the_others() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     await scene.exposition.scrape("", "gzip")
     scene.view = view_of()
     await scene.exposition.refresh()
@@ -121,7 +121,7 @@ async def test_compressed_pages_are_made_anew_with_the_others() -> None:
 
 
 async def test_pages_are_drawn_beside_the_event_loop() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     await scene.text()
     await scene.exposition.refresh()
     assert scene.drawn_on
@@ -129,7 +129,7 @@ async def test_pages_are_drawn_beside_the_event_loop() -> None:
 
 
 async def test_only_what_was_scraped_lately_is_rendered() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     await scene.exposition.refresh()
     assert scene.taken == 0
     await scene.text()
@@ -144,14 +144,14 @@ async def test_only_what_was_scraped_lately_is_rendered() -> None:
 
 
 async def test_scrapes_that_come_together_share_one_rendering() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     first, second = await asyncio.gather(scene.text(), scene.text())
     assert first == second
     assert scene.taken == 1
 
 
 async def test_all_formats_of_a_sample_period_are_of_one_picture() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     classic = await scene.text()
     scene.view = view_of()
     assert 'pod="share"' in await scene.text(PROMETHEUS_3)
@@ -163,7 +163,7 @@ async def test_all_formats_of_a_sample_period_are_of_one_picture() -> None:
 
 
 async def test_a_page_is_there_while_the_next_is_drawn() -> None:
-    scene = Scene()
+    scene = ExpositionInputs()
     before = await scene.text()
     refreshing = asyncio.create_task(scene.exposition.refresh())
     await asyncio.sleep(0)
@@ -173,7 +173,7 @@ async def test_a_page_is_there_while_the_next_is_drawn() -> None:
     await refreshing
 
 
-async def test_without_a_picture_the_live_metrics_stand_alone() -> None:
+async def test_without_a_snapshot_only_live_metrics_are_exported() -> None:
     exposition = Exposition(Metrics(node="node-1", version="1", process=False), lambda: None)
     text = (await exposition.scrape("", ""))[1].decode()
     assert "gpumgr_nvml_up 0\n" in text

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.usage.containers import Container
@@ -29,14 +30,14 @@ def picture_of(
     processes: tuple[dict[int, int | None] | None, ...] = ({}, {}),
     owners: dict[int, Container | None] | None = None,
     ratios: dict[int, float] | None = None,
-) -> Picture:
+) -> NodeReport:
     view = view_of(*allocations)
-    return Picture(view=view, nvml_up=True, use=used(view.ledger, sample(*processes, ratios=ratios), owners or {}))
+    return NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample(*processes, ratios=ratios), owners or {}))
 
 
 def test_the_text_is_gpu_managers() -> None:
-    picture = picture_of(SHARE, processes=({11: 700 * MIB + 5}, {}), owners={11: container("a", WEB)}, ratios={11: 0.25})
-    text = text_of(metrics_of(picture))
+    report = picture_of(SHARE, processes=({11: 700 * MIB + 5}, {}), owners={11: container("a", WEB)}, ratios={11: 0.25})
+    text = text_of(metrics_of(report))
     labels = 'pod_name="web",namespace="team",node="node-1",container_name="main"'
     assert (
         "# HELP container_gpu_utilization gpu utilization\n"
@@ -61,24 +62,23 @@ def test_they_can_be_turned_off() -> None:
     assert not [name for name in told if not name.startswith("gpumgr_")]
 
 
-def test_totals_are_sums_over_the_cards() -> None:
-    both = replace(whole("t", TRAIN, 0), cores={**whole("t", TRAIN, 0).cores, **whole("t", TRAIN, 1).cores})
-    both = replace(both, gpus=tuple(both.cores))
+def test_totals_are_sums_over_the_gpus() -> None:
+    both = allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES})
     owners: dict[int, Container | None] = {11: container("t", TRAIN), 12: container("t", TRAIN)}
-    picture = picture_of(both, processes=({11: 3 * MIB}, {12: 4 * MIB}), owners=owners, ratios={11: 0.5, 12: 0.57})
+    report = picture_of(both, processes=({11: 3 * MIB}, {12: 4 * MIB}), owners=owners, ratios={11: 0.5, 12: 0.57})
     holder, node = ("main",), ("team", "node-1", "train")
-    assert series(metrics_of(picture), UTILIZATION) == {
+    assert series(metrics_of(report), UTILIZATION) == {
         (*holder, "gpu0", *node): 50.0,
         (*holder, "gpu1", *node): 57.0,
         (*holder, "total", *node): 107.0,
     }
-    assert series(metrics_of(picture), MEMORY) == {
+    assert series(metrics_of(report), MEMORY) == {
         (*holder, "gpu0", *node): 3.0,
         (*holder, "gpu1", *node): 4.0,
         (*holder, "total", *node): 7.0,
     }
-    assert list(series(metrics_of(picture), CARDS_ASKED).values()) == [2.0]
-    assert list(series(metrics_of(picture), MEMORY_ASKED).values()) == [2.0 * CARD_MIB]
+    assert list(series(metrics_of(report), CARDS_ASKED).values()) == [2.0]
+    assert list(series(metrics_of(report), MEMORY_ASKED).values()) == [2.0 * CARD_MIB]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_totals_are_sums_over_the_cards() -> None:
         pytest.param((pod(ContainerSpec(name="main", cores=100), name="train"),), id="the pod is known"),
     ],
 )
-def test_a_whole_card_asks_for_the_cards_memory(pods: tuple[PodView, ...]) -> None:
+def test_a_whole_gpu_requests_the_memory_of_the_gpu(pods: tuple[PodView, ...]) -> None:
     metrics = metrics_of(picture_of(whole("t", TRAIN, 0)), pods)
     assert series(metrics, CARDS_ASKED) == {("main", "team", "node-1", "train", "total"): 1.0}
     assert series(metrics, MEMORY_ASKED) == {("main", "team", "node-1", "train", "total"): float(CARD_MIB)}
@@ -107,43 +107,43 @@ def test_every_container_of_a_pod_with_gpus_has_a_request() -> None:
     assert {labels[0]: value for labels, value in series(metrics, MEMORY_ASKED).items()} == {"proxy": 0, "main": 512, "log": 0}
 
 
-def test_a_pod_that_waits_for_its_gpu_asks_already() -> None:
+def test_the_request_of_a_waiting_pod_is_exported() -> None:
     waiting = pod(ContainerSpec(name="main", cores=100), name="train", phase="Pending")
     metrics = metrics_of(picture_of(), [waiting])
     assert list(series(metrics, CARDS_ASKED).values()) == [1.0]
     assert list(series(metrics, MEMORY_ASKED).values()) == [0.0]
 
 
-def test_a_pod_that_ended_is_not_told() -> None:
+def test_an_ended_pod_is_not_exported() -> None:
     ended = pod(ContainerSpec(name="main", cores=50, memory_blocks=2), phase="Succeeded")
-    picture = picture_of(SHARE, processes=({11: 5}, {}), owners={11: container("a", WEB)})
+    report = picture_of(SHARE, processes=({11: 5}, {}), owners={11: container("a", WEB)})
     for name in (UTILIZATION, MEMORY, CARDS_ASKED, MEMORY_ASKED):
-        assert series(metrics_of(picture, [ended]), name) == {}
+        assert series(metrics_of(report, [ended]), name) == {}
 
 
-def test_who_has_no_name_yet_and_who_only_prepares_is_not_told() -> None:
-    picture = picture_of(
+def test_unnamed_containers_and_init_containers_are_not_exported() -> None:
+    report = picture_of(
         allocation("c", None, container=None, cores={0: 1}),
         allocation("p", WEB, container="prepare", init=True, cores={1: 1}),
     )
     for name in (UTILIZATION, MEMORY, CARDS_ASKED, MEMORY_ASKED):
-        assert series(metrics_of(picture), name) == {}
+        assert series(metrics_of(report), name) == {}
 
 
-def test_a_card_that_can_not_be_read_has_no_usage() -> None:
-    picture = picture_of(SHARE, processes=(None, {}))
-    assert series(metrics_of(picture), UTILIZATION) == series(metrics_of(picture), MEMORY) == {}
+def test_a_gpu_that_can_not_be_read_has_no_usage() -> None:
+    report = picture_of(SHARE, processes=(None, {}))
+    assert series(metrics_of(report), UTILIZATION) == series(metrics_of(report), MEMORY) == {}
     away = replace(picture_of(SHARE), nvml_up=False)
     assert series(metrics_of(away), MEMORY) == {}
     assert list(series(metrics_of(away), CARDS_ASKED).values()) == [0.5]
 
 
-def test_cards_are_called_by_their_index_in_nvml() -> None:
+def test_gpus_are_named_by_their_index_in_nvml() -> None:
     share = allocation("a", WEB, cores={1: 1}, blocks={1: 1})
     metrics = metrics_of(picture_of(share))
     assert {labels[1] for labels in series(metrics, MEMORY)} == {"gpu1", "total"}
     hidden = view_of(share, shown=1)
-    lost = Picture(view=hidden, nvml_up=True, use=used(hidden.ledger, sample({}, {}), {}))
+    lost = NodeReport(view=hidden, nvml_up=True, use=used(hidden.ledger, sample({}, {}), {}))
     assert uuid_of(1) not in {gpu.uuid for gpu in hidden.inventory.snapshot.gpus}
     assert series(metrics_of(lost), MEMORY) == {}
 
@@ -151,6 +151,6 @@ def test_cards_are_called_by_their_index_in_nvml() -> None:
 @pytest.mark.parametrize("name", ['say "hello"', "back\\slash\\", "two\nlines", "x" * 253])
 def test_names_of_any_letters_come_back_as_they_were(name: str) -> None:
     key = (name, f"pod {name}")
-    picture = picture_of(allocation("a", key, cores={0: 1}, blocks={0: 1}))
-    assert {labels[2] for labels in series(metrics_of(picture), MEMORY)} == {name}
-    assert {labels[4] for labels in series(metrics_of(picture), MEMORY)} == {f"pod {name}"}
+    report = picture_of(allocation("a", key, cores={0: 1}, blocks={0: 1}))
+    assert {labels[2] for labels in series(metrics_of(report), MEMORY)} == {name}
+    assert {labels[4] for labels in series(metrics_of(report), MEMORY)} == {f"pod {name}"}

@@ -1,11 +1,11 @@
-"""What a picture says of its GPUs: absent facts, holders, fitness, and samples that can't be true."""
+"""Metrics of GPUs: absent values, holders, health, and impossible samples."""
 
 from dataclasses import replace
 
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.topology.devices import GpuSample, NodeSample
 from gpumgr.units import BLOCK_BYTES
@@ -18,19 +18,19 @@ FIRST, SECOND = (uuid_of(0),), (uuid_of(1),)
 
 
 def test_the_text_of_a_family() -> None:
-    picture = Picture(view=view_of(count=1), sample=sample_of(0), nvml_up=True)
+    report = NodeReport(view=view_of(count=1), sample=sample_of(0), nvml_up=True)
     info = (
-        "# HELP gpumgr_gpu_info What the GPU is; always 1.\n"
+        "# HELP gpumgr_gpu_info Description of the GPU; always 1.\n"
         "# TYPE gpumgr_gpu_info gauge\n"
         f'gpumgr_gpu_info{{node="node-1",gpu="{uuid_of(0)}",index="0",minor="0",model="NVIDIA A10",pci_bus_id="0000:00:00.0",'
         'numa="0",driver="550.54.15"} 1\n'
         "# HELP gpumgr_gpu_memory_total_bytes Memory of the GPU.\n"
     )
-    assert info in text_of(metrics_of(picture))
+    assert info in text_of(metrics_of(report))
 
 
 def test_a_sample_with_all_its_numbers() -> None:
-    picture = Picture(view=view_of(count=1), sample=sample_of(0), nvml_up=True)
+    report = NodeReport(view=view_of(count=1), sample=sample_of(0), nvml_up=True)
     numbers = {
         "gpu_memory_total_bytes": BLOCKS * BLOCK_BYTES + 1,
         "gpu_memory_used_bytes": 1000,
@@ -42,95 +42,99 @@ def test_a_sample_with_all_its_numbers() -> None:
         "gpu_healthy": 1,
         "gpu_cordoned": 0,
     }
-    assert {name: ours(picture, name) for name in numbers} == {name: {FIRST: number} for name, number in numbers.items()}
+    assert {name: ours(report, name) for name in numbers} == {name: {FIRST: number} for name, number in numbers.items()}
 
 
-def test_what_the_driver_does_not_tell_has_no_series() -> None:
+def test_values_that_the_driver_does_not_report_have_no_series() -> None:
     sample = NodeSample(gpus={uuid_of(0): GpuSample(uuid=uuid_of(0), power_watts=70.0)}, failures={uuid_of(1): "no answer"})
-    picture = Picture(view=view_of(), sample=sample, nvml_up=True)
-    assert ours(picture, "gpu_power_watts") == {FIRST: 70.0}
-    assert ours(picture, "gpu_utilization_ratio") == {}
+    report = NodeReport(view=view_of(), sample=sample, nvml_up=True)
+    assert ours(report, "gpu_power_watts") == {FIRST: 70.0}
+    assert ours(report, "gpu_utilization_ratio") == {}
 
 
 @pytest.mark.parametrize(("told", "shown"), [(-0.25, 0.0), (1.01, 1.0), (42_949_672.95, 1.0), (0.0, 0.0), (1.0, 1.0)])
 def test_a_share_of_time_is_never_below_0_or_above_1(told: float, shown: float) -> None:
     gpu = GpuSample(uuid=uuid_of(0), utilization_ratio=told, memory_copy_ratio=told)
-    picture = Picture(view=view_of(), sample=NodeSample(gpus={uuid_of(0): gpu}), nvml_up=True)
+    report = NodeReport(view=view_of(), sample=NodeSample(gpus={uuid_of(0): gpu}), nvml_up=True)
     for name in ("gpu_utilization_ratio", "gpu_memory_copy_ratio"):
-        assert ours(picture, name) == {FIRST: shown}
+        assert ours(report, name) == {FIRST: shown}
 
 
 def test_an_old_sample_is_not_shown_while_the_driver_is_away() -> None:
-    assert ours(Picture(view=view_of(), sample=sample_of(0), nvml_up=False), "gpu_power_watts") == {}
+    assert ours(NodeReport(view=view_of(), sample=sample_of(0), nvml_up=False), "gpu_power_watts") == {}
 
 
-def test_gpus_that_can_not_be_described_and_that_nobody_knows_are_counted() -> None:
-    nobody = view_of(count=3, broken=[1], known=[0, 2])
-    assert ours(Picture(view=nobody, nvml_up=True), "gpus_not_readable") == {(): 1}
-    assert ours(Picture(view=view_of(count=3, broken=[1], named=True), nvml_up=True), "gpus_not_readable") == {(): 0}
-    assert ours(Picture(view=nobody), "gpus_not_readable") == {}
+def test_unknown_gpus_that_can_not_be_described_are_counted() -> None:
+    unknown = view_of(count=3, broken=[1], known=[0, 2])
+    assert ours(NodeReport(view=unknown, nvml_up=True), "gpus_not_readable") == {(): 1}
+    assert ours(NodeReport(view=view_of(count=3, broken=[1], named=True), nvml_up=True), "gpus_not_readable") == {(): 0}
+    assert ours(NodeReport(view=unknown), "gpus_not_readable") == {}
 
 
 def test_a_whole_gpu_counts_with_all_its_memory_and_no_sharers() -> None:
-    picture = Picture(view=view_of(whole("a", ("team", "train"), 0), allocation("b", SHARED, cores={1: 0b111}, blocks={1: 0b1})))
-    assert ours(picture, "gpu_core_allocated_ratio") == {FIRST: 1.0, SECOND: 0.03}
-    assert ours(picture, "gpu_memory_allocated_bytes") == {FIRST: BLOCKS * BLOCK_BYTES, SECOND: BLOCK_BYTES}
-    assert ours(picture, "gpu_shared_containers") == {FIRST: 0, SECOND: 1}
+    report = NodeReport(
+        view=view_of(whole("a", ("team", "train"), 0), allocation("b", SHARED, cores={1: 0b111}, blocks={1: 0b1}))
+    )
+    assert ours(report, "gpu_core_allocated_ratio") == {FIRST: 1.0, SECOND: 0.03}
+    assert ours(report, "gpu_memory_allocated_bytes") == {FIRST: BLOCKS * BLOCK_BYTES, SECOND: BLOCK_BYTES}
+    assert ours(report, "gpu_shared_containers") == {FIRST: 0, SECOND: 1}
 
 
 def test_ids_that_an_app_container_took_over_count_once() -> None:
     prepare = allocation("a", SHARED, container="prepare", init=True, cores={0: 0b11}, blocks={0: 0b1})
     main = allocation("b", SHARED, cores={0: 0b11}, blocks={0: 0b1})
-    alone, both = Picture(view=view_of(prepare)), Picture(view=view_of(prepare, main))
-    for picture in (alone, both):
-        assert ours(picture, "gpu_core_allocated_ratio")[FIRST] == 0.02
-        assert ours(picture, "gpu_shared_containers")[FIRST] == 1
+    alone, both = NodeReport(view=view_of(prepare)), NodeReport(view=view_of(prepare, main))
+    for report in (alone, both):
+        assert ours(report, "gpu_core_allocated_ratio")[FIRST] == 0.02
+        assert ours(report, "gpu_shared_containers")[FIRST] == 1
     assert len(ours(both, "container_core_allocated_ratio")) == 2
 
 
 def test_nvlinks_are_counted_for_each_pair() -> None:
-    found = ours(Picture(view=view_of(count=3, nvlinks=4)), "nvlink_active_links")
+    found = ours(NodeReport(view=view_of(count=3, nvlinks=4)), "nvlink_active_links")
     assert found == {(uuid_of(a), uuid_of(b)): 4.0 for a in range(3) for b in range(3) if a != b}
 
 
-def test_a_gpu_that_the_driver_lost_keeps_its_books() -> None:
+def test_a_gpu_that_the_driver_lost_keeps_its_allocations() -> None:
     view = view_of(allocation("a", SHARED, cores={1: 0b1}), shown=1)
-    picture = Picture(view=view, sample=sample_of(0), nvml_up=True)
-    assert {labels[1] for labels in ours(picture, "gpu_info")} == {uuid_of(0), uuid_of(1)}
-    assert ours(picture, "gpu_memory_total_bytes").keys() == {FIRST}
-    assert ours(picture, "gpu_healthy") == {FIRST: 1.0, SECOND: 0.0}
-    assert ours(picture, "gpu_core_allocated_ratio")[SECOND] == 0.01
-    assert picture.unfit() == {name_of(1): "missing"}
+    report = NodeReport(view=view, sample=sample_of(0), nvml_up=True)
+    assert {labels[1] for labels in ours(report, "gpu_info")} == {uuid_of(0), uuid_of(1)}
+    assert ours(report, "gpu_memory_total_bytes").keys() == {FIRST}
+    assert ours(report, "gpu_healthy") == {FIRST: 1.0, SECOND: 0.0}
+    assert ours(report, "gpu_core_allocated_ratio")[SECOND] == 0.01
+    assert report.unschedulable() == {name_of(1): "missing"}
 
 
 @pytest.mark.parametrize(
-    ("picture", "word"),
+    ("report", "word"),
     [
-        pytest.param(Picture(view=view_of(failed={uuid_of(0): "XID 79"}), reasons={uuid_of(0): "xid"}), "xid", id="told"),
-        pytest.param(Picture(view=view_of(failed={uuid_of(0): "XID 79"})), "other", id="not told"),
+        pytest.param(NodeReport(view=view_of(failed={uuid_of(0): "XID 79"}), reasons={uuid_of(0): "xid"}), "xid", id="told"),
+        pytest.param(NodeReport(view=view_of(failed={uuid_of(0): "XID 79"})), "other", id="not told"),
         pytest.param(
-            Picture(view=view_of(failed={uuid_of(0): "?"}), reasons={uuid_of(0): "driver 0x7f3a"}), "other", id="no label"
+            NodeReport(view=view_of(failed={uuid_of(0): "?"}), reasons={uuid_of(0): "driver 0x7f3a"}), "other", id="no label"
         ),
-        pytest.param(Picture(view=view_of(closed={uuid_of(0): "MIG is on"}), reasons={uuid_of(0): "mig"}), "mig", id="closed"),
         pytest.param(
-            Picture(view=view_of(quarantine=Quarantine(held={name_of(0): frozenset({(7, 1)})}))), "quarantine", id="quarantine"
+            NodeReport(view=view_of(cordoned={uuid_of(0): "MIG is on"}), reasons={uuid_of(0): "mig"}), "mig", id="closed"
+        ),
+        pytest.param(
+            NodeReport(view=view_of(quarantine=Quarantine(held={name_of(0): frozenset({(7, 1)})}))), "quarantine", id="quarantine"
         ),
     ],
 )
-def test_the_reason_is_one_of_a_few_words(picture: Picture, word: str) -> None:
-    assert ours(picture, "gpu_healthy")[FIRST] == 0
-    assert ours(picture, "gpu_unhealthy_reason") == {(uuid_of(0), word): 1.0}
+def test_the_reason_is_one_of_a_few_codes(report: NodeReport, word: str) -> None:
+    assert ours(report, "gpu_healthy")[FIRST] == 0
+    assert ours(report, "gpu_unhealthy_reason") == {(uuid_of(0), word): 1.0}
 
 
-def test_reasons_of_a_gpu_that_is_well_are_left_alone() -> None:
-    picture = Picture(view=view_of(), reasons={uuid_of(0): "xid"})
-    assert ours(picture, "gpu_healthy")[FIRST] == 1
-    assert ours(picture, "gpu_unhealthy_reason") == {}
+def test_reasons_of_a_healthy_gpu_are_absent() -> None:
+    report = NodeReport(view=view_of(), reasons={uuid_of(0): "xid"})
+    assert ours(report, "gpu_healthy")[FIRST] == 1
+    assert ours(report, "gpu_unhealthy_reason") == {}
 
 
 def test_a_cordon_shows() -> None:
-    picture = Picture(view=view_of(), cordons={uuid_of(1): Cordon(reason="its fan rattles", draining=True)})
-    assert ours(picture, "gpu_cordoned") == {FIRST: 0.0, SECOND: 1.0}
+    report = NodeReport(view=view_of(), cordons={uuid_of(1): Cordon(reason="its fan rattles", draining=True)})
+    assert ours(report, "gpu_cordoned") == {FIRST: 0.0, SECOND: 1.0}
 
 
 def test_a_model_of_any_letters_is_one_label() -> None:
@@ -138,5 +142,5 @@ def test_a_model_of_any_letters_is_one_label() -> None:
     (gpu,) = view.inventory.snapshot.gpus
     strange = 'NVIDIA "A10"\n\\{x="1"} # 2'
     snapshot = replace(view.inventory.snapshot, gpus=(replace(gpu, model=strange),))
-    picture = Picture(view=replace(view, inventory=view.inventory.with_snapshot(snapshot)))
-    assert [labels[4] for labels in ours(picture, "gpu_info")] == [strange]
+    report = NodeReport(view=replace(view, inventory=view.inventory.with_snapshot(snapshot)))
+    assert [labels[4] for labels in ours(report, "gpu_info")] == [strange]

@@ -1,6 +1,6 @@
 """HAMi's gauges: both names of each, their labels, its units."""
 
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.units import BLOCK_BYTES
 from tests.unit.usage.samples import container, sample, used
@@ -61,8 +61,8 @@ PODS = [
 ]
 
 
-def told(picture: Picture, name: str) -> list[tuple[dict[str, str], float]]:
-    family = families(metrics_of(picture, PODS, hami_names=True))[name]
+def samples_of(report: NodeReport, name: str) -> list[tuple[dict[str, str], float]]:
+    family = families(metrics_of(report, PODS, hami_names=True))[name]
     return [(dict(each.labels), each.value) for each in family.samples]
 
 
@@ -82,13 +82,13 @@ def test_all_names_with_their_labels_and_twins() -> None:
     assert "nodeid" in found["GPUDeviceSharedNum"].samples[0].labels
 
 
-def test_they_are_off_unless_asked_for() -> None:
+def test_they_are_off_by_default() -> None:
     assert not [name for name in families(metrics_of(full_picture(), PODS)) if "hami" in name or "GPU" in name]
 
 
 def test_ratios_are_percentages() -> None:
-    picture = full_picture()
-    numbers = {name: [value for _, value in told(picture, name)] for name in TABLE if name.endswith("_ratio")}
+    report = full_picture()
+    numbers = {name: [value for _, value in samples_of(report, name)] for name in TABLE if name.endswith("_ratio")}
     assert numbers == {
         "hami_host_gpu_utilization_ratio": [25.0, 25.0],
         "hami_host_gpu_memory_controller_utilization_ratio": [50.0, 50.0],
@@ -101,35 +101,37 @@ def test_ratios_are_percentages() -> None:
 
 def test_a_container_with_whole_gpus_has_each_ones_memory_as_its_limit() -> None:
     first, second = whole("t", TRAIN, 0), whole("t", TRAIN, 1)
-    both = allocation("t", TRAIN, cores={0: first.cores[first.gpus[0]], 1: second.cores[second.gpus[0]]})
+    both = allocation(
+        "t", TRAIN, cores={0: first.held("core")[next(iter(first.gpus))], 1: second.held("core")[next(iter(second.gpus))]}
+    )
     view = view_of(both)
     owners = {11: container("t", TRAIN)}
-    picture = Picture(view=view, nvml_up=True, use=used(view.ledger, sample({11: 5}, {}), owners))
-    limits = told(picture, "hami_vgpu_memory_limit_bytes")
+    report = NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample({11: 5}, {}), owners))
+    limits = samples_of(report, "hami_vgpu_memory_limit_bytes")
     assert [(labels["vdevice_index"], labels["device_uuid"], value) for labels, value in limits] == [
         ("0", uuid_of(0), BLOCKS * BLOCK_BYTES + 1),
         ("1", uuid_of(1), BLOCKS * BLOCK_BYTES + 1),
     ]
-    assert [value for _, value in told(picture, "hami_vgpu_memory_used_bytes")] == [5.0, 0.0]
-    assert [value for _, value in told(picture, "hami_gpu_shared_count")] == [1.0, 1.0]
+    assert [value for _, value in samples_of(report, "hami_vgpu_memory_used_bytes")] == [5.0, 0.0]
+    assert [value for _, value in samples_of(report, "hami_gpu_shared_count")] == [1.0, 1.0]
 
 
 def test_which_container_of_its_pod_one_is_comes_from_the_pod() -> None:
     view = view_of(
         allocation("a", WEB, cores={0: 0b11}, blocks={0: 0b11}), allocation("b", ("team", "unknown"), cores={0: 0b100})
     )
-    ((labels, value),) = told(Picture(view=view), "hami_vgpu_memory_allocated_bytes")
+    ((labels, value),) = samples_of(NodeReport(view=view), "hami_vgpu_memory_allocated_bytes")
     assert (labels["container_index"], labels["pod"], value) == ("1", "web", 2.0 * BLOCK_BYTES)
 
 
-def test_without_a_driver_only_the_books_are_told() -> None:
-    picture = Picture(view=view_of(allocation("a", WEB, cores={0: 1})), sample=sample_of(0), nvml_up=False)
-    found = families(metrics_of(picture, PODS, hami_names=True))
+def test_without_a_driver_only_allocations_are_exported() -> None:
+    report = NodeReport(view=view_of(allocation("a", WEB, cores={0: 1})), sample=sample_of(0), nvml_up=False)
+    found = families(metrics_of(report, PODS, hami_names=True))
     assert "hami_host_gpu_memory_used_bytes" not in found
     assert found["hami_vgpu_memory_used_bytes"].samples == []
     assert len(found["hami_gpu_memory_limit_bytes"].samples) == 2
 
 
 def test_the_type_is_what_hami_registers() -> None:
-    ((labels, _), _) = told(full_picture(), "hami_gpu_shared_count")
+    ((labels, _), _) = samples_of(full_picture(), "hami_gpu_shared_count")
     assert labels["device_type"] == "NVIDIA A10"

@@ -75,11 +75,11 @@ def test_a_variable_that_only_the_cluster_knows_leaves_its_flag_out() -> None:
     found = from_objects([daemon_set({"command": ["gpu-manager", "--query-port=$(PORT)", "--share-mode"]})])
     assert found is not None
     assert found.flags == (("share-mode", "true"),)
-    assert found.notes == ("--query-port=$(PORT) is left out: the manifest does not tell $PORT",)
+    assert found.notes == ("--query-port=$(PORT) is left out: the manifest does not define $PORT",)
 
 
 @pytest.mark.parametrize("image", ["tkestack/gpu-quota-admission:1", "gpu-manager-exporter:1", "nginx"])
-def test_other_peoples_containers_are_passed_over(image: str) -> None:
+def test_containers_of_others_are_skipped(image: str) -> None:
     assert from_objects([daemon_set({"image": image})]) is None
 
 
@@ -90,7 +90,7 @@ def test_its_image_has_many_names(image: str) -> None:
     assert from_objects([daemon_set({"image": image})]) is not None
 
 
-def test_files_that_the_flags_name_are_looked_for_where_it_sees_them(tmp_path: Path) -> None:
+def test_files_of_flags_are_mapped_through_the_mounts(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/extra.json").write_text("{}")
     command = Command(flags=(("extra-config", "/etc/extra.json"), ("volume-config", "/etc/none.conf"), ("v", "2")), root=tmp_path)

@@ -51,7 +51,7 @@ def test_what_gpumgr_refuses_is_refused_now() -> None:
         plan("--driver=dummy")
 
 
-def test_running_pods_keep_their_gpus_and_forgotten_ones_are_counted() -> None:
+def test_running_pods_keep_their_gpus_and_pods_without_a_record_are_counted() -> None:
     records = (record("u1", 0), record("u2", 1, 2, cores=200, blocks=0), record("u3", 3))
     found = replace(NOTHING, records=records, live={"u1", "u2"}, names={"u1": "team/a"})
     assert plan(found=found).pods == (
@@ -60,7 +60,7 @@ def test_running_pods_keep_their_gpus_and_forgotten_ones_are_counted() -> None:
         f"left behind, as the kubelet has forgotten their pods: 1 of 3 records in {CHECKPOINT}",
     )
     assert plan(found=replace(found, live=None)).pods[2].startswith("pod uid u3 (main): keeps /dev/nvidia3")
-    assert "can't be read" in plan(found=replace(found, live=None)).warnings[0]
+    assert "cannot be read" in plan(found=replace(found, live=None)).warnings[0]
 
 
 def test_one_that_runs_is_warned_of() -> None:
@@ -74,13 +74,13 @@ def test_one_that_runs_is_warned_of() -> None:
     assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
 
 
-def test_pods_of_which_no_record_tells_are_warned_of() -> None:
-    """The agent offers nothing while they run. A record without a GPU tells nothing."""
+def test_pods_without_a_record_cause_a_warning() -> None:
+    """The agent offers no device while they run. A record without a GPU does not count."""
     holders = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u3", "main"): frozenset("z")}
     found = replace(NOTHING, records=(record("u1", 0), record("u2")), live={"u1", "u2"}, holders=holders, names={"u2": "team/b"})
     (said,) = plan(found=found).warnings
     assert said.startswith(
-        f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, as the kubelet has it, and {CHECKPOINT} "
+        f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, according to the kubelet, and {CHECKPOINT} "
     )
     assert "gpumgr offers nothing until they do; look whether --checkpoint names gpu-manager's file, or end them" in said
     assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()

@@ -45,7 +45,7 @@ def test_advice(wish: Wish, cores: int, blocks: int | None, remark: str | None) 
     assert bool(advice.remarks) == (remark is not None)
 
 
-def test_without_the_gpus_size_what_depends_on_it_is_left_to_people() -> None:
+def test_without_the_gpus_size_dependent_values_are_left_to_the_operator() -> None:
     assert advise(Wish(gpus=1, memory_mebibytes=4096, cores=30), None) == Advice(cores=30, memory_blocks=16)
     unknown = advise(Wish(gpus=1, memory_percent=50), None)
     assert (unknown.cores, unknown.memory_blocks) == (None, None)
@@ -81,7 +81,7 @@ def container(**limits: Any) -> dict[str, Any]:
         ({"rdma": "1"}, None),
     ],
 )
-def test_what_was_asked(limits: dict[str, Any], wish: Wish | None) -> None:
+def test_the_request_is_converted(limits: dict[str, Any], wish: Wish | None) -> None:
     assert [found for _, found in wishes({"containers": [container(**limits)]}, {}, Names())] == ([wish] if wish else [])
 
 

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 from gpumgr.nvml.health import (
     APPLICATION_XIDS,
     DOUBTFUL_XIDS,
+    Cordoned,
     DoubleBitError,
     Failed,
     GpuHealth,
+    HealthReading,
     HealthRules,
-    Held,
-    Looked,
     Observation,
     Reason,
-    Released,
+    Uncordoned,
     Xid,
     new_health,
     step,
 )
 
-GOOD = Looked(mig_enabled=False, double_bit_errors=0, recovery_action=0)
+GOOD = HealthReading(mig_enabled=False, double_bit_errors=0, recovery_action=0)
 LOST = Failed(reason="lost", message="nvmlDeviceGetMemoryInfo: GPU is lost (NVML error 15)")
 DOUBT = Failed(reason="error", message="nvmlDeviceGetMemoryInfo: Unknown Error (NVML error 999)")
 
@@ -46,10 +46,10 @@ def after(*observations: Observation, rules: HealthRules | None = None) -> GpuHe
         (Failed(reason="reset", message=""), "reset"),
         (Failed(reason="missing", message=""), "missing"),
         (Failed(reason="nvml_down", message=""), "nvml_down"),
-        (Looked(mig_enabled=True), "mig"),
-        (Looked(recovery_action=1), "reset"),
-        (Looked(recovery_action=99), "reset"),
-        (Looked(double_bit_errors=2), "ecc"),
+        (HealthReading(mig_enabled=True), "mig"),
+        (HealthReading(recovery_action=1), "reset"),
+        (HealthReading(recovery_action=99), "reset"),
+        (HealthReading(double_bit_errors=2), "ecc"),
     ],
 )
 def test_a_certain_fault_withdraws_the_gpu_at_once(observation: Observation, reason: str) -> None:
@@ -71,11 +71,11 @@ def test_ignored_xids_can_be_named_or_all() -> None:
 
 
 @pytest.mark.parametrize("number", sorted(DOUBTFUL_XIDS))
-def test_a_doubtful_xid_leaves_the_verdict_to_the_next_look(number: int) -> None:
+def test_after_an_ambiguous_xid_the_next_check_decides(number: int) -> None:
     suspect = after(Xid(number=number))
     assert (suspect.state, suspect.reason, suspect.offered) == ("suspect", "xid", True)
     assert after(Xid(number=number), GOOD).state == "healthy"
-    assert after(Xid(number=number), Looked(recovery_action=1)).state == "unhealthy"
+    assert after(Xid(number=number), HealthReading(recovery_action=1)).state == "unhealthy"
 
 
 def test_doubtful_errors_count_only_in_a_row() -> None:
@@ -83,22 +83,22 @@ def test_doubtful_errors_count_only_in_a_row() -> None:
     assert after(DOUBT, DOUBT, GOOD, DOUBT, DOUBT).state == "suspect"
 
 
-def test_recovery_takes_good_looks_in_a_row() -> None:
+def test_recovery_takes_consecutive_successful_checks() -> None:
     assert [after(LOST, *[GOOD] * n).state for n in range(4)] == ["unhealthy", "probation", "probation", "healthy"]
     assert not after(LOST, GOOD, GOOD).offered
     assert after(LOST, GOOD, GOOD, DOUBT).state == "unhealthy"
     assert after(LOST, GOOD, GOOD, DOUBT, GOOD, GOOD).state == "probation"
-    assert after(LOST, GOOD, rules=HealthRules(good_looks=1)).state == "healthy"
+    assert after(LOST, GOOD, rules=HealthRules(good_readings=1)).state == "healthy"
 
 
 def test_a_known_recovery_action_overrides_the_error_counter() -> None:
-    assert after(Looked(double_bit_errors=2, recovery_action=0)).state == "healthy"
-    assert after(DoubleBitError(), *[Looked(double_bit_errors=1)] * 9).state == "unhealthy"
-    assert after(DoubleBitError(), *[Looked(double_bit_errors=0)] * 3).state == "healthy"
+    assert after(HealthReading(double_bit_errors=2, recovery_action=0)).state == "healthy"
+    assert after(DoubleBitError(), *[HealthReading(double_bit_errors=1)] * 9).state == "unhealthy"
+    assert after(DoubleBitError(), *[HealthReading(double_bit_errors=0)] * 3).state == "healthy"
 
 
-def test_a_driver_that_tells_nothing_is_believed() -> None:
-    assert after(Looked()).state == "healthy"
+def test_a_driver_without_health_values_counts_as_healthy() -> None:
+    assert after(HealthReading()).state == "healthy"
 
 
 def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> None:
@@ -107,7 +107,7 @@ def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> Non
     assert after(LOST, DOUBT).reason == "lost"
 
 
-def test_the_xid_that_began_it_stays_in_the_words() -> None:
+def test_the_first_xid_stays_in_the_message() -> None:
     assert after(Xid(number=79)).message == "XID 79: the GPU has fallen off the bus"
     assert after(Xid(number=79), LOST).message == f"XID 79, then: {LOST.message}"
     assert after(Xid(number=79), LOST, LOST, Xid(number=119), LOST).message == f"XID 79, then: {LOST.message}"
@@ -116,31 +116,36 @@ def test_the_xid_that_began_it_stays_in_the_words() -> None:
     assert after(Xid(number=154), DOUBT).message == f"XID 154, then: {DOUBT.message}"
     assert after(LOST, Xid(number=154), LOST).message == LOST.message  # it came of the loss, and not before it
     assert after(Xid(number=79), GOOD, GOOD, GOOD, LOST).message == LOST.message
-    assert after(Xid(number=79), Looked(mig_enabled=True)).message == "MIG is enabled: the GPU is not offered as vcuda"
+    assert after(Xid(number=79), HealthReading(mig_enabled=True)).message == "MIG is enabled: the GPU is not offered as vcuda"
 
 
 def test_only_the_operator_ends_a_hold() -> None:
-    held = Held(message="broken fan")
-    health = after(held, *[GOOD] * 9)
-    assert (health.offered, health.held, health.word) == (False, "broken fan", "operator")
-    assert after(held, Released()).state == "probation"
-    assert after(held, Released(), *[GOOD] * 3) == replace(new_health(0.0), since=5.0)
-    assert after(LOST, Released()) == after(LOST)
+    cordon_reason = Cordoned(message="broken fan")
+    health = after(cordon_reason, *[GOOD] * 9)
+    assert (health.offered, health.cordon_reason, health.effective_reason) == (False, "broken fan", "operator")
+    assert after(cordon_reason, Uncordoned()).state == "probation"
+    assert after(cordon_reason, Uncordoned(), *[GOOD] * 3) == replace(new_health(0.0), since=5.0)
+    assert after(LOST, Uncordoned()) == after(LOST)
 
 
 def test_a_hold_hides_no_fault() -> None:
-    """Neither one of before, for which the operator may have taken it out, nor one that comes meanwhile."""
-    held = Held(message="broken fan")
-    for health in (after(held, LOST), after(LOST, held)):
-        assert (health.offered, health.held, health.word, health.message) == (False, "broken fan", "lost", LOST.message)
-    assert after(held, LOST, *[GOOD] * 3).word == "operator"
-    assert after(held, LOST, Released()) == after(GOOD, LOST)
+    """Neither an earlier fault, for which the operator may have cordoned the GPU, nor one that occurs later."""
+    cordon_reason = Cordoned(message="broken fan")
+    for health in (after(cordon_reason, LOST), after(LOST, cordon_reason)):
+        assert (health.offered, health.cordon_reason, health.effective_reason, health.message) == (
+            False,
+            "broken fan",
+            "lost",
+            LOST.message,
+        )
+    assert after(cordon_reason, LOST, *[GOOD] * 3).effective_reason == "operator"
+    assert after(cordon_reason, LOST, Uncordoned()) == after(GOOD, LOST)
 
 
 reasons = st.sampled_from([reason for reason in get_args(Reason) if reason != "operator"])
 observations = st.one_of(
     st.builds(
-        Looked,
+        HealthReading,
         mig_enabled=st.none() | st.booleans(),
         double_bit_errors=st.none() | st.integers(0, 3),
         recovery_action=st.none() | st.integers(0, 8),
@@ -152,16 +157,16 @@ observations = st.one_of(
 
 
 @given(st.lists(observations))
-def test_every_gpu_comes_back_after_enough_good_looks(history: list[Observation]) -> None:
+def test_every_gpu_recovers_after_enough_successful_checks(history: list[Observation]) -> None:
     assert after(*history, GOOD, GOOD, GOOD).state == "healthy"
 
 
-@given(st.lists(observations | st.just(Held(message="")) | st.just(Released())))
+@given(st.lists(observations | st.just(Cordoned(message="")) | st.just(Uncordoned())))
 def test_what_is_shown_agrees_with_the_state(history: list[Observation]) -> None:
     health = after(*history)
     assert (health.reason is None) == (health.state == "healthy")
-    assert (health.word is None) == (health.state == "healthy" and health.held is None)
-    assert health.offered == (health.well and health.held is None)
+    assert (health.effective_reason is None) == (health.state == "healthy" and health.cordon_reason is None)
+    assert health.offered == (health.healthy and health.cordon_reason is None)
     assert 0.0 <= health.since <= len(history)
 
 

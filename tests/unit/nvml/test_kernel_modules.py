@@ -9,7 +9,7 @@ async def test_a_command_that_succeeds() -> None:
     assert [(line["event"], line["command"]) for line in logs] == [("kernel_modules_loaded", "true -a nvidia")]
 
 
-async def test_a_command_that_fails_is_explained_by_its_own_words() -> None:
+async def test_a_command_that_fails_is_reported_with_its_output() -> None:
     with structlog.testing.capture_logs() as logs:
         assert not await load_modules(("sh", "-c", "echo module nvidia not found >&2; exit 1"))
     assert [line["reason"] for line in logs] == ["module nvidia not found"]

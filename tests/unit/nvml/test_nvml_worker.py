@@ -12,7 +12,7 @@ from gpumgr.nvml.worker import NvmlWorker
 
 @contextmanager
 def blocked() -> Iterator[threading.Event]:
-    """What a hung call waits for; let go at the end whatever happens."""
+    """The event that a hung call waits for; set at the end in any case."""
     release = threading.Event()
     try:
         yield release
@@ -35,7 +35,7 @@ async def test_calls_run_on_one_daemon_thread_in_order() -> None:
     assert threads[0].daemon
 
 
-async def test_errors_reach_the_caller_and_the_thread_lives_on() -> None:
+async def test_errors_reach_the_caller_and_the_thread_continues() -> None:
     worker = NvmlWorker()
     with pytest.raises(ZeroDivisionError):
         await worker.call(lambda: 1 // 0, timeout_seconds=5)
@@ -53,7 +53,7 @@ async def test_a_hung_call_times_out_then_later_calls_fail_at_once_until_it_retu
                 await worker.call(release.wait, timeout_seconds=0.05)
         with pytest.raises(NvmlError, match="has not answered for"):
             await worker.call(lambda: 1, timeout_seconds=3600)
-        resting = asyncio.create_task(worker.rest(20))
+        resting = asyncio.create_task(worker.pause_or_recovery(20))
         await asyncio.sleep(0)
         release.set()
         await resting
@@ -61,7 +61,7 @@ async def test_a_hung_call_times_out_then_later_calls_fail_at_once_until_it_retu
     worker.close()
 
 
-async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+async def test_a_cancelled_call_is_not_started() -> None:
     worker = NvmlWorker()
     begun: list[str] = []
     with blocked() as release:

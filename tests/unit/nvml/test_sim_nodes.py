@@ -41,7 +41,7 @@ def test_the_built_in_nodes() -> None:
     }
 
 
-def test_uuids_that_nobody_gave_are_always_the_same() -> None:
+def test_default_uuids_are_always_the_same() -> None:
     assert load_node("mixed-2").uuid_of(0) == "GPU-9e842979-2419-5821-a5f2-a137c23f7d40"
     assert len({load_node(name).uuid_of(index) for name in built_in_names() for index in range(2)}) == 2 * len(built_in_names())
 

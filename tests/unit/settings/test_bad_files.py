@@ -1,4 +1,4 @@
-"""Whatever is in a settings file, or in its place: settings come of it, or sentences that name the file and the line."""
+"""Any content of a settings file, or another object in its place, gives settings, or errors that name the file and the line."""
 
 import os
 import socket

@@ -94,7 +94,7 @@ def test_a_flag_sets_our_key(word: str, key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("word", MOOT)
-def test_a_flag_without_effect_here_says_why(word: str) -> None:
+def test_a_flag_without_effect_has_a_reason(word: str) -> None:
     result = parse_gpu_manager_flags([word])
     assert result.overrides == {}
     (note,) = result.notes
@@ -107,7 +107,7 @@ def test_a_flag_at_what_we_do_anyway_changes_nothing(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_a_refused_flag_says_why(word: str) -> None:
+def test_a_refused_flag_has_a_reason(word: str) -> None:
     with pytest.raises(SettingsError, match=REFUSED[word]):
         parse_gpu_manager_flags([word])
 
@@ -121,8 +121,8 @@ def test_the_tables_here_and_in_the_docstring_have_every_flag() -> None:
 
 
 @pytest.mark.parametrize("item", ["pool", "pool=", "=night"])
-def test_a_node_label_that_is_none_is_passed_over(item: str) -> None:
-    note = f"--node-labels: {item!r} is passed over; wanted: key=value"
+def test_an_invalid_node_label_is_ignored(item: str) -> None:
+    note = f"--node-labels: {item!r} is ignored; allowed: key=value"
     assert parse_gpu_manager_flags([f"--node-labels={item}"]) == GpuManagerFlags(notes=(note,))
     with_another = parse_gpu_manager_flags([f"--node-labels={item},a=b"])
     assert (with_another.overrides, with_another.notes) == ({"kubernetes.node_labels": ("a=b",)}, (note,))
@@ -182,7 +182,7 @@ def test_extra_config_gives_further_devices(tmp_path: Path) -> None:
 def test_an_extra_config_that_is_none_is_a_clear_error(content: str, tmp_path: Path) -> None:
     path = tmp_path / "extra-config.json"
     path.write_text(content)
-    with pytest.raises(InputError, match=rf"--extra-config: {path} is not what gpu-manager reads: .*; wanted: "):
+    with pytest.raises(InputError, match=rf"--extra-config: {path} is not what gpu-manager reads: .*; expected: "):
         parse_gpu_manager_flags([f"--extra-config={path}"])
 
 

@@ -70,12 +70,12 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     assert settings.nvml.ignored_xids == ()
 
 
-def test_node_name_goes_over_the_file_and_our_own_variable_over_that_as_the_file_says(tmp_path: Path) -> None:
+def test_the_node_name_variable_overrides_the_file_and_our_own_variable_overrides_both(tmp_path: Path) -> None:
     path = write(tmp_path, "node: {name: file}\n")
     environ = {"GPUMGR_NODE_NAME": "ours", "NODE_NAME": "daemonset"}
     assert load_settings(path, environ=environ, overrides={}).node.name == "ours"
     assert load_settings(path, environ={"NODE_NAME": "daemonset"}, overrides={}).node.name == "daemonset"
-    assert "NODE_NAME goes over it, as GPUMGR_NODE_NAME over both" in SHIPPED.read_text()
+    assert "NODE_NAME overrides it, and GPUMGR_NODE_NAME overrides both" in SHIPPED.read_text()
 
 
 def test_null_means_the_default_and_undoes_the_layer_below(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ MISTAKES = {
     "http:\n  prot: 80": ["FILE:2: http.prot: unknown key; did you mean 'port'?"],
     "http:\n  zzz: 80": ["FILE:2: http.zzz: unknown key; allowed: " + ", ".join(sections()["http"])],
     "htp: {port: 80}": ["FILE:1: htp: unknown section; did you mean 'http'?"],
-    "\nkubeconfig: /k": ["FILE:2: kubeconfig: unknown section; the key 'kubeconfig' stands under 'kubernetes'"],
+    "\nkubeconfig: /k": ["FILE:2: kubeconfig: unknown section; the key 'kubeconfig' belongs to the section 'kubernetes'"],
     "http: 80": ["FILE:1: http: must be a mapping; allowed: " + ", ".join(sections()["http"])],
     "http: [80]": ["FILE:1: http: must be a mapping; allowed: " + ", ".join(sections()["http"])],
-    "http: {port: 1}\nlog: {}\nhttp: {port: 2}": ["FILE:3: http: stands twice, first in line 1"],
-    "http:\n  port: 1\n  address: a\n  port: 2": ["FILE:4: http.port: stands twice, first in line 2"],
+    "http: {port: 1}\nlog: {}\nhttp: {port: 2}": ["FILE:3: http: appears twice, first in line 1"],
+    "http:\n  port: 1\n  address: a\n  port: 2": ["FILE:4: http.port: appears twice, first in line 2"],
     "log: {level: loud}": ["FILE:1: log.level: 'loud' is not allowed; allowed: one of debug, error, info, warning"],
     "kubernetes: {enabled: 'yes'}": ["FILE:1: kubernetes.enabled: 'yes' is not allowed; allowed: true or false"],
     "kubernetes: {kubeconfig: ''}": ["FILE:1: kubernetes.kubeconfig: '' is not allowed; allowed: an absolute path or null"],
@@ -172,9 +172,9 @@ MISTAKES = {
     "http: {client_ca_file: /a, tls_cert_file: /c}": [
         "FILE:1: http.tls_cert_file: is set and http.tls_key_file is not: name the file with the certificate's key (it may be the same one)"
     ],
-    "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' stands there with 2 values; allowed: one"],
+    "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' has 2 values; allowed: one"],
     "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}": [
-        "FILE:1: enforcement.overrides: 'x' stands there with 2 values; allowed: one",
+        "FILE:1: enforcement.overrides: 'x' has 2 values; allowed: one",
     ],
 }
 

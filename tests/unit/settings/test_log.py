@@ -43,7 +43,7 @@ except ZeroDivisionError:
     assert "ZeroDivisionError" in failed["exception"]
 
 
-def test_libraries_are_heard_from_warning_on() -> None:
+def test_libraries_log_from_warning_on() -> None:
     code = """
 logging.getLogger("aiohttp").info("unheard")
 logging.getLogger("aiohttp").warning("broken %s", "pipe")
@@ -54,7 +54,7 @@ warnings.warn("old")
     assert second["logger"] == "py.warnings"
 
 
-def test_console_is_for_people() -> None:
+def test_console_output_is_readable() -> None:
     said = run("warning", "console", "log.info('unheard')\nlog.warning('refused', pod='ns/a')")
     assert "refused" in said
     assert "pod=ns/a" in said

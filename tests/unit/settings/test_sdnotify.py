@@ -19,7 +19,7 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[so
         yield receiver, name
 
 
-def test_tells_each_step_of_a_life(systemd: tuple[socket.socket, str]) -> None:
+def test_notifies_each_state_of_the_service(systemd: tuple[socket.socket, str]) -> None:
     receiver, name = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     notifier.status("waiting for\nthe driver")
@@ -37,7 +37,7 @@ def test_tells_each_step_of_a_life(systemd: tuple[socket.socket, str]) -> None:
 @pytest.mark.parametrize(
     "environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "/nowhere/notify"}, {"NOTIFY_SOCKET": "/" + "x" * 200}]
 )
-def test_nobody_to_tell_is_no_error(environ: dict[str, str]) -> None:
+def test_a_missing_notify_socket_is_no_error(environ: dict[str, str]) -> None:
     Notifier(environ).ready("ready")
 
 

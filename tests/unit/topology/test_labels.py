@@ -81,7 +81,7 @@ def test_families_of_models_whose_name_is_sure(model: str | None, capability: tu
     assert ("nvidia.com/gpu.compute.major" in labels) == (capability is not None)
 
 
-def test_of_different_gpus_the_model_of_most_of_them_is_told() -> None:
+def test_of_different_gpus_the_most_frequent_model_is_the_label() -> None:
     labels = gpu_labels(snapshot("Tesla T4", "NVIDIA A10", "NVIDIA A10"), describe=True)
     assert (labels["nvidia.com/gpu.product"], labels["nvidia.com/gpu.count"]) == ("NVIDIA-A10", "2")
     labels = gpu_labels(snapshot("Tesla T4", "NVIDIA A10"), describe=True)
@@ -103,7 +103,7 @@ def test_a_node_without_gpus_has_the_operators_labels_only() -> None:
     assert gpu_labels(snapshot(), describe=True, further=("zone=a", f"{MODEL}=")) == {"zone": "a"}
 
 
-def test_a_driver_that_tells_little_has_few_labels() -> None:
+def test_a_driver_with_few_values_gives_few_labels() -> None:
     silent = replace(snapshot(None), driver_version="610.12", cuda_version=None)
     assert gpu_labels(silent, describe=True) == {
         "nvidia.com/gpu.count": "1",
@@ -128,6 +128,6 @@ def test_values_are_cleaned_and_cut(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["x" * 253, '"quoted" \n (name) ' * 9, "ä" * 70, "- - -", "a " * 60])
-def test_kubernetes_takes_all_labels_whatever_the_driver_says(model: str) -> None:
+def test_all_labels_are_valid_for_any_value_of_the_driver(model: str) -> None:
     hostile = replace(snapshot(model), driver_version=model, cuda_version="..-")
     assert problem_of({"labels": gpu_labels(hostile, describe=True)}) is None

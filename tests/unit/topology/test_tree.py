@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.topology.devices import Level, Topology
 from gpumgr.topology.matrix import parse_topology, topology_from_matrix
-from gpumgr.topology.quirks import QUIRKS, levels_for
+from gpumgr.topology.quirks import QUIRKS, level_of
 from gpumgr.topology.render import render_matrix, render_tree, tree_data
 from gpumgr.topology.tree import build_tree, enclosing_group, fragment_choice
 
@@ -132,8 +132,8 @@ def test_the_printed_matrix_reads_back() -> None:
     ],
 )
 def test_what_nvml_levels_mean(driver: str | None, number: int, same_board: bool | None, level: Level) -> None:
-    assert levels_for(driver, number, same_board) == level
+    assert level_of(driver, number, same_board) == level
 
 
-def test_every_quirk_says_why() -> None:
+def test_every_quirk_has_a_reason() -> None:
     assert all(quirk.why for quirk in QUIRKS)

@@ -7,7 +7,7 @@ from gpumgr.allocator.pods import PodKey
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.usage.containers import Container
 from gpumgr.usage.join import join
-from gpumgr.usage.picture import NodeUse
+from gpumgr.usage.node_use import NodeUse
 from tests.unit.metrics.pictures import uuid_of
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def container(letter: str, pod: PodKey, name: str = "main", *, attempt: int = 0)
 
 
 def nameless(letter: str) -> Container:
-    """The same while the runtime is away: the kernel tells only the pod's UID."""
+    """The same while the runtime is unavailable: the kernel provides only the pod's UID."""
     return Container(id=letter * 64, pod=("", ""), pod_uid=f"uid-{letter}", name="", cgroup=f"/{letter}/0")
 
 

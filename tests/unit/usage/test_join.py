@@ -1,4 +1,4 @@
-"""Every process on a GPU finds its allocation, or is a stranger, or is not clear yet."""
+"""Every process on a GPU has an allocation, or is unattributed, or is not clear yet."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.picture import Stranger
+from gpumgr.usage.node_use import UnattributedProcess
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 
 from .samples import MIB, container, nameless, sample, used
@@ -40,14 +40,14 @@ def test_a_container_without_processes_uses_nothing() -> None:
 
 
 @pytest.mark.parametrize("node", [sample(None), sample()])
-def test_a_gpu_without_a_list_tells_nothing(node: object) -> None:
+def test_a_gpu_without_a_process_list_has_no_use(node: object) -> None:
     found = used(view_of(share()).ledger, node, {})  # type: ignore[arg-type]
     assert found.containers["a", GPU0].memory_bytes is None
     assert found.containers["a", GPU0].utilization_ratio is None
     assert found.gpus == {}
 
 
-def test_what_the_driver_tells_of_some_processes_is_a_lower_bound() -> None:
+def test_use_of_only_some_processes_is_a_lower_bound() -> None:
     ledger, owners = view_of(share()).ledger, {11: container("a", WEB), 12: container("a", WEB)}
     assert used(ledger, sample({11: None, 12: 7}), owners).containers["a", GPU0].memory_bytes == 7
     assert used(ledger, sample({11: None, 12: None}), owners).containers["a", GPU0].memory_bytes is None
@@ -63,35 +63,35 @@ def test_whole_gpus_have_no_limit_and_a_use_on_each() -> None:
     assert found["t", GPU0].utilization_ratio == 0.75
 
 
-def test_the_rate_of_a_whole_gpu_is_its_containers_only_if_nobody_else_is_there() -> None:
+def test_the_rate_of_a_whole_gpu_is_its_containers_only_without_other_processes() -> None:
     found = used(view_of(whole("t", TRAIN, 0)).ledger, sample({11: 5, 99: 1}), {11: container("t", TRAIN), 99: None})
     assert found.containers["t", GPU0].utilization_ratio is None
 
 
-def test_a_process_in_no_container_is_a_stranger() -> None:
+def test_a_process_in_no_container_is_unattributed() -> None:
     found = used(view_of(share()).ledger, sample({99: 3 * MIB}, {99: None}), {99: None})
-    assert found.strangers[GPU0, 99] == Stranger(gpu=GPU0, uuid=uuid_of(0), pid=99, memory_bytes=3 * MIB)
-    assert found.gpus[GPU0].stranger_memory_bytes == 3 * MIB
-    assert found.gpus[GPU1].stranger_processes == 1
+    assert found.unattributed[GPU0, 99] == UnattributedProcess(gpu=GPU0, uuid=uuid_of(0), pid=99, memory_bytes=3 * MIB)
+    assert found.gpus[GPU0].unattributed_memory_bytes == 3 * MIB
+    assert found.gpus[GPU1].unattributed_processes == 1
     assert found.containers["a", GPU0].process_count == 0
 
 
-def test_a_container_is_a_stranger_on_gpus_that_it_was_not_granted() -> None:
+def test_a_container_is_unattributed_on_gpus_that_it_was_not_granted() -> None:
     found = used(view_of(share()).ledger, sample({11: 5}, {11: 6}), {11: container("a", WEB)})
     assert found.containers["a", GPU0].memory_bytes == 5
-    assert found.strangers.keys() == {(GPU1, 11)}
-    assert found.strangers[GPU1, 11].container == "team/web (main)"
+    assert found.unattributed.keys() == {(GPU1, 11)}
+    assert found.unattributed[GPU1, 11].container == "team/web (main)"
     assert (found.gpus[GPU0].container_memory_bytes, found.gpus[GPU1].container_memory_bytes) == (5, 0)
 
 
-def test_another_container_of_the_pod_does_not_pass_as_its_neighbour() -> None:
+def test_another_container_of_the_pod_is_not_taken_for_the_holder() -> None:
     found = used(view_of(share()).ledger, sample({11: 5}), {11: container("a", WEB, "sidecar")})
-    assert found.strangers.keys() == {(GPU0, 11)}
+    assert found.unattributed.keys() == {(GPU0, 11)}
 
 
-def test_another_life_of_a_pods_name_is_a_stranger() -> None:
+def test_another_pod_of_the_same_name_is_unattributed() -> None:
     earlier = replace(container("a", WEB), pod_uid="uid-before")
-    assert used(view_of(share()).ledger, sample({11: 5}), {11: earlier}).strangers.keys() == {(GPU0, 11)}
+    assert used(view_of(share()).ledger, sample({11: 5}), {11: earlier}).unattributed.keys() == {(GPU0, 11)}
 
 
 def test_without_a_uid_the_pods_name_counts() -> None:
@@ -119,35 +119,35 @@ def test_while_the_runtime_is_away_a_pods_only_allocation_is_meant() -> None:
     assert found.containers["a", GPU0].memory_bytes == 5
 
 
-def test_names_that_are_missing_make_nobody_a_stranger() -> None:
+def test_missing_names_make_no_process_unattributed() -> None:
     two = view_of(share(), replace(share("b", name="other"), uid="uid-a"))
     without_uid = view_of(replace(share(), uid=None))
     for view in (two, without_uid):
         found = used(view.ledger, sample({11: 5}), {11: nameless("a")})
-        assert found.unclear == {11}
-        assert not found.strangers
+        assert found.unknown == {11}
+        assert not found.unattributed
         assert found.gpus[GPU0].container_processes == 0
 
 
-def test_a_nameless_container_of_another_pod_is_a_stranger() -> None:
+def test_a_nameless_container_of_another_pod_is_unattributed() -> None:
     found = used(view_of(share()).ledger, sample({11: 5}), {11: nameless("z")})
-    assert found.strangers[GPU0, 11].container == f"container {'z' * 12} of pod uid uid-z"
+    assert found.unattributed[GPU0, 11].container == f"container {'z' * 12} of pod uid uid-z"
 
 
 def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
     found = used(view_of(share()).ledger, sample({11: 5}), {})
-    assert found.unclear == {11}
-    assert not found.strangers
+    assert found.unknown == {11}
+    assert not found.unattributed
 
 
-def test_processes_of_the_mechanisms_are_not_told() -> None:
+def test_processes_of_the_mechanisms_are_left_out() -> None:
     found = used(view_of(share()).ledger, sample({7: 5, 8: 6}), {7: None, 8: None}, own_pids=frozenset({7}))
-    assert found.strangers.keys() == {(GPU0, 8)}
+    assert found.unattributed.keys() == {(GPU0, 8)}
 
 
 def test_gpus_that_the_ledger_does_not_know_are_left_out() -> None:
     found = used(view_of(share(), count=1).ledger, sample({}, {99: 5}), {99: None})
-    assert not found.strangers
+    assert not found.unattributed
     assert found.gpus.keys() == {GPU0}
 
 

@@ -5,33 +5,33 @@ from typing import Any, get_args
 
 import pytest
 
-from gpumgr.web.door.access import Caller, Keys, Room, Whence, decide, whence
+from gpumgr.web.access import AuthPolicy, Caller, Origin, Scope, authorize, origin_of
 
-ROOMS: tuple[Room, ...] = get_args(Room)
-TOKEN = Keys(takes_token=True, token=b"s3cret")
-CA = Keys(takes_certificate=True)
-BOTH = Keys(takes_token=True, token=b"s3cret", takes_certificate=True)
-BROKEN = Keys(takes_token=True, token=None)
+ROOMS: tuple[Scope, ...] = get_args(Scope)
+TOKEN = AuthPolicy(takes_token=True, token=b"s3cret")
+CA = AuthPolicy(takes_certificate=True)
+BOTH = AuthPolicy(takes_token=True, token=b"s3cret", takes_certificate=True)
+BROKEN = AuthPolicy(takes_token=True, token=None)
 
 ALL = set(ROOMS)
 READ = {"probe", "metrics", "page", "debug"}
 
 
 def beyond(authorization: str | None = None, *, certified: bool = False) -> Caller:
-    return Caller(whence="beyond", certified=certified, authorization=authorization)
+    return Caller(origin="remote", certified=certified, authorization=authorization)
 
 
-@pytest.mark.parametrize("keys", [Keys(), TOKEN, CA, BOTH, BROKEN])
+@pytest.mark.parametrize("keys", [AuthPolicy(), TOKEN, CA, BOTH, BROKEN])
 @pytest.mark.parametrize(("here", "opened"), [("unix", ALL), ("loopback", READ)])
-def test_this_host_needs_no_key(here: Whence, opened: set[Room], keys: Keys) -> None:
-    assert {room for room in ROOMS if decide(room, Caller(whence=here), keys) is None} == opened
+def test_this_host_needs_no_key(here: Origin, opened: set[Scope], keys: AuthPolicy) -> None:
+    assert {room for room in ROOMS if authorize(room, Caller(origin=here), keys) is None} == opened
 
 
 @pytest.mark.parametrize(
     ("keys", "caller", "opened"),
     [
-        (Keys(), beyond(), {"probe", "metrics"}),
-        (Keys(), beyond("Bearer s3cret", certified=True), {"probe", "metrics"}),
+        (AuthPolicy(), beyond(), {"probe", "metrics"}),
+        (AuthPolicy(), beyond("Bearer s3cret", certified=True), {"probe", "metrics"}),
         (TOKEN, beyond(), {"probe"}),
         (TOKEN, beyond("Bearer s3cret"), {"probe", "metrics", "page"}),
         (TOKEN, beyond("bearer  s3cret "), {"probe", "metrics", "page"}),
@@ -53,23 +53,23 @@ def test_this_host_needs_no_key(here: Whence, opened: set[Room], keys: Keys) -> 
         (BROKEN, beyond(), {"probe"}),
     ],
 )
-def test_from_beyond(keys: Keys, caller: Caller, opened: set[Room]) -> None:
-    assert {room for room in ROOMS if decide(room, caller, keys) is None} == opened
+def test_from_beyond(keys: AuthPolicy, caller: Caller, opened: set[Scope]) -> None:
+    assert {room for room in ROOMS if authorize(room, caller, keys) is None} == opened
 
 
 @pytest.mark.parametrize(
     ("room", "keys", "status", "words"),
     [
-        ("page", Keys(), 403, "set http.token_file or http.client_ca_file"),
-        ("page", CA, 403, "show a client certificate"),
+        ("page", AuthPolicy(), 403, "set http.token_file or http.client_ca_file"),
+        ("page", CA, 403, "present a client certificate"),
         ("page", TOKEN, 401, "Authorization: Bearer TOKEN"),
-        ("page", BOTH, 401, "or a client certificate"),
+        ("page", BOTH, 401, "or present a client certificate"),
         ("debug", TOKEN, 403, "kubectl port-forward"),
-        ("order", BOTH, 403, "unix socket"),
+        ("maintenance", BOTH, 403, "unix socket"),
     ],
 )
-def test_a_denial_says_what_to_do(room: Room, keys: Keys, status: int, words: str) -> None:
-    denial = decide(room, beyond(), keys)
+def test_a_denial_names_the_remedy(room: Scope, keys: AuthPolicy, status: int, words: str) -> None:
+    denial = authorize(room, beyond(), keys)
     assert denial is not None
     assert denial.status == status
     assert words in denial.sentence
@@ -84,16 +84,16 @@ def test_a_denial_says_what_to_do(room: Room, keys: Keys, status: int, words: st
         (socket.AF_INET, ("127.8.9.1", 5), "loopback"),
         (socket.AF_INET6, ("::1", 5, 0, 0), "loopback"),
         (socket.AF_INET6, ("::ffff:127.0.0.1", 5, 0, 0), "loopback"),
-        (socket.AF_INET6, ("::ffff:10.0.0.1", 5, 0, 0), "beyond"),
-        (socket.AF_INET6, ("fe80::1%eth0", 5, 0, 2), "beyond"),
-        (socket.AF_INET, ("10.0.0.1", 5), "beyond"),
-        (socket.AF_INET, None, "beyond"),
-        (socket.AF_INET, (), "beyond"),
-        (socket.AF_INET, ("localhost", 5), "beyond"),
+        (socket.AF_INET6, ("::ffff:10.0.0.1", 5, 0, 0), "remote"),
+        (socket.AF_INET6, ("fe80::1%eth0", 5, 0, 2), "remote"),
+        (socket.AF_INET, ("10.0.0.1", 5), "remote"),
+        (socket.AF_INET, None, "remote"),
+        (socket.AF_INET, (), "remote"),
+        (socket.AF_INET, ("localhost", 5), "remote"),
     ],
 )
-def test_whence(family: int, peer: Any, seen: Whence) -> None:
-    assert whence(family, peer) == seen
+def test_whence(family: int, peer: Any, seen: Origin) -> None:
+    assert origin_of(family, peer) == seen
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_whence(family: int, peer: Any, seen: Whence) -> None:
     ],
 )
 def test_on_the_loopback_addresses_and_own_names_will_do(host: str) -> None:
-    assert decide("page", Caller(whence="loopback", hosts=(host,)), Keys(), ("node-1",)) is None
+    assert authorize("page", Caller(origin="loopback", hosts=(host,)), AuthPolicy(), ("node-1",)) is None
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_on_the_loopback_addresses_and_own_names_will_do(host: str) -> None:
 )  # fmt: skip
 def test_on_the_loopback_no_other_name_will_do(host: str) -> None:
     for hosts in ((host,), ("localhost", host)):
-        denial = decide("metrics", Caller(whence="loopback", hosts=hosts), Keys(), ("node-1",))
+        denial = authorize("metrics", Caller(origin="loopback", hosts=hosts), AuthPolicy(), ("node-1",))
         assert denial is not None
         assert denial.status == 403
-        assert "no name of this host" in denial.sentence
+        assert "not a name of this host" in denial.sentence
 
 
 def test_elsewhere_names_do_not_matter() -> None:
-    assert decide("order", Caller(whence="unix", hosts=("agent",)), Keys()) is None
-    assert decide("metrics", Caller(whence="beyond", hosts=("gpumgr.monitoring.svc",)), Keys()) is None
-    assert decide("page", Caller(whence="loopback"), Keys()) is None  # HTTP/1.0
+    assert authorize("maintenance", Caller(origin="unix", hosts=("agent",)), AuthPolicy()) is None
+    assert authorize("metrics", Caller(origin="remote", hosts=("gpumgr.monitoring.svc",)), AuthPolicy()) is None
+    assert authorize("page", Caller(origin="loopback"), AuthPolicy()) is None  # HTTP/1.0

@@ -5,7 +5,7 @@ import hashlib
 
 import pytest
 
-from gpumgr.web.front import policy, takes_gzip
+from gpumgr.web.index_page import policy, takes_gzip
 
 
 def sha(text: str) -> str:

@@ -2,13 +2,13 @@
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.web.graph import graph_data, graph_text
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 
-def test_a_gpu_that_takes_nothing_new_says_why_and_is_not_free() -> None:
+def test_a_cordoned_or_unhealthy_gpu_shows_the_reason_and_is_not_free() -> None:
     view = view_of(failed={uuid_of(0): "XID 79: the GPU has fallen off the bus"})
     assert graph_text(view).splitlines() == [
         "ROOT:1:0",
@@ -47,7 +47,7 @@ def test_gpus_are_numbered_as_the_driver_counts_also_after_one_that_it_can_not_d
     assert (leaf["gpu"]["row"], leaf["gpu"]["index"], leaf["gpu"]["uuid"]) == (1, 2, uuid_of(2))
 
 
-def test_holders_stand_oldest_first_and_are_named_as_far_as_they_are_known() -> None:
+def test_holders_are_listed_oldest_first_with_their_known_names() -> None:
     view = view_of(
         allocation("c", None, container=None, cores={0: 0b100}),
         allocation("b", ("team", "share"), container=None, cores={0: 0b10}),
@@ -68,8 +68,10 @@ def test_holders_stand_oldest_first_and_are_named_as_far_as_they_are_known() -> 
 
 
 def test_a_node_without_gpus() -> None:
-    cards, inventory = Cards(), Inventory()
-    view = AgentView(ledger=Ledger(cards), inventory=inventory, node=inventory.view(cards, policy="binpack", visible_blocks={}))
+    gpu_registry, inventory = GpuRegistry(), Inventory()
+    view = AgentView(
+        ledger=Ledger(gpu_registry), inventory=inventory, node=inventory.view(gpu_registry, policy="binpack", visible_blocks={})
+    )
     assert graph_text(view) == "ROOT:0:0\n"
     data = graph_data(view)
     assert data["tree"]["children"] == []

@@ -1,6 +1,6 @@
 import pytest
 
-from gpumgr.web.door.listening import needs_loopback
+from gpumgr.web.listening import needs_loopback
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,26 @@
-"""The document behind the page: what is told of GPUs and containers, and what is left open where nobody told."""
+"""The document behind the page: the fields of GPUs and containers, and null where a value is unknown."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 import gpumgr
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.picture import OutboxState, Picture
+from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
 from gpumgr.allocator.history import Candidate, Entry
-from gpumgr.allocator.ids import Cards
+from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.topology.devices import GpuFailure, GpuProcess, NodeSample
 from gpumgr.topology.matrix import topology_from_matrix
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.join import join
-from gpumgr.web.state import HISTORY_SHOWN, state_document
+from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
 from tests.unit.usage.samples import container
 
@@ -31,8 +31,8 @@ def share(letter: str = "a", **about: Any) -> Allocation:
     return replace(allocation(letter, POD, cores={0: 0b111}, blocks={0: 0b11}), **about)
 
 
-def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | None = None, **about: Any) -> Picture:
-    """`processes` by pid on the first GPU: below 100 they are of container a, from there on nobody's."""
+def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | None = None, **about: Any) -> NodeReport:
+    """`processes` by pid on the first GPU: below 100 they are of container a, from 100 on unattributed."""
     view = view_of(*allocations)
     sample = sample_of(0, 1)
     listed = {
@@ -42,12 +42,14 @@ def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | N
     sample = NodeSample(gpus=listed)
     owners = {pid: container("a", POD) if pid < 100 else None for pid in processes or ()}
     use = join(view.ledger, sample, owners)
-    return replace(Picture(view=view, node="node-1", at=1000.0, sample=sample, sampled_at=40.0, nvml_up=True, use=use), **about)
+    return replace(
+        NodeReport(view=view, node="node-1", at=1000.0, sample=sample, sampled_at=40.0, nvml_up=True, use=use), **about
+    )
 
 
-def document(picture: Picture, *entries: Entry) -> dict[str, Any]:
+def document(report: NodeReport, *entries: Entry) -> dict[str, Any]:
     """As a reader of the JSON has it."""
-    found: dict[str, Any] = json.loads(json.dumps(state_document(picture, entries, clock=lambda: 42.5)))
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(node_state(report, entries, clock=lambda: 42.5)))
     return found
 
 
@@ -80,9 +82,9 @@ def test_the_node_and_its_health() -> None:
 def test_a_node_without_a_driver_is_an_empty_document() -> None:
     inventory = Inventory()
     view = AgentView(
-        ledger=Ledger(Cards()), inventory=inventory, node=inventory.view(Cards(), policy="binpack", visible_blocks={})
+        ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry(), policy="binpack", visible_blocks={})
     )
-    told = document(Picture(view=view))
+    told = document(NodeReport(view=view))
     assert told["tree"] == {"name": "ROOT", "gpus": [], "children": []}
     assert [told[key] for key in ("nvlinks", "levels", "gpus", "failures", "containers", "history")] == [[], [], [], [], [], []]
     assert (told["ready"], told["driver_version"]) == (True, None)
@@ -92,9 +94,9 @@ def test_a_node_without_a_driver_is_an_empty_document() -> None:
 def test_the_topology_as_a_tree_with_links_and_levels() -> None:
     topology = topology_from_matrix([["X", "NV2+PIX", "SYS"], ["NV2+PIX", "X", "SYS"], ["SYS", "SYS", "X"]])
     inventory = Inventory(snapshot=replace(snapshot_of(3), topology=topology))
-    cards = inventory.meet(Cards())
-    node = inventory.view(cards, policy="binpack", visible_blocks={})
-    told = document(Picture(view=AgentView(ledger=Ledger(cards), inventory=inventory, node=node)))
+    gpu_registry = inventory.register(GpuRegistry())
+    node = inventory.view(gpu_registry, policy="binpack", visible_blocks={})
+    told = document(NodeReport(view=AgentView(ledger=Ledger(gpu_registry), inventory=inventory, node=node)))
     gpus = [{"name": f"GPU{row}", "gpus": [row], "children": []} for row in range(3)]
     switch = {"name": "PIX", "gpus": [0, 1], "children": gpus[:2]}
     socket = {"name": "SYS", "gpus": [0, 1, 2], "children": [switch, gpus[2]]}
@@ -104,7 +106,7 @@ def test_the_topology_as_a_tree_with_links_and_levels() -> None:
 
 
 def test_rows_are_for_drawing_and_indices_for_names() -> None:
-    told = document(Picture(view=view_of(count=4, broken=[1])))
+    told = document(NodeReport(view=view_of(count=4, broken=[1])))
     assert [(gpu["row"], gpu["index"]) for gpu in told["gpus"]] == [(0, 0), (None, None), (1, 2), (2, 3)]
     (group,) = told["tree"]["children"]
     assert [(leaf["name"], leaf["gpus"]) for leaf in group["children"]] == [("GPU0", [0]), ("GPU2", [1]), ("GPU3", [2])]
@@ -112,7 +114,7 @@ def test_rows_are_for_drawing_and_indices_for_names() -> None:
 
 
 def test_a_known_gpu_keeps_its_index_while_it_can_not_be_described() -> None:
-    told = document(Picture(view=view_of(count=3, broken=[1], named=True)))
+    told = document(NodeReport(view=view_of(count=3, broken=[1], named=True)))
     assert [(gpu["row"], gpu["index"]) for gpu in told["gpus"]] == [(0, 0), (None, 1), (1, 2)]
     assert told["failures"] == []
 
@@ -144,7 +146,7 @@ def test_a_gpu_with_all_its_numbers() -> None:
     }
 
 
-def test_a_gpu_whose_processes_can_not_be_listed_says_nothing_of_strangers() -> None:
+def test_a_gpu_without_a_process_list_has_no_unattributed_processes() -> None:
     assert document(picture_of())["gpus"][1]["strangers"] == {"processes": None, "memory_bytes": None}
 
 
@@ -157,12 +159,12 @@ def test_a_gpu_that_is_held_whole_has_no_free_memory() -> None:
     ("view", "reasons", "word", "message"),
     [
         (view_of(failed={uuid_of(0): "XID 79: it has fallen off the bus"}), {uuid_of(0): "xid"}, "xid", "XID 79"),
-        (view_of(closed={uuid_of(0): "cordoned: a riser"}), {uuid_of(0): "operator"}, "operator", "cordoned: a riser"),
+        (view_of(cordoned={uuid_of(0): "cordoned: a riser"}), {uuid_of(0): "operator"}, "operator", "cordoned: a riser"),
         (view_of(quarantine=Quarantine(held={name_of(0): frozenset({(7, 1)})})), {}, "quarantine", "still run there (pid 7)"),
     ],
 )
 def test_why_a_gpu_takes_nothing_new(view: AgentView, reasons: Mapping[str, str], word: str, message: str) -> None:
-    first, second = document(Picture(view=view, reasons=reasons))["gpus"]
+    first, second = document(NodeReport(view=view, reasons=reasons))["gpus"]
     assert (first["healthy"], first["reason"]) == (False, word)
     assert message in first["message"]
     assert (second["healthy"], second["reason"], second["message"]) == (True, None, None)
@@ -175,31 +177,31 @@ def test_a_cordon_stands_beside_its_gpu() -> None:
 
 
 def test_a_gpu_that_the_driver_lost_keeps_its_memory_and_its_holders() -> None:
-    told = document(Picture(view=view_of(allocation("a", POD, cores={1: 0b11}), whole("b", ("team", "x"), 0), shown=1)))
+    told = document(NodeReport(view=view_of(allocation("a", POD, cores={1: 0b11}), whole("b", ("team", "x"), 0), shown=1)))
     gone = told["gpus"][1]
     assert [gone[key] for key in ("row", "index", "minor", "model", "bus_id", "numa_node")] == [None] * 6
     assert (gone["memory_bytes"], gone["reason"]) == (BLOCKS * BLOCK_BYTES, "missing")
     assert [row["gpu"] for row in told["containers"]] == [name_of(1), name_of(0)]
 
 
-def test_a_gpu_that_was_never_described_is_told_apart() -> None:
+def test_a_gpu_that_was_never_described_is_marked() -> None:
     failures = (
         GpuFailure(index=2, uuid=None, reason="NVML error 15: GPU is lost"),
         GpuFailure(index=0, uuid=uuid_of(0), reason="a card, so told with the GPUs"),
     )
     view = view_of()
     inventory = replace(view.inventory, snapshot=replace(view.inventory.snapshot, failures=failures))
-    told = document(Picture(view=replace(view, inventory=inventory)))
+    told = document(NodeReport(view=replace(view, inventory=inventory)))
     assert told["failures"] == [{"index": 2, "uuid": None, "message": "NVML error 15: GPU is lost"}]
 
 
 def test_a_share_with_all_its_numbers() -> None:
-    picture = picture_of(
+    report = picture_of(
         share(mechanisms=("nvml-memory", "mps")),
         processes={7: process(7, 700, 0.5), 8: process(8, 50, 0.25)},
         over=frozenset("a"),
     )
-    (row,) = document(picture)["containers"]
+    (row,) = document(report)["containers"]
     assert row == {
         "allocation": "a",
         "namespace": "team",
@@ -238,21 +240,19 @@ def test_memory_on_a_gpu_without_cores_has_a_row_too() -> None:
     ]
 
 
-def test_containers_stand_oldest_first_and_are_named_as_far_as_they_are_known() -> None:
-    rows = document(picture_of(share("c", pod=None, container=None, cores={name_of(0): 0b1000}), share("a", init=True)))[
-        "containers"
-    ]
+def test_containers_are_listed_oldest_first_with_their_known_names() -> None:
+    rows = document(picture_of(allocation("c", None, container=None, cores={0: 0b1000}), share("a", init=True)))["containers"]
     assert [(r["allocation"], r["namespace"], r["pod"], r["container"], r["init"]) for r in rows] == [
         ("a", "team", "web", "main", True),
         ("c", None, None, None, False),
     ]
 
 
-def test_what_is_not_told_of_a_container_is_null_and_idleness_is_not() -> None:
+def test_unknown_values_of_a_container_are_null_and_idle_is_zero() -> None:
     asked = share()
     idle, unlisted, untold = (
         document(picture_of(asked))["containers"][0],
-        document(picture_of(replace(asked, cores={name_of(1): 0b1}, blocks={}, gpus=(name_of(1),))))["containers"][0],
+        document(picture_of(allocation("a", POD, cores={1: 0b1})))["containers"][0],
         document(picture_of(asked, processes={7: process(7, None)}))["containers"][0],
     )
     read = ("memory_used_bytes", "utilization_ratio", "processes")
@@ -261,7 +261,7 @@ def test_what_is_not_told_of_a_container_is_null_and_idleness_is_not() -> None:
     assert [untold[key] for key in read] == [None, None, 1]
 
 
-def test_numbers_from_before_the_driver_went_away_are_not_told() -> None:
+def test_values_from_before_the_driver_went_away_are_not_shown() -> None:
     told = document(picture_of(share(), processes={7: process(7, 700)}, nvml_up=False))
     gpu, (row,) = told["gpus"][0], told["containers"]
     assert [gpu[key] for key in ("memory_used_bytes", "utilization_ratio", "temperature_celsius", "power_watts")] == [None] * 4
@@ -303,9 +303,11 @@ def test_the_newest_entries_come_first_and_without_their_candidates() -> None:
         "kind": "core",
         "size": 60,
         "gpus": [name_of(0)],
+        "amounts": {},
         "evaluator": None,
         "why": "no room",
         "code": "no_fit",
         "mechanisms": ["mps"],
+        "candidates": [],
     }
     assert history[1]["pod"] is None

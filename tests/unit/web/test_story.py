@@ -1,15 +1,16 @@
-"""What is told of a pod when the witnesses differ: a static pod, a pod that is gone, two lives of one name, a name learnt late."""
+"""Pod details from sources that differ: a static pod, a deleted pod, two pods of one name, a name that was found late."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import Cordon
-from gpumgr.agent.picture import Picture
+from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.history import Candidate, Entry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
-from gpumgr.web.story import known_pods, story
+from gpumgr.web.pod_details import pod_details, pods_with_details
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, view_of
 
 WEB = ("team", "web")
@@ -18,9 +19,9 @@ HASH = "0123456789abcdef0123456789abcdef"
 
 
 def told(view: PodView | None, *allocations: Allocation, history: Sequence[Entry] = ()) -> dict[str, Any]:
-    result = story(Picture(view=view_of(*allocations)), view, *WEB, history)
+    result = pod_details(NodeReport(view=view_of(*allocations)), view, *WEB, history)
     assert result is not None
-    return result
+    return builtins(result)
 
 
 def entry(number: int, uid: str | None, *, what: Any = "granted", **more: Any) -> Entry:
@@ -49,10 +50,10 @@ def test_a_pod_that_runs() -> None:
         ),
     )
     mine = allocation("a", WEB, cores={0: 0b111}, blocks={0: 0b1})
-    free = Candidate(gpu=name_of(0), index=0, cores_free=100, memory_blocks_free=8)
-    closed = Candidate(gpu=name_of(1), index=1, note="cordoned")
+    free = Candidate(gpu=name_of(0), index=0, cores_free=100, memory_mebibytes_free=2048)
+    cordoned = Candidate(gpu=name_of(1), index=1, note="cordoned")
     history = [
-        entry(1, "uid-a", id="a", call="allocate", kind="core", size=3, gpus=(name_of(0),), candidates=(free, closed)),
+        entry(1, "uid-a", id="a", call="allocate", kind="core", size=3, gpus=(name_of(0),), candidates=(free, cordoned)),
         entry(2, "uid-z", pod=("team", "other"), id="z"),
         entry(3, "uid-a", what="event", code="OverLimit", why="it uses too much"),
     ]
@@ -71,18 +72,18 @@ def test_a_pod_that_runs() -> None:
     assert ids(result["allocations"]) == ["a"]
     assert numbers(result) == [1, 3]
     assert result["history"][0]["candidates"] == [
-        {"gpu": name_of(0), "index": 0, "cores_free": 100, "memory_blocks_free": 8, "note": None},
-        {"gpu": name_of(1), "index": 1, "cores_free": 0, "memory_blocks_free": 0, "note": "cordoned"},
+        {"gpu": name_of(0), "index": 0, "cores_free": 100, "memory_mebibytes_free": 2048, "note": None},
+        {"gpu": name_of(1), "index": 1, "cores_free": 0, "memory_mebibytes_free": 0, "note": "cordoned"},
     ]
 
 
-def test_of_a_pod_that_nobody_ever_met_there_is_no_story() -> None:
-    picture = Picture(view=view_of(allocation("a", ("team", "other"), cores={0: 1})))
+def test_an_unknown_pod_has_no_pod_details() -> None:
+    report = NodeReport(view=view_of(allocation("a", ("team", "other"), cores={0: 1})))
     history = [entry(1, None, pod=None), entry(2, None, pod=("other", "web")), entry(3, None, what="gpu", pod=None)]
-    assert story(picture, None, *WEB, history) is None
+    assert pod_details(report, None, *WEB, history) is None
 
 
-def test_a_pod_that_asks_for_nothing_is_known_by_its_phase() -> None:
+def test_a_pod_without_requests_has_its_phase() -> None:
     result = told(PodView(namespace="team", name="web", uid="u", phase="Pending"))
     assert (result["uid"], result["phase"], result["request"], result["history"]) == ("u", "Pending", [], [])
 
@@ -97,7 +98,7 @@ def test_a_pod_that_the_kubelet_refused_has_its_status() -> None:
     assert (gone["reason"], gone["message"]) == (None, None)
 
 
-def test_what_became_of_its_gpus_while_it_had_them_is_told() -> None:
+def test_health_events_of_its_gpus_during_its_allocation_are_included() -> None:
     about = {"pod": None, "what": "gpu"}
     first, second = (name_of(0),), (name_of(1),)
     history = [
@@ -119,14 +120,14 @@ def test_what_became_of_its_gpus_while_it_had_them_is_told() -> None:
 
 def test_a_gpu_that_fails_under_a_pod_is_shown_with_its_fault_and_cordon() -> None:
     view = view_of(allocation("a", WEB, cores={0: 0b1}), failed={uuid_of(0): "XID 79"})
-    result = story(Picture(view=view, cordons={uuid_of(0): Cordon(reason="broken fan", since=7.0)}), None, *WEB, [])
+    result = pod_details(NodeReport(view=view, cordons={uuid_of(0): Cordon(reason="broken fan", since=7.0)}), None, *WEB, [])
     assert result is not None
-    assert [(row["name"], row["healthy"], row["message"], row["cordon"]["reason"]) for row in result["gpus"]] == [
+    assert [(row["name"], row["healthy"], row["message"], row["cordon"]["reason"]) for row in builtins(result)["gpus"]] == [
         (name_of(0), False, "XID 79", "broken fan")
     ]
 
 
-def test_pods_are_known_by_the_books_the_api_server_and_the_history() -> None:
+def test_pods_come_from_the_ledger_the_api_server_and_the_history() -> None:
     ledger = view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})).ledger
     wish = ContainerSpec(name="main", cores=100)
     views = [
@@ -141,11 +142,11 @@ def test_pods_are_known_by_the_books_the_api_server_and_the_history() -> None:
         entry(5, "uid-a", id="y", pod=("team", "wrong")),
         entry(6, "uid-a", id="y", pod=("team", "right")),
     ]
-    known = known_pods(ledger, views, history)
+    known = pods_with_details(ledger, views, history)
     assert known == [("demo", "big3"), ("team", "odd"), ("team", "right"), WEB]
-    picture = Picture(view=view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})))
+    report = NodeReport(view=view_of(allocation("a", WEB, cores={0: 1}), allocation("b", None, cores={1: 1})))
     for pod in (*known, ("team", "wrong")):
-        assert (story(picture, views[0] if pod == views[0].key else None, *pod, history) is not None) == (pod in known)
+        assert (pod_details(report, views[0] if pod == views[0].key else None, *pod, history) is not None) == (pod in known)
 
 
 def test_of_a_pod_that_is_gone_the_history_is_left() -> None:
@@ -154,7 +155,7 @@ def test_of_a_pod_that_is_gone_the_history_is_left() -> None:
     assert numbers(result) == [1, 2]
 
 
-def test_a_refusal_of_a_pod_whose_uid_was_never_known() -> None:
+def test_a_refusal_of_a_pod_without_a_known_uid() -> None:
     result = told(None, history=[entry(1, None, what="refused", id="r", code="no_fit")])
     assert (result["uid"], result["earlier_uids"], numbers(result)) == (None, [], [1])
 
@@ -169,7 +170,7 @@ def test_a_static_pod_is_its_mirror() -> None:
     assert numbers(result) == [1, 2]
 
 
-def test_two_lives_of_one_name_are_told_apart_by_their_uids() -> None:
+def test_two_pods_of_one_name_are_distinguished_by_their_uids() -> None:
     old, new = allocation("a", WEB, cores={0: 0b1}), allocation("b", WEB, cores={1: 0b1})
     history = [
         entry(1, "uid-a", id="a"),
@@ -193,7 +194,7 @@ def test_two_lives_of_one_name_are_told_apart_by_their_uids() -> None:
         ]
 
 
-def test_a_life_of_which_the_history_keeps_only_the_end_was_before_the_others() -> None:
+def test_a_pod_with_only_its_end_in_the_history_precedes_the_others() -> None:
     history = [
         entry(7, "uid-c", id="c"),
         entry(8, "uid-a", what="freed", id="a"),
@@ -203,7 +204,7 @@ def test_a_life_of_which_the_history_keeps_only_the_end_was_before_the_others() 
     assert (result["uid"], result["earlier_uids"]) == ("uid-c", ["uid-b", "uid-a"])
 
 
-def test_a_name_that_was_learnt_late_counts_from_the_start() -> None:
+def test_a_name_found_later_applies_from_the_start() -> None:
     history = [
         entry(1, None, pod=None, id="a", call="allocate", kind="core"),
         entry(2, "uid-a", id="a", call="allocate", kind="memory"),
@@ -213,10 +214,11 @@ def test_a_name_that_was_learnt_late_counts_from_the_start() -> None:
     assert numbers(told(None, allocation("b", WEB, cores={0: 1}), history=history)) == [1, 2, 3]
 
 
-def test_an_allocation_under_a_wrong_name_is_told_of_the_right_pod() -> None:
+def test_an_allocation_under_a_wrong_name_is_shown_for_the_right_pod() -> None:
     history = [entry(1, "uid-x", id="a"), entry(2, "uid-y", pod=("team", "right"), what="freed", id="a")]
-    picture = Picture(view=view_of())
-    assert story(picture, None, *WEB, history) is None
-    right = story(picture, None, "team", "right", history)
-    assert right is not None
+    report = NodeReport(view=view_of())
+    assert pod_details(report, None, *WEB, history) is None
+    details = pod_details(report, None, "team", "right", history)
+    assert details is not None
+    right = builtins(details)
     assert (right["uid"], right["earlier_uids"], numbers(right)) == ("uid-y", [], [1, 2])

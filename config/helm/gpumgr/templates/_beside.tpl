@@ -1,6 +1,6 @@
-{{/* What is given beside the settings: variables and flags that go over them. */}}
+{{/* Variables and flags that override the settings. */}}
 
-{{/* The settings that the chart looks at. Given otherwise, they would go over the ConfigMap, and mounts, rights and probes not with them. */}}
+{{/* The settings that the chart evaluates. Given elsewhere they would override the ConfigMap, but mounts, rights and probes would not follow. */}}
 {{- define "gpumgr.lookedAt" -}}
 checkpoint: [dir, gpu_manager_checkpoint]
 container: [allocation_dir, device_root, driver_share_dir, driver_whole_dir]
@@ -37,7 +37,7 @@ vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 {{- end -}}
 
-{{/* Flags beside the chart's own: those that change nothing which the chart looks at. `gpumgr doctor` has none of gpu-manager's. */}}
+{{/* Further flags: those that change nothing that the chart evaluates. `gpumgr doctor` has none of gpu-manager's flags. */}}
 {{- define "gpumgr.checkArguments" -}}
 {{- $flags := include "gpumgr.flags" . | fromYaml -}}
 {{- include "gpumgr.checkFlags" (list "extraArgs" .Values.extraArgs (list "--set" "--output" "--sim" "--sim-dir") $flags) -}}
@@ -74,7 +74,7 @@ vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- if $waits -}}{{- fail (printf "%s: %s needs a value" $name $waits) -}}{{- end -}}
 {{- end -}}
 
-{{/* (list name text): what stands behind --set. */}}
+{{/* (list name text): the assignment after --set. */}}
 {{- define "gpumgr.checkAssignment" -}}
 {{- $name := index . 0 -}}
 {{- $text := index . 1 -}}
@@ -92,8 +92,8 @@ vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 
 {{/*
-Other flags of `gpumgr run`, gpu-manager's among them: those that are taken beside the chart (alone: without a value), for they change
-nothing which it looks at; of the others, what to give instead.
+Other flags of `gpumgr run`, gpu-manager's included: those that are accepted (alone: without a value), because they change nothing that
+the chart evaluates; for the others, what to use instead.
 */}}
 {{- define "gpumgr.flags" -}}
 --addr: {give: settings.display.socket}

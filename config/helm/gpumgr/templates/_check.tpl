@@ -1,4 +1,4 @@
-{{/* What can't work, or not together, each with a sentence. */}}
+{{/* Values that cannot work, or not together, each with an error message. */}}
 {{- define "gpumgr.check" -}}
 {{- include "gpumgr.checkRights" . -}}
 {{- include "gpumgr.checkLibraries" . -}}
@@ -48,7 +48,7 @@
 {{- if $there -}}yes{{- end -}}
 {{- end -}}
 
-{{/* Who is to be limited by a library that is not named runs nowhere: the agent takes none without its SHA-256. */}}
+{{/* A backend with a library needs its path and SHA-256: the agent loads no library without them. */}}
 {{- define "gpumgr.checkLibraries" -}}
 {{- range $mechanism, $section := dict "hami-core" "hami_core" "vcuda" "vcuda" -}}
 {{- if include "gpumgr.names" (list $ $mechanism) -}}
@@ -68,8 +68,8 @@
 {{- end -}}
 
 {{/*
-Files that the agent reads in its pod: something must bring them there, and that is neither the ConfigMap nor the empty /tmp. What an
-image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl can't be seen from here.
+Files that the agent reads in its pod: a mount must provide them, other than the ConfigMap and the empty /tmp. Files of the image below
+/opt (such as gpumgr's own client of vcuda) and /etc/ssl cannot be checked here.
 */}}
 {{- define "gpumgr.checkFiles" -}}
 {{- $mounts := concat (list (dict "mountPath" "/opt") (dict "mountPath" "/etc/ssl")) (default list .Values.extraVolumeMounts) -}}
@@ -93,7 +93,7 @@ image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl c
 {{- end -}}
 {{- end -}}
 
-{{/* TLS takes a certificate and its key, and a client's authority both: without them the agent does not start (gpumgr/tls_files.py). */}}
+{{/* TLS needs a certificate and its key, and client_ca_file needs both: the agent does not start without them (gpumgr/tls_files.py). */}}
 {{- define "gpumgr.checkCertificates" -}}
 {{- $http := get (include "gpumgr.file" . | fromYaml) "http" | default dict -}}
 {{- range $named := list "tls_cert_file" "tls_key_file" "client_ca_file" -}}
@@ -118,7 +118,7 @@ image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl c
 {{- end -}}
 {{- end -}}
 
-{{/* What others on the host open, or what must be there after the pod, lies where the host has it. */}}
+{{/* Files that other programs of the host open, or that must outlive the pod, must be in a mounted folder of the host. */}}
 {{- define "gpumgr.checkSockets" -}}
 {{- $folders := list (include "gpumgr.path" (list . "enforcement" "run_dir")) (include "gpumgr.path" (list . "checkpoint" "dir")) -}}
 {{- $keys := list (list "http" "socket") (list "process" "lock_path") -}}
@@ -133,7 +133,7 @@ image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl c
 {{- end -}}
 {{- end -}}
 
-{{/* No folder of the host may hide what the image and the pod bring: the agent would not start. */}}
+{{/* No folder of the host may hide files of the image and the pod: the agent would not start. */}}
 {{- define "gpumgr.checkFolders" -}}
 {{- $own := list "/opt/gpumgr" "/usr/bin" "/usr/lib" "/usr/lib64" "/bin" "/sbin" "/lib" "/lib64" "/proc" "/sys" "/dev" -}}
 {{- $own = concat $own (list "/usr/lib/x86_64-linux-gnu" "/usr/lib/aarch64-linux-gnu" "/lib/x86_64-linux-gnu" "/lib/aarch64-linux-gnu") -}}
@@ -152,7 +152,7 @@ image has below /opt (there is gpumgr's own client of vcuda, too) and /etc/ssl c
 {{- end -}}
 {{- end -}}
 
-{{/* What is added goes beside the chart's own and not over it. */}}
+{{/* Additions must not replace the chart's own objects. */}}
 {{- define "gpumgr.checkExtras" -}}
 {{- $own := include "gpumgr.podLabels" . | fromYaml -}}
 {{- range $label, $_ := .Values.podLabels -}}

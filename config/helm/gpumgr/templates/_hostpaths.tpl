@@ -1,8 +1,8 @@
 {{/*
-Every folder of the host that the agent gets: name, path, type, setting (which names the path, or makes it needed), why; besides readOnly,
-propagation, at (where it is mounted; without it at its own path, because the agent tells the kubelet paths of the host).
-Folders of sockets and not the sockets: whoever restarts makes a new one. HostToContainer where the host mounts something below later:
-it must have made the folder's own file system shared for that, which systemd does and not every host.
+Every host folder that the agent gets: name, path, type, setting (which names the path, or requires it), why; optionally readOnly,
+propagation, at (the mount point; by default its own path, because the agent passes host paths to the kubelet).
+Folders of sockets, not the sockets: a restarted server creates a new one. HostToContainer where the host mounts something below later:
+the folder's file system must be a shared mount for that, which systemd does, but not every host.
 */}}
 {{- define "gpumgr.hostPaths" -}}
 - name: device-plugins
@@ -63,7 +63,7 @@ it must have made the folder's own file system shared for that, which systemd do
 {{- $used := or .Values.gpuManager.takeOver $mirror }}
 {{- $share := include "gpumgr.path" (list . "container" "driver_share_dir") }}
 {{- $whole := include "gpumgr.path" (list . "container" "driver_whole_dir") }}
-{{- /* The folders' parents: whether the folders themselves are there means something. Whoever names others has files in them. */}}
+{{- /* The folders' parents, because a missing folder has a meaning. Folders that the values name contain files. */}}
 {{- if or $used (ne $share "/etc/gpu-manager/vdriver/nvidia") }}
 - name: driver-files
   path: {{ dir $share | quote }}
@@ -103,8 +103,8 @@ it must have made the folder's own file system shared for that, which systemd do
 {{- end -}}
 
 {{/*
-The same with each place once, for no two mounts may have one: `at`, and `reasons` instead of setting and why. Of several that share a
-place the first gives the name; it can be written to if one of them must be, is made if one of them may be, and keeps their propagation.
+The same with each mount point once: `at`, and `reasons` instead of setting and why. Of several with the same mount point the first
+gives the name; it is writable if one of them must be, is created if one of them may be, and keeps their propagation.
 */}}
 {{- define "gpumgr.hostFolders" -}}
 {{- $folders := list -}}
@@ -129,7 +129,7 @@ place the first gives the name; it can be written to if one of them must be, is 
 {{- toYaml $folders -}}
 {{- end -}}
 
-{{/* The volumes, each with the setting that it is for and why. */}}
+{{/* The volumes, each with its setting and reason. */}}
 {{- define "gpumgr.hostVolumes" -}}
 {{- range include "gpumgr.hostFolders" . | fromYamlArray }}
 {{- range .reasons }}

@@ -1,4 +1,4 @@
-{{/* Of a PodMonitor's and a ServiceMonitor's endpoint: (list . values). */}}
+{{/* The endpoint of a PodMonitor and a ServiceMonitor: (list . values). */}}
 {{- define "gpumgr.endpoint" -}}
 {{- $root := index . 0 -}}
 port: metrics

@@ -9,7 +9,7 @@
 {{- default $full .Values.fullnameOverride | trunc 53 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What never changes in the life of a release: selectors can't be changed. */}}
+{{/* Labels that are constant in a release: selectors cannot be changed. */}}
 {{- define "gpumgr.selector" -}}
 app.kubernetes.io/name: {{ include "gpumgr.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

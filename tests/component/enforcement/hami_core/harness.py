@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import Running
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.usage.containers import Container
 
@@ -17,8 +17,8 @@ MEMORY_BYTES = 1 << 30
 CORES = 30
 
 
-def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES) -> Tenant:
-    return Tenant(
+def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES) -> GpuShare:
+    return GpuShare(
         allocation=allocation,
         gpu="0fe1c342",
         uuid="GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab",
@@ -29,9 +29,9 @@ def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMO
     )
 
 
-def running(of: Tenant | None = None, *, pids: Sequence[int] = (), gpu_pids: Sequence[int] = ()) -> Running:
+def running(of: GpuShare | None = None, *, pids: Sequence[int] = (), gpu_pids: Sequence[int] = ()) -> RunningContainer:
     container = Container(id="c", pod=("team", "p"), pod_uid="u", name="main")
-    return Running(
+    return RunningContainer(
         tenant=of or tenant(),
         container=container,
         pids=tuple(sorted(pids)),
@@ -50,7 +50,7 @@ def number_in_container(pid: int) -> int | None:
 
 @dataclass
 class Seconds:
-    """A clock that stands until it is told."""
+    """A clock that a test advances."""
 
     now: float = 1000.0
 

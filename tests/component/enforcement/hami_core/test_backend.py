@@ -101,7 +101,9 @@ async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
 
 
-async def test_the_answer_does_not_depend_on_files_or_on_who_asks(tmp_path: Path, library: Path, backend: HamiCore) -> None:
+async def test_the_response_does_not_depend_on_files_or_on_the_container(
+    tmp_path: Path, library: Path, backend: HamiCore
+) -> None:
     before = backend.prepare(tenant(), "core")
     await backend.start(tenant())
     other = make_backend(tmp_path, library)
@@ -172,7 +174,7 @@ async def test_each_start_has_a_fresh_region(tmp_path: Path, backend: HamiCore, 
 # -- tampering -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_raised_limit_is_told_and_set_back_each_time(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+async def test_a_raised_limit_is_reported_and_reset_each_time(tmp_path: Path, backend: HamiCore, client: Client) -> None:
     await backend.start(tenant())
     region = region_of(tmp_path)
     for _ in range(2):
@@ -188,7 +190,7 @@ async def test_a_raised_limit_is_told_and_set_back_each_time(tmp_path: Path, bac
         assert codes(await backend.observe([running()])) == []
 
 
-async def test_what_was_raised_and_repaired_between_two_looks_is_told_too(
+async def test_a_limit_raised_and_repaired_between_two_checks_is_reported(
     tmp_path: Path, backend: HamiCore, client: Client
 ) -> None:
     await backend.start(tenant())
@@ -199,7 +201,7 @@ async def test_what_was_raised_and_repaired_between_two_looks_is_told_too(
     assert codes(await backend.observe([running()])) == []
 
 
-async def test_what_is_raised_again_after_its_repair_is_told_again(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+async def test_a_limit_raised_again_after_its_repair_is_reported_again(tmp_path: Path, backend: HamiCore, client: Client) -> None:
     await backend.start(tenant())
     client.run(region_of(tmp_path), "raise", 64 << 30, CORES)
     assert codes(await backend.observe([running()])) == ["tampered"]
@@ -227,7 +229,7 @@ async def test_nothing_is_written_while_nothing_differs(tmp_path: Path, backend:
 
 
 @pytest.mark.parametrize("spoil", [("count", -7), ("count", 1 << 30), ("uuid",), ("version", 1, 1), ("magic", 0)])
-async def test_a_spoilt_region_is_told_once_and_its_limits_are_kept(
+async def test_a_corrupt_region_is_reported_once_and_its_limits_are_kept(
     tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
 ) -> None:
     await backend.start(tenant())
@@ -238,14 +240,14 @@ async def test_a_spoilt_region_is_told_once_and_its_limits_are_kept(
     assert codes(await backend.observe([running()])) == []
 
 
-async def test_counters_below_zero_are_nobodys_fault(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+async def test_counters_below_zero_are_no_finding(tmp_path: Path, backend: HamiCore, client: Client) -> None:
     await backend.start(tenant())
     client.run(region_of(tmp_path), "take", "overflow")
     assert codes(await backend.observe([running()])) == []
 
 
 @pytest.mark.parametrize("spoil", [("truncate", 0), ("truncate", 5000), ("symlink", "/etc/passwd"), ("fifo",)])
-async def test_a_region_that_is_lost_is_told_once_and_left_alone(
+async def test_a_lost_region_is_reported_once_and_not_written(
     tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
 ) -> None:
     await backend.start(tenant())
@@ -278,7 +280,9 @@ async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore,
         assert codes(await backend.observe([running(pids=[unknown, strange], gpu_pids=[unknown, strange])])) == []
 
 
-async def test_a_process_without_a_slot_is_told_once_after_three_looks(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+async def test_a_process_without_a_slot_is_reported_once_after_three_checks(
+    tmp_path: Path, backend: HamiCore, client: Client
+) -> None:
     await backend.start(tenant())
     region = region_of(tmp_path)
     with client.process(region, "take") as known, client.process(region, "show") as past:
@@ -286,13 +290,13 @@ async def test_a_process_without_a_slot_is_told_once_after_three_looks(tmp_path:
         found = [await backend.observe([now]) for _ in range(5)]
         assert [codes(each) for each in found] == [[], [], ["unregistered"], [], []]
         assert f"in process {past}:" in found[2][0].message
-        await backend.observe([running(pids=[known])])  # it gave its context back
+        await backend.observe([running(pids=[known])])  # it released its context
         assert [codes(await backend.observe([now])) for _ in range(3)] == [[], [], ["unregistered"]]
 
 
-async def test_a_process_is_known_by_its_host_number_alone(tmp_path: Path, backend: HamiCore, client: Client) -> None:
+async def test_a_process_is_identified_by_its_host_pid_alone(tmp_path: Path, backend: HamiCore, client: Client) -> None:
     await backend.start(tenant())
-    gone = 4_000_000_000 >> 1  # beyond every host's numbers: nobody can tell its number in the container
+    gone = 4_000_000_000 >> 1  # above every host pid: its pid in the container is unknown
     client.run(region_of(tmp_path), "take", "host", gone)
     assert [codes(await backend.observe([running(gpu_pids=[gone])])) for _ in range(3)] == [[], [], []]
 
@@ -321,7 +325,7 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_new_life_takes_regions_over(tmp_path: Path, library: Path, backend: HamiCore, client: Client) -> None:
+async def test_a_restarted_agent_takes_over_regions(tmp_path: Path, library: Path, backend: HamiCore, client: Client) -> None:
     await backend.start(tenant())
     await backend.close()
     region = region_of(tmp_path)
@@ -337,7 +341,7 @@ async def test_a_new_life_takes_regions_over(tmp_path: Path, library: Path, back
     await again.close()
 
 
-async def test_a_region_that_no_life_made_is_told_once(backend: HamiCore) -> None:
+async def test_a_region_that_the_agent_did_not_create_is_reported_once(backend: HamiCore) -> None:
     (finding,) = await backend.observe([running()])
     assert (finding.code, "restart the container" in finding.message) == ("broken", True)
     await backend.adjust([running()])
@@ -356,7 +360,7 @@ async def test_cleanup_removes_all_of_one_allocation(tmp_path: Path, backend: Ha
     assert set(backend.own_pids()) == set()
 
 
-async def test_a_folder_that_can_not_be_looked_at_is_told_once(tmp_path: Path, backend: HamiCore) -> None:
+async def test_an_unreadable_folder_is_reported_once(tmp_path: Path, backend: HamiCore) -> None:
     await backend.start(tenant())
     shutil.rmtree(tmp_path / "run")
     assert set(backend.remains()) == set()
@@ -368,11 +372,11 @@ async def test_a_folder_that_can_not_be_looked_at_is_told_once(tmp_path: Path, b
         assert [set(backend.remains()) for _ in range(3)] == [{ID}] * 3
         await backend.recover([tenant("ffffffffffffffff")])
     assert [(line["event"], line["reason"]) for line in lines] == [
-        ("hami_core_not_looked_at", f"{tmp_path}/run/hami-core: Not a directory")
+        ("hami_core_folder_not_listed", f"{tmp_path}/run/hami-core: Not a directory")
     ]
 
 
-async def test_starts_and_looks_leave_no_open_files(tmp_path: Path, backend: HamiCore) -> None:
+async def test_starts_and_checks_leave_no_open_files(tmp_path: Path, backend: HamiCore) -> None:
     await backend.start(tenant())
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):

@@ -30,7 +30,7 @@ def test_sizes_and_offsets_are_the_compilers(layout: Layout, printed_layouts: di
     assert numbers(layout) == printed_layouts[layout.name]
 
 
-def test_the_compiler_knows_every_layout(printed_layouts: dict[str, dict[str, int]]) -> None:
+def test_each_layout_agrees_with_the_c_compiler(printed_layouts: dict[str, dict[str, int]]) -> None:
     assert set(printed_layouts) == {layout.name for layout in LAYOUTS}
 
 

@@ -1,4 +1,4 @@
-"""A region's file: made for everybody, read whatever it holds, written only where and while it is ours."""
+"""A region's file: created for all users, readable with any content, written only where and while it is ours."""
 
 import os
 import stat
@@ -27,7 +27,7 @@ def region(tmp_path: Path) -> Iterator[RegionFile]:
     made.close()
 
 
-def test_a_new_region_holds_the_seed_and_is_everybodys(tmp_path: Path) -> None:
+def test_a_new_region_holds_the_seed_and_is_writable_for_all_users(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         RegionFile.create(tmp_path, LAYOUT, CONTENT).close()
@@ -43,7 +43,7 @@ def test_a_new_region_holds_the_seed_and_is_everybodys(tmp_path: Path) -> None:
 def test_a_region_made_again_is_another_file(tmp_path: Path, region: RegionFile) -> None:
     (tmp_path / ".region.cache.new").write_text("left by an agent that was killed")
     again = RegionFile.create(tmp_path, LAYOUT, CONTENT)
-    assert region.read() == Unreadable(reason="is not to be believed: another file was put in its place")
+    assert region.read() == Unreadable(reason="is not valid: another file was put in its place")
     assert isinstance(again.read(), RegionView)
     again.close()
 
@@ -77,7 +77,7 @@ def test_a_spoilt_file_is_neither_believed_nor_written(
     path = tmp_path / FILE_NAME
     spoil(path)
     there = path.lstat() if os.path.lexists(path) else None
-    assert region.read() == Unreadable(reason=f"is not to be believed: {reason}")
+    assert region.read() == Unreadable(reason=f"is not valid: {reason}")
     assert not region.write([Write(offset=LAYOUT.limit, data=bytes(8))])
     if there is not None:
         assert (path.lstat().st_size, path.lstat().st_ino) == (there.st_size, there.st_ino)
@@ -100,7 +100,7 @@ def test_a_fifo_does_not_stop_the_agent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
     opened = RegionFile.open(tmp_path)
     assert isinstance(opened, RegionFile)
-    assert opened.read() == Unreadable(reason="is not to be believed: it is no regular file")
+    assert opened.read() == Unreadable(reason="is not valid: it is not a regular file")
     opened.close()
 
 
@@ -141,7 +141,7 @@ def test_slots_in_motion_are_read_and_marked(tmp_path: Path, region: RegionFile,
     assert [problem.code for problem in seen.problems] == ["torn"] * 101
 
 
-def test_a_closed_region_says_so_and_does_not_touch_another_file(region: RegionFile) -> None:
+def test_a_closed_region_raises_and_does_not_touch_another_file(region: RegionFile) -> None:
     region.close()
     region.close()
     assert region.read() == Unreadable(reason="can't be read (Bad file descriptor)")

@@ -1,4 +1,4 @@
-"""A node for the MPS backend: short folders, a control program that behaves as told, compute modes, a clock. Ends what it began."""
+"""A node for the MPS backend: short folders, a configurable control program, compute modes, a clock. Ends the processes it started."""
 
 import asyncio
 import itertools
@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.response import ContainerResponse, merged
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import Backend, Running
+from gpumgr.enforcement.backend import Backend, RunningContainer
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.records import Records
 from gpumgr.errors import NvmlError
-from gpumgr.units import KINDS
+from gpumgr.proc import start_time_ticks
+from gpumgr.units import RESOURCES
 from gpumgr.usage.containers import Container
 
 UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
@@ -49,11 +50,11 @@ class Modes:
 class Unhurried(Mps):
     """Its looks are over when they return; others leave one that takes a second to itself."""
 
-    async def recover(self, tenants: Sequence[Tenant]) -> None:
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await super().recover(tenants)
         await self._looked()
 
-    async def adjust(self, running: Sequence[Running]) -> None:
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:
         await super().adjust(running)
         await self._looked()
 
@@ -65,7 +66,7 @@ class Unhurried(Mps):
         """From now on a command of the control program is; it is a process, which on a busy machine takes its time."""
         self._timeout_seconds = seconds
         if self._supervisor is not None:
-            self._supervisor.setup.control._timeout_seconds = seconds
+            self._supervisor.config.control._timeout_seconds = seconds
 
 
 class Place:
@@ -87,14 +88,14 @@ class Place:
         os.replace(beside, self._behaviour)
 
     async def agent(self, *, keep_protocol: bool = True, **different: Any) -> Unhurried:
-        """One life of the agent's backend."""
+        """One agent process' backend."""
         backend = Unhurried(**self.settings(**different))
         await backend.open(keep_protocol=keep_protocol)
         return backend
 
     def settings(self, **different: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "limits": KINDS,
+            "limits": RESOURCES,
             "program": str(self.program),
             "setting": "auto",
             "run_dir": self.root,
@@ -105,7 +106,7 @@ class Place:
             "clock": lambda: self.seconds,
             "check_seconds": CHECK_SECONDS,
             "timeout_seconds": 30.0,
-            "how": "plain",
+            "method": "plain",
         }
         return {**settings, **different}
 
@@ -127,7 +128,7 @@ class Place:
         pid = self.daemon_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: processes.start_time(pid) is None)
+        await until(lambda: start_time_ticks(pid) is None)
         return pid
 
     def former_mode(self) -> int | None:
@@ -139,9 +140,9 @@ class Place:
         """Commands that the daemon got."""
         return (self.folder.log / "control.log").read_text().splitlines()
 
-    async def attach(self, backend: Backend, tenant: Tenant, **other: str) -> tuple[int, Mapping[str, Any]]:
+    async def attach(self, backend: Backend, tenant: GpuShare, **other: str) -> tuple[int, Mapping[str, Any]]:
         """A CUDA program of this tenant: its pid, and what it got."""
-        given: ContainerResponse = merged(*(backend.prepare(tenant, kind) for kind in KINDS))
+        given: ContainerResponse = merged(*(backend.prepare(tenant, kind) for kind in RESOURCES))
         pipe = asyncio.subprocess.PIPE
         environment = {"PATH": os.environ["PATH"], **given.envs, **other}
         process = await asyncio.create_subprocess_exec(self.program, "attach", stdin=pipe, stdout=pipe, env=environment)
@@ -162,12 +163,12 @@ class Place:
         await self.detach()
         self.daemon_pid()
         for pid in self._pids:
-            started = processes.start_time(pid)
-            if started is not None and processes.belongs(pid, self.folder.pipe):
-                processes.send((pid, started), signal.SIGKILL)
+            started = start_time_ticks(pid)
+            if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
+                processes.send_signal((pid, started), signal.SIGKILL)
         for pipe in self.root.rglob("pipe"):
             if (found := processes.find_daemon(pipe)) is not None:
-                processes.send(found, signal.SIGKILL)
+                processes.send_signal(found, signal.SIGKILL)
         shutil.rmtree(self.root)
 
 
@@ -179,13 +180,13 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def tenant(allocation: str = "a1", *, cores: int = 30, memory_bytes: int = 3 * GIB, uuid: str = UUID) -> Tenant:
+def tenant(allocation: str = "a1", *, cores: int = 30, memory_bytes: int = 3 * GIB, uuid: str = UUID) -> GpuShare:
     pod = ("demo", f"pod-{allocation}")
-    return Tenant(
+    return GpuShare(
         allocation=allocation, gpu=uuid[4:12], uuid=uuid, cores=cores, memory_bytes=memory_bytes, pod=pod, container="main"
     )
 
 
-def running(of: Tenant, *pids: int, gpu: tuple[int, ...] = ()) -> Running:
+def running(of: GpuShare, *pids: int, gpu: tuple[int, ...] = ()) -> RunningContainer:
     container = Container(id=of.allocation, pod=of.pod or ("", ""), pod_uid="u", name="main")
-    return Running(tenant=of, container=container, pids=pids, gpu_processes=dict.fromkeys(gpu))
+    return RunningContainer(tenant=of, container=container, pids=pids, gpu_processes=dict.fromkeys(gpu))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.enforcement.mps.modes import EXCLUSIVE_PROCESS
+from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from gpumgr.errors import Refusal
+from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
@@ -29,14 +29,14 @@ async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: Pro
     await place.pass_time(backend)
     await place.pass_time(backend, IDLE_SECONDS)
     assert place.daemon_pid() is None
-    assert processes.start_time(server) is None
+    assert start_time_ticks(server) is None
     assert place.modes.now == {UUID: 2}
     assert (backend.status(), backend.own_pids(), place.folder.root.exists()) == ((), frozenset(), False)
     await backend.start(tenant("c3"))
     assert place.daemon_pid() is not None
 
 
-async def test_a_whole_gpu_tenant_does_not_wait_for_the_idle_time(place: Place) -> None:
+async def test_a_whole_gpu_container_does_not_wait_for_the_idle_time(place: Place) -> None:
     backend = await place.agent()
     await backend.start(tenant())
     await backend.vacate(["GPU-another"])
@@ -45,7 +45,7 @@ async def test_a_whole_gpu_tenant_does_not_wait_for_the_idle_time(place: Place) 
     assert (place.daemon_pid(), place.modes.now, backend.remains()) == (None, {UUID: 0}, set())
 
 
-async def test_orphans_of_an_earlier_life_are_told_and_removed(place: Place) -> None:
+async def test_orphans_of_an_earlier_agent_are_reported_and_removed(place: Place) -> None:
     old = await place.agent()
     await old.start(tenant("a1"))
     await old.close()
@@ -80,14 +80,14 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
     place.modes.broken = "Unknown Error"
     await place.pass_time(backend)
     assert place.former_mode() == 0
-    with pytest.raises(Refusal, match=r"not free of MPS yet: .* `nvidia-smi -c 0` can"):
+    with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -c 0`"):
         await backend.vacate([UUID])
     place.modes.broken = None
     await place.pass_time(backend)
     assert (place.modes.now, place.folder.root.exists()) == ({UUID: 0}, False)
 
 
-async def test_the_mode_is_left_alone_if_the_operator_wants_it_and_brought_back_if_he_changes_his_mind(place: Place) -> None:
+async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place: Place) -> None:
     old = await place.agent()
     await old.start(tenant())
     await old.close()
@@ -99,7 +99,7 @@ async def test_the_mode_is_left_alone_if_the_operator_wants_it_and_brought_back_
     assert place.modes.now == {UUID: 0}
 
 
-async def test_a_mode_that_somebody_changed_is_set_again(place: Place) -> None:
+async def test_a_changed_compute_mode_is_set_again(place: Place) -> None:
     backend = await place.agent()
     await backend.start(tenant())
     place.modes.now[UUID] = 0

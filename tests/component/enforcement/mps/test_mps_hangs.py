@@ -11,7 +11,7 @@ from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
 
 
-async def test_a_hung_daemon_is_told_to_its_tenants_and_not_killed_under_them(place: Place) -> None:
+async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place: Place) -> None:
     place.behave(protocols=[2])
     backend = await place.agent()
     await backend.start(tenant())

@@ -1,4 +1,4 @@
-"""Daemons of an earlier life of the agent that it can't use as they are: the program is gone, or the folders are elsewhere."""
+"""Daemons of an earlier agent process that it can't use as they are: the program is missing, or the folders are elsewhere."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.enforcement.mps.modes import EXCLUSIVE_PROCESS
+from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant
 
@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 
 async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
-    """A life of the agent that is over, with a daemon for a1 that is left: its pid."""
+    """An agent process that ended and left a daemon for a1. Returns the daemon's pid."""
     old = await place.agent(setting=setting)
     await old.start(tenant())
     await old.close()
@@ -28,7 +28,9 @@ async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
 
 
 @BOTH
-async def test_without_the_program_daemons_are_known_and_their_containers_told(place: Place, setting: ProtocolSetting) -> None:
+async def test_without_the_program_daemons_are_found_and_their_containers_reported(
+    place: Place, setting: ProtocolSetting
+) -> None:
     pid = await begun(place, setting)
     hidden = place.program.rename(place.root / "hidden")
     new = await place.agent()
@@ -50,12 +52,12 @@ async def test_without_the_program_daemons_are_known_and_their_containers_told(p
     assert got["percentage"] == 30
 
 
-async def test_without_the_program_a_gpu_is_still_freed_for_a_whole_gpu_tenant(place: Place) -> None:
+async def test_without_the_program_a_gpu_is_still_freed_for_a_whole_gpu_container(place: Place) -> None:
     await begun(place)
     place.program.unlink()
     new = await place.agent()
     place.modes.broken = "Unknown Error"
-    with pytest.raises(Refusal, match="not free of MPS yet"):
+    with pytest.raises(Refusal, match="MPS still uses GPU"):
         await new.vacate([UUID])
     place.modes.broken = None
     await new.vacate([UUID])
@@ -76,7 +78,7 @@ async def test_without_the_program_an_idle_daemon_ends(place: Place) -> None:
 # -- the folders are elsewhere -----------------------------------------------------------------------------------------------
 
 
-async def test_a_daemon_in_another_run_dir_is_looked_after_where_it_is(place: Place) -> None:
+async def test_a_daemon_in_another_run_dir_is_managed_there(place: Place) -> None:
     pid = await begun(place)
     new = await place.agent(run_dir=place.root / "new")
     await new.recover([tenant()])
@@ -90,7 +92,7 @@ async def test_a_daemon_in_another_run_dir_is_looked_after_where_it_is(place: Pl
     assert (place.daemon_pid(), new.remains()) == (pid, {"a1"})
 
 
-async def test_a_daemon_in_another_run_dir_makes_room_when_its_tenants_are_gone(place: Place) -> None:
+async def test_a_daemon_in_another_run_dir_ends_when_its_containers_are_gone(place: Place) -> None:
     place.modes.now[UUID] = 2
     await begun(place)
     new = await place.agent(run_dir=place.root / "new")
@@ -109,7 +111,7 @@ async def test_a_daemon_in_another_run_dir_makes_room_when_its_tenants_are_gone(
     assert (place.modes.now, new.status()) == ({UUID: 2}, ())
 
 
-async def test_the_mode_of_before_is_known_although_somebody_emptied_the_folder(place: Place) -> None:
+async def test_the_original_mode_is_restored_although_the_folder_was_emptied(place: Place) -> None:
     await begun(place)
     await place.kill_daemon()
     shutil.rmtree(place.folder.root)
@@ -140,9 +142,7 @@ async def test_an_operators_own_exclusive_mode_stays(place: Place) -> None:
 
 
 @pytest.mark.parametrize("how", ["gone", "unreadable"])
-async def test_folders_that_cannot_be_read_do_not_keep_status_and_pids_from_being_told(
-    place: Place, how: str, tmp_path: Path
-) -> None:
+async def test_unreadable_folders_do_not_prevent_status_and_pids(place: Place, how: str, tmp_path: Path) -> None:
     pid = await begun(place)
     backend = await place.agent()
     await backend.recover([tenant()])

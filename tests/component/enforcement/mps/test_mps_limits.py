@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.mps.commands import ProtocolSetting
-from gpumgr.enforcement.mps.modes import EXCLUSIVE_PROCESS
+from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
@@ -28,7 +28,7 @@ async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, set
     assert got["server"] in backend.own_pids()
 
 
-async def test_two_tenants_share_a_daemon_and_the_larger_one_is_not_held_by_the_smaller_ones_server(place: Place) -> None:
+async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_the_server_of_the_smaller(place: Place) -> None:
     backend = await place.agent(setting="2")
     small, large = tenant("a1", cores=20, memory_bytes=GIB), tenant("b2", cores=60, memory_bytes=4 * GIB)
     await backend.start(small)
@@ -77,22 +77,22 @@ async def test_the_protocol_stays_while_containers_use_it(place: Place) -> None:
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in drained.prepare(tenant(), "core").envs
 
 
-async def test_a_process_past_mps_is_told_after_some_looks(place: Place) -> None:
+async def test_a_process_that_bypasses_mps_is_reported_after_some_checks(place: Place) -> None:
     backend = await place.agent(exclusive_process=False)
     await backend.start(tenant())
     client, _ = await place.attach(backend, tenant())
-    stranger = os.getpid()
-    look = [running(tenant(), client, stranger, gpu=(client, stranger))]
+    other = os.getpid()
+    look = [running(tenant(), client, other, gpu=(client, other))]
     assert await backend.observe(look) == []
     await place.pass_time(backend)
     assert await backend.observe(look) == []
     await place.pass_time(backend)
     (finding,) = await backend.observe(look)
     assert (finding.code, finding.allocation) == ("unregistered", "a1")
-    assert f"process {stranger} of demo/pod-a1 (main)" in finding.message
+    assert f"process {other} of demo/pod-a1 (main)" in finding.message
 
 
-async def test_a_running_container_without_files_is_told(place: Place, tmp_path: Path) -> None:
+async def test_a_running_container_without_files_is_reported(place: Place, tmp_path: Path) -> None:
     backend = await place.agent()
     await backend.start(tenant())
     (finding,) = await backend.observe([running(tenant("lost"))])

@@ -29,7 +29,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert "mps.control_program" in reason
     with pytest.raises(Refusal, match="not available on this node"):
         backend.prepare(tenant(), "core")
-    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.status(), backend.caveats))
+    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.status()))
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])
@@ -44,7 +44,6 @@ async def test_a_driver_that_comes_later_is_found(place: Place) -> None:
     assert await backend.unavailable() is not None
     hidden.rename(place.program)
     assert await backend.unavailable() is None
-    assert backend.caveats
 
 
 SILENT = "exit 1"
@@ -57,7 +56,7 @@ KILLED = "echo 'nvidia-cuda-mps-control -d'; kill -9 $$"
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (SILENT, "is not NVIDIA's MPS control program: to `-h` it said"),
+        (SILENT, "is not NVIDIA's MPS control program: `-h` printed"),
         (LIST, "is not NVIDIA's MPS control program"),
         (ECHO, "is not NVIDIA's MPS control program"),
         (NO_LIBRARY, "`-h` ended with status 127: 'nvidia-cuda-mps-control -d: error while loading shared libraries"),
@@ -78,7 +77,7 @@ async def test_a_program_that_is_broken_or_another_one_cannot_be_used(place: Pla
     await backend.start(tenant())
 
 
-async def test_an_old_program_without_help_is_known_by_what_it_says_without_a_daemon(place: Place) -> None:
+async def test_an_old_program_without_help_is_identified_by_its_message_without_a_daemon(place: Place) -> None:
     place.program.write_text(
         "#!/bin/sh\n[ $# = 0 ] && echo 'Cannot find MPS control daemon process' || echo 'Unrecognized option'; exit 1\n"
     )
@@ -86,7 +85,7 @@ async def test_an_old_program_without_help_is_known_by_what_it_says_without_a_da
     assert await backend.unavailable() is None
 
 
-async def test_a_program_that_hangs_for_a_while_is_asked_again(place: Place) -> None:
+async def test_a_program_that_hangs_for_a_while_is_called_again(place: Place) -> None:
     place.behave(hang=["-h"])
     backend = await place.agent(timeout_seconds=0.3)
     assert "did not end `-h` within 0.3 s" in str(await backend.unavailable())
@@ -97,17 +96,17 @@ async def test_a_program_that_hangs_for_a_while_is_asked_again(place: Place) -> 
     await backend.start(tenant())
 
 
-async def test_other_obstacles_are_told(place: Place) -> None:
+async def test_other_obstacles_are_reported(place: Place) -> None:
     assert await (await place.agent(obstacle=lambda: "GPU 3 is in MIG mode")).unavailable() == "GPU 3 is in MIG mode"
     deep = await place.agent(run_dir=place.root / ("d" * 60))
     assert "choose a shorter enforcement.run_dir" in str(await deep.unavailable())
     place.behave(protocols=[2])
-    assert "can't speak MPS protocol 3" in str(await (await place.agent(setting="3")).unavailable())
+    assert "does not support MPS protocol 3" in str(await (await place.agent(setting="3")).unavailable())
 
 
 async def test_mig_devices_are_refused(place: Place) -> None:
     backend = await place.agent()
-    with pytest.raises(Refusal, match="no MIG devices"):
+    with pytest.raises(Refusal, match="not MIG devices"):
         await backend.start(tenant(uuid="MIG-0fe1c342"))
 
 
@@ -128,14 +127,14 @@ async def test_answers_that_make_no_sense_are_refused(place: Place) -> None:
         await backend.start(tenant())
 
 
-async def test_a_daemon_that_does_not_start_is_refused_with_its_own_words(place: Place) -> None:
+async def test_a_daemon_that_does_not_start_is_refused_with_its_own_message(place: Place) -> None:
     place.behave(refuse_start="Failed to create the log file")
     assert "'Failed to create the log file'" in await refused(place)
 
 
 async def test_limits_that_are_accepted_and_not_kept_are_refused(place: Place) -> None:
     place.behave(forget_limits=True)
-    assert "did not take the limits of namespace a1" in await refused(place)
+    assert "did not accept the limits of namespace a1" in await refused(place)
 
 
 async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
@@ -164,25 +163,25 @@ def put_nsenter(place: Place, does: str, monkeypatch: pytest.MonkeyPatch) -> Non
         (INTO_OURSELVES, "does not see the host's processes; give the pod hostPID: true"),
     ],
 )
-async def test_in_a_pod_daemons_must_outlive_the_agent(
+async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(
     place: Place, monkeypatch: pytest.MonkeyPatch, nsenter: str, said: str
 ) -> None:
     put_nsenter(place, nsenter, monkeypatch)
-    backend = await place.agent(how=None, in_pod=True)
+    backend = await place.agent(method=None, in_pod=True)
     reason = str(await backend.unavailable())
     assert reason.startswith("MPS daemons would end with the agent's pod")
     assert said in reason
     assert not backend.transient
 
 
-async def test_a_host_that_does_not_answer_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_to_a_host_that_does_not_answer_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nsenter(place, "exec sleep 60", monkeypatch)
-    backend = await place.agent(how=None, in_pod=True, timeout_seconds=0.1)
+    backend = await place.agent(method=None, in_pod=True, timeout_seconds=0.1)
     assert "the host did not answer the agent's pod within 0.1 s" in str(await backend.unavailable())
     assert backend.transient
 
 
-async def test_an_image_without_the_way_to_the_host_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_image_without_access_to_the_host_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(place.root))
-    backend = await place.agent(how=None, in_pod=True)
+    backend = await place.agent(method=None, in_pod=True)
     assert "started on the host by nsenter, which this image lacks; add it" in str(await backend.unavailable())

@@ -6,13 +6,14 @@ import pytest
 
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.commands import ProtocolSetting
+from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 
 @BOTH
-async def test_a_killed_daemon_is_started_again_with_all_its_tenants(place: Place, setting: ProtocolSetting) -> None:
+async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: Place, setting: ProtocolSetting) -> None:
     backend = await place.agent(setting=setting)
     first, second = tenant("a1"), tenant("b2", cores=60)
     await backend.start(first)
@@ -42,7 +43,7 @@ async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, set
     await new.recover([tenant()])
     (status,) = new.status()
     assert (status.pid, status.clients, status.restarts) == (pid, 1, 0)
-    assert processes.start_time(client) is not None
+    assert start_time_ticks(client) is not None
     await new.start(tenant("b2"))
     assert place.daemon_pid() == pid
     assert await new.observe([running(tenant(), client, gpu=(client,))]) == []
@@ -63,7 +64,7 @@ async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_i
     assert (place.daemon_pid(), place.modes.now, place.folder.root.exists()) == (None, {UUID: 0}, False)
 
 
-async def test_servers_that_outlive_their_daemon_keep_their_clients_and_end_without(place: Place) -> None:
+async def test_servers_without_their_daemon_keep_their_clients_and_end_without_clients(place: Place) -> None:
     place.behave(servers_outlive=True)
     backend = await place.agent(setting="2")
     await backend.start(tenant())
@@ -71,13 +72,13 @@ async def test_servers_that_outlive_their_daemon_keep_their_clients_and_end_with
     await place.pass_time(backend)
     await place.kill_daemon()
     await place.pass_time(backend)
-    assert processes.start_time(got["server"]) is not None, "work goes on there"
+    assert start_time_ticks(got["server"]) is not None, "work goes on there"
     _, fresh = await place.attach(backend, tenant())
     await place.pass_time(backend)
     await place.detach()
     await place.kill_daemon()
     await place.pass_time(backend)
-    await until(lambda: processes.start_time(fresh["server"]) is None)
+    await until(lambda: start_time_ticks(fresh["server"]) is None)
 
 
 async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:

@@ -4,21 +4,22 @@ import os
 
 import pytest
 
-from gpumgr.enforcement.mps import commands, processes
-from gpumgr.enforcement.mps.control import Control
+from gpumgr.enforcement.mps import commands
+from gpumgr.enforcement.mps.control import ControlProgram
+from gpumgr.proc import start_time_ticks
 from tests.component.enforcement.mps.place import GIB, Place, running, tenant
 
 
 async def say(place: Place, *lines: str) -> None:
     """To the daemon, as a container's process would."""
-    control = Control(place.program, timeout_seconds=5.0)
+    control = ControlProgram(place.program, timeout_seconds=5.0)
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place.folder.pipe)}
     for line in lines:
-        await control.ask(commands.Command(text=f"{line}\n"), environment)
+        await control.query(commands.Command(text=f"{line}\n"), environment)
 
 
 @pytest.mark.parametrize("which", ["default", "server"])
-async def test_limits_that_were_changed_are_put_right_and_told(place: Place, which: str) -> None:
+async def test_changed_limits_are_reset_and_reported(place: Place, which: str) -> None:
     backend = await place.agent(setting="2")
     first, second = tenant("a1"), tenant("b2", cores=10, memory_bytes=GIB)
     await backend.start(first)
@@ -45,7 +46,7 @@ async def test_limits_that_were_changed_are_put_right_and_told(place: Place, whi
     assert await backend.observe(look) == []
 
 
-async def test_a_driver_that_tells_the_defaults_alone_is_asked_for_them_alone(place: Place) -> None:
+async def test_of_a_driver_that_reports_only_defaults_only_these_are_read(place: Place) -> None:
     place.behave(tells_limits="of defaults")
     backend = await place.agent(setting="2")
     await backend.start(tenant())
@@ -83,12 +84,12 @@ async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
     await place.detach()
     _, second = await place.attach(backend, tenant(), FAKE_MPS_AS_USER="1002")
     assert first["server"] != second["server"]
-    assert processes.start_time(first["server"]) is None
+    assert start_time_ticks(first["server"]) is None
     await place.pass_time(backend)
     assert await backend.observe([running(tenant(), os.getpid())]) == []
 
 
-async def test_a_driver_that_does_not_tell_its_limits_is_still_told_them(place: Place) -> None:
+async def test_limits_are_written_to_a_driver_that_does_not_report_them(place: Place) -> None:
     place.behave(tells_limits=False)
     backend = await place.agent(setting="2")
     await backend.start(tenant())

@@ -1,4 +1,4 @@
-"""A backend over a folder of its own, with a fake of what the node tells about containers, and clients as containers run them."""
+"""A backend over a folder of its own, with a fake of the node's list of containers, and clients as containers run them."""
 
 import asyncio
 import shutil
@@ -14,7 +14,7 @@ import grpc
 
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
-from gpumgr.enforcement.vcuda.pids import unpack_pids
+from gpumgr.enforcement.vcuda.config import unpack_pids
 from gpumgr.usage.containers import Container
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 

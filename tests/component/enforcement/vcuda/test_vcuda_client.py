@@ -103,13 +103,13 @@ async def test_success_in_every_shape(client: Path, node: Node, answer: bytes) -
     [
         (
             trailers(b"\x88" + literal("grpc-status", "7") + literal("grpc-message", "not%20yours: %C3%BC%0A100%")),
-            "the agent says no (gRPC status 7): not yours: ü 100%",
+            "the agent refused (gRPC status 7): not yours: ü 100%",
         ),
         (
             trailers(literal("grpc-status", "13", huffman=True) + literal("grpc-message", "~Broken| {}", huffman=True)),
-            "the agent says no (gRPC status 13): ~Broken| {}",
+            "the agent refused (gRPC status 13): ~Broken| {}",
         ),
-        (trailers(literal("grpc-status", "x")), "the agent says no (gRPC status 2): no reason given"),
+        (trailers(literal("grpc-status", "x")), "the agent refused (gRPC status 2): no reason given"),
         (trailers(b"\x8d"), "the answer has HTTP status 404 and no gRPC status"),
         (trailers(b"\x08\x03502"), "the answer has HTTP status 502 and no gRPC status"),
         (frame(DATA, END_STREAM, b""), "the answer has HTTP status -1 and no gRPC status"),
@@ -257,7 +257,7 @@ def program_headers(program: Path) -> list[int]:
     return [struct.unpack_from("<I", content, offset + size * number)[0] for number in range(count)]
 
 
-def test_without_a_compiler_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(InputError, match=r"install gcc or clang, or set vcuda\.client_path"):
         build_client(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.config import pack_config
 from gpumgr.errors import CriError, Refusal
@@ -55,7 +55,7 @@ async def test_a_c_program_reads_the_limits(reader: Path, node: Node) -> None:
 
 async def test_a_binary_search_finds_every_process_and_no_other(reader: Path, node: Node, backend: VcudaBackend) -> None:
     node.pids = set(range(100_000, 98_000, -7))
-    await backend.adjust([Running(tenant=TENANT, container=CONTAINER)])
+    await backend.adjust([RunningContainer(tenant=TENANT, container=CONTAINER)])
     wanted = [*sorted(node.pids), 1, 99_999, 100_001]
     said = (await run(reader, "pid", *map(str, wanted), f"{node.place}/")).stdout.splitlines()
     assert said == [f"{pid} {'yes' if pid in node.pids else 'no'}" for pid in wanted]
@@ -71,7 +71,7 @@ async def test_before_the_first_process_the_file_is_not_empty(node: Node) -> Non
 
 async def test_files_are_replaced_only_when_they_change(node: Node, backend: VcudaBackend) -> None:
     node.pids = {4711, 4712}
-    running = Running(tenant=TENANT, container=CONTAINER)
+    running = RunningContainer(tenant=TENANT, container=CONTAINER)
     await backend.adjust([running])
     before = [(node.place / name).stat().st_ino for name in ("pids.config", "vcuda.config")]
     held = (node.place / "pids.config").open("rb")
@@ -87,18 +87,18 @@ async def test_files_are_replaced_only_when_they_change(node: Node, backend: Vcu
 
 async def test_a_change_of_the_grant_and_tampering_are_put_right(node: Node, backend: VcudaBackend) -> None:
     softer = replace(TENANT, core_limit=80)
-    await backend.adjust([Running(tenant=softer, container=CONTAINER)])
+    await backend.adjust([RunningContainer(tenant=softer, container=CONTAINER)])
     assert (node.place / "vcuda.config").read_bytes() == pack_config(softer)
     (node.place / "vcuda.config").write_bytes(b"")
     (node.place / "pids.config").unlink()
     node.socket.unlink()
-    await backend.adjust([Running(tenant=softer, container=CONTAINER)])
+    await backend.adjust([RunningContainer(tenant=softer, container=CONTAINER)])
     assert (node.place / "vcuda.config").read_bytes() == pack_config(softer)
     assert node.listed() == (CONTAINER.pid,), "the container's first process, while its cgroup tells nothing"
     assert node.socket.is_socket()
 
 
-async def test_cgroups_that_cannot_be_read_are_told_once_and_stall_nobody(
+async def test_unreadable_cgroups_are_reported_once_and_delay_no_other_container(
     node: Node, library_sha256: str, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(_container: Container) -> Collection[int]:
@@ -109,7 +109,7 @@ async def test_cgroups_that_cannot_be_read_are_told_once_and_stall_nobody(
     await blind.start(TENANT)
     with capture_logs() as lines:
         for _ in range(2):
-            await blind.adjust([Running(tenant=TENANT, container=CONTAINER)])
+            await blind.adjust([RunningContainer(tenant=TENANT, container=CONTAINER)])
     assert [(line["event"], line["reason"]) for line in lines] == [
         ("vcuda_not_kept", "can't read /sys/fs/cgroup: Permission denied")
     ]
@@ -118,12 +118,12 @@ async def test_cgroups_that_cannot_be_read_are_told_once_and_stall_nobody(
     await blind.close()
 
 
-async def test_a_lock_held_by_the_tenant_stalls_nobody(node: Node, backend: VcudaBackend, client: Path) -> None:
+async def test_a_lock_held_by_a_container_delays_no_other_container(node: Node, backend: VcudaBackend, client: Path) -> None:
     with (node.place / "pids.config").open("rb") as pids, (node.place / "vcuda.config").open("rb") as config:
         fcntl.flock(pids, fcntl.LOCK_EX)
         fcntl.flock(config, fcntl.LOCK_EX)
         ended = await register(client, node.socket)
-        await backend.adjust([Running(tenant=replace(TENANT, core_limit=80), container=CONTAINER)])
+        await backend.adjust([RunningContainer(tenant=replace(TENANT, core_limit=80), container=CONTAINER)])
     assert (ended.status, ended.stderr) == (0, "")
     assert ended.pid in node.listed()
 
@@ -154,7 +154,7 @@ async def test_a_strange_file_in_the_folder_stays(node: Node, backend: VcudaBack
 
 async def test_a_wrong_library_is_refused(node: Node) -> None:
     backend = node.backend("0" * 64)
-    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't be kept: .* has SHA-256 "):
+    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't be enforced: .* has SHA-256 "):
         await backend.start(TENANT)
     assert not node.place.exists()
     assert "set vcuda.library_path" in str(await node.backend(None, None).unavailable())
@@ -162,9 +162,9 @@ async def test_a_wrong_library_is_refused(node: Node) -> None:
 
 async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha256: str) -> None:
     deep = Node(node.folder / ("d" * 90)).backend(library_sha256)
-    with pytest.raises(Refusal, match=r"107 are possible: set a shorter container\.allocation_dir"):
+    with pytest.raises(Refusal, match=r"a unix socket allows 107; set a shorter container\.allocation_dir"):
         await deep.start(TENANT)
-    assert (await deep.unavailable() or "").startswith(f"the socket {node.folder}")
+    assert (await deep.unavailable() or "").startswith(f"no socket can be at {node.folder}")
     assert await node.backend(library_sha256, LIBRARY).unavailable() is None
 
 
@@ -172,7 +172,7 @@ async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha2
 async def test_a_container_that_the_kubelet_never_names_starts_and_registers(
     node: Node, library_sha256: str, client: Path, known: dict[str, Any]
 ) -> None:
-    """An init container, where no API server tells its name."""
+    """An init container without an API server, so that its name is unknown."""
     nameless = replace(TENANT, **{"pod": None, "pod_uid": None, "container": None} | known)
     backend = node.backend(library_sha256)
     await backend.start(nameless)
@@ -190,21 +190,21 @@ async def test_a_container_that_would_get_no_library_is_refused(node: Node, libr
     backend = node.backend(library_sha256)
     said = f"containers get no libcuda-control.so: {node.driver_files_obstacle}"
     assert await backend.unavailable() == said
-    with pytest.raises(Refusal, match=rf"the limits of demo/resnet \(main\) can't be kept: {said}"):
+    with pytest.raises(Refusal, match=rf"the limits of demo/resnet \(main\) can't be enforced: {said}"):
         await backend.start(TENANT)
     assert not node.place.exists()
     node.driver_files_obstacle = None
     assert await backend.unavailable() is None
 
 
-async def test_a_folder_that_can_not_be_looked_at_is_told_once(node: Node, library_sha256: str) -> None:
+async def test_an_unreadable_folder_is_reported_once(node: Node, library_sha256: str) -> None:
     gone = Node(node.folder / "gone").backend(library_sha256)
     (node.folder / "file").touch()
     blocked = Node(node.folder / "file").backend(library_sha256)
     with capture_logs() as lines:
         assert [set(each.remains()) for each in (gone, blocked, blocked)] == [set()] * 3
     assert [(line["event"], line["reason"]) for line in lines] == [
-        ("vcuda_not_looked_at", f"{node.folder}/file: Not a directory")
+        ("vcuda_folder_not_listed", f"{node.folder}/file: Not a directory")
     ]
 
 
@@ -213,7 +213,7 @@ async def test_the_container_gets_no_library_from_nvidias_runtime(backend: Vcuda
     assert backend.prepare(TENANT, "memory").envs == {}
 
 
-async def test_two_hundred_tenants_on_one_loop(node: Node, library_sha256: str, client: Path) -> None:
+async def test_two_hundred_containers_on_one_loop(node: Node, library_sha256: str, client: Path) -> None:
     backend = node.backend(library_sha256)
     tenants = [replace(TENANT, allocation=f"{number:016x}") for number in range(200)]
     for tenant in tenants:

@@ -1,10 +1,10 @@
-"""Whether a process has an allocation's folder, from mounts as the kernel tells them."""
+"""Whether a process has mounted an allocation's folder, from the kernel's mountinfo."""
 
 import os
 import subprocess
 from pathlib import Path
 
-from gpumgr.enforcement.vcuda.mounts import has_mounted
+from gpumgr.enforcement.mounts import has_mounted
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION
 
 #: A container's, shortened: the folder lies on the root's file system; another mount bears the name in its source only.

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.enforcement.backend import Running
+from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from tests.component.enforcement.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
@@ -50,7 +50,7 @@ async def test_the_client_as_the_library_runs_it(node: Node, client: Path, reade
 
 
 @pytest.mark.usefixtures("backend")
-async def test_without_a_look_into_the_cgroup_nobody_falls_out(node: Node, client: Path, reader: Path) -> None:
+async def test_an_unreadable_cgroup_removes_no_pid(node: Node, client: Path, reader: Path) -> None:
     first, second = [await run(reader, "register", client, node.place) for _ in range(2)]
     assert {1, first.pid, second.pid} <= set(node.listed())
 
@@ -64,7 +64,7 @@ async def test_fifty_at_once(node: Node, client: Path) -> None:
 
 
 async def gated(client: Path, node: Node) -> asyncio.subprocess.Process:
-    """A client whose pid is known before it calls: it begins with a line on its stdin."""
+    """A client with a pid that is known before it calls: it calls after a line on its stdin."""
     script = f'read go; exec "{client}" --addr "{node.socket}" --pod-uid u --cont-name main'
     pipe = subprocess.PIPE
     return await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -79,8 +79,8 @@ async def test_a_peer_of_another_container_is_refused(node: Node, backend: Vcuda
             _, error = await thief.communicate(b"go\n")
             assert thief.returncode == 255
             assert error.decode().splitlines() == [
-                f"gpu-client: not registered at {node.socket}: the agent says no (gRPC status 7): process {thief.pid} is in demo/thief "
-                "(main), and this socket is that of demo/resnet (main)"
+                f"gpu-client: not registered at {node.socket}: the agent refused (gRPC status 7): process {thief.pid} is in demo/thief "
+                "(main), and this socket belongs to demo/resnet (main)"
             ]
     assert node.listed() == before
     assert backend.registrations == {"permission_denied": 2}
@@ -96,7 +96,7 @@ async def test_a_process_in_no_container_is_refused(node: Node, client: Path) ->
     assert f"process {outsider.pid} is in no container" in error.decode()
 
 
-async def test_what_the_message_claims_moves_nobody(node: Node, backend: VcudaBackend) -> None:
+async def test_names_in_the_message_do_not_change_the_registered_container(node: Node, backend: VcudaBackend) -> None:
     async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
         await stub(channel).RegisterVDevice(api.VDeviceRequest(pod_uid="another", container_name="thief"))
     assert backend.registrations == {"ok": 1}
@@ -165,7 +165,7 @@ async def test_a_restarted_agent_listens_on_the_same_path(
     again = node.backend(library_sha256)
     await again.recover([TENANT])
     assert node.listed() == listed
-    on_gpu = Running(tenant=TENANT, container=CONTAINER, pids=listed, gpu_processes=dict.fromkeys(listed, None))
+    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_processes=dict.fromkeys(listed, None))
     assert await again.observe([on_gpu]) == [], "who was listed is taken for registered"
     assert (node.place / "vcuda.config").exists()
     assert (await early).status == 0, "who called while the agent was away is answered now"
@@ -192,25 +192,25 @@ async def test_a_gone_allocation_has_nothing_to_register_with(node: Node, backen
 async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: VcudaBackend, client: Path) -> None:
     script = f'"{client}" --addr "{node.socket}" --pod-uid u --cont-name main && {{ sleep 60 & echo $!; wait; }}'
     parent = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=subprocess.PIPE)
-    stranger = await asyncio.create_subprocess_exec("sleep", "60")
+    other = await asyncio.create_subprocess_exec("sleep", "60")
     try:
         assert parent.stdout is not None
         child_pid = int(await parent.stdout.readline())
-        pids = (parent.pid, child_pid, stranger.pid)
-        running = Running(tenant=TENANT, container=CONTAINER, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
+        pids = (parent.pid, child_pid, other.pid)
+        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
         (finding,) = await backend.observe([running])
         assert (finding.allocation, finding.code) == (ALLOCATION, "unregistered")
-        assert f"(pid {stranger.pid})" in finding.message
+        assert f"(pid {other.pid})" in finding.message
         os.kill(child_pid, signal.SIGKILL)
     finally:
-        for process in (parent, stranger):
+        for process in (parent, other):
             process.kill()
             await process.communicate()
 
 
-async def test_too_many_processes_are_told(node: Node, backend: VcudaBackend) -> None:
+async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend) -> None:
     node.pids = set(range(10, 1510))
-    running = Running(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)), gpu_processes={})
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)), gpu_processes={})
     await backend.adjust([replace(running, gpu_processes={1509: 1 << 20})])
     assert node.listed() == (*range(10, 1033), 1509)
     (finding,) = await backend.observe([running])

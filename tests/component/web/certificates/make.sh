@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the certificates that the tests of TLS use, valid for a hundred years: server and client signed by ca, stranger by itself.
+# Makes the certificates that the tests of TLS use, valid for a hundred years: server and client signed by ca; `stranger` is self-signed.
 set -eu
 cd "$(dirname "$0")"
 new() { openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500 "$@"; }

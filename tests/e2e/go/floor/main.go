@@ -139,7 +139,7 @@ func devices(kind string, gpus, each int) []*api.Device {
 	return list
 }
 
-// inode tells one kubelet's socket from the next; 0 where there is none.
+// inode distinguishes one kubelet's socket from the next; 0 where there is none.
 func inode(path string) uint64 {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -148,7 +148,7 @@ func inode(path string) uint64 {
 	return info.Sys().(*syscall.Stat_t).Ino
 }
 
-// present tells whether every plugin's socket is still in folder.
+// present reports whether every plugin's socket is still in folder.
 func present(folder string, plugins []*plugin) bool {
 	for _, p := range plugins {
 		if _, err := os.Stat(filepath.Join(folder, p.endpoint)); err != nil {

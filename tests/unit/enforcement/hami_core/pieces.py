@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from gpumgr.enforcement.hami_core import layouts, seed, view
 from gpumgr.enforcement.hami_core.layouts import HEAD, MAGIC, Layout
-from gpumgr.enforcement.hami_core.seed import Limits
+from gpumgr.enforcement.hami_core.seed import RegionLimits
 from gpumgr.enforcement.hami_core.view import RegionView
 
-GRANTED: Limits = seed.limits(memory_bytes=1 << 30, cores=30)
+GRANTED: RegionLimits = seed.limits(memory_bytes=1 << 30, cores=30)
 
 
 class Pieces:
@@ -48,7 +48,7 @@ class Pieces:
         return view.decode(layout, content[: layout.procs], tail, slots)
 
 
-def nobody(_pid: int) -> None:
+def no_pid(_pid: int) -> None:
     """A table of numbers without any process."""
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.enforcement.hami_core import repairs
 from gpumgr.enforcement.hami_core.layouts import LAYOUTS, V1_1_DIRTY, V1_2, Layout
-from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, nobody, table
+from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, no_pid, table
 
 
 def mend(pieces: Pieces, due: list[repairs.Repair]) -> None:
@@ -20,7 +20,7 @@ def test_an_untouched_region_needs_nothing(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_changed_words_are_set_back_one_by_one(layout: Layout) -> None:
+def test_changed_words_are_reset_one_by_one(layout: Layout) -> None:
     pieces = Pieces(layout)
     before = bytes(pieces.content)
     pieces.put(layout.limit, "<QQ", 1 << 36, 5)
@@ -35,7 +35,7 @@ def test_changed_words_are_set_back_one_by_one(layout: Layout) -> None:
     assert bytes(pieces.content) == before
 
 
-def test_an_unknown_or_strange_host_number_is_written_and_a_known_one_is_not() -> None:
+def test_a_missing_or_wrong_host_pid_is_written_and_a_correct_one_is_not() -> None:
     pieces = Pieces(V1_2)
     pieces.add(pid=7, hostpid=0)
     pieces.add(pid=8, hostpid=1008)
@@ -53,11 +53,11 @@ def test_a_stuck_slot_keeps_its_old_host_number() -> None:
 
 
 @pytest.mark.parametrize("layout", [V1_1_DIRTY, V1_2], ids=lambda layout: layout.name)
-def test_a_lock_that_a_dead_writer_left_is_ended(layout: Layout) -> None:
+def test_a_lock_of_an_ended_writer_is_released(layout: Layout) -> None:
     pieces = Pieces(layout)
-    pieces.add(pid=1, hostpid=555, seqlock=2**64 - 1)  # its number in the container has a new owner, the host's tells
+    pieces.add(pid=1, hostpid=555, seqlock=2**64 - 1)  # its pid in the container is used again, as the host pid shows
     pieces.add(pid=2, hostpid=1002, seqlock=5)  # runs
-    pieces.add(pid=3, hostpid=0, seqlock=7)  # runs, its host's number was never found
+    pieces.add(pid=3, hostpid=0, seqlock=7)  # runs, its host pid was never found
     pieces.add(pid=4, hostpid=0, seqlock=9)
     pieces.add(pid=0, status=0, seqlock=11)
     seen = pieces.view()
@@ -72,4 +72,4 @@ def test_a_lock_that_a_dead_writer_left_is_ended(layout: Layout) -> None:
 def test_layouts_without_a_lock_have_none_to_end() -> None:
     pieces = Pieces(LAYOUTS[0])
     pieces.add(pid=4, seqlock=1)
-    assert list(repairs.abandoned(pieces.view(), {1}, nobody)) == []
+    assert list(repairs.abandoned(pieces.view(), {1}, no_pid)) == []

@@ -17,11 +17,11 @@ def test_a_seed_reads_back_as_what_was_granted() -> None:
 
 @pytest.mark.parametrize("cores", [-1, 0, 100, 150])
 def test_cores_that_the_library_takes_for_unlimited_are_refused(cores: int) -> None:
-    with pytest.raises(ValueError, match="no share of a GPU"):
+    with pytest.raises(ValueError, match="not a share of a GPU"):
         limits(memory_bytes=1 << 30, cores=cores)
 
 
 @pytest.mark.parametrize("memory_bytes", [-1, 0, 1, (1 << 20) + 1, 1 << 63])
-def test_memory_that_the_library_takes_for_unlimited_or_can_not_be_told_is_refused(memory_bytes: int) -> None:
-    with pytest.raises(ValueError, match="no memory limit"):
+def test_memory_that_the_library_treats_as_unlimited_or_can_not_represent_is_refused(memory_bytes: int) -> None:
+    with pytest.raises(ValueError, match="not a memory limit"):
         limits(memory_bytes=memory_bytes, cores=10)

@@ -9,7 +9,7 @@ UUID = b"GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_layout_tells_the_same(layout: Layout) -> None:
+def test_every_layout_decodes_to_the_same_view(layout: Layout) -> None:
     pieces = Pieces(layout)
     pieces.put(layout.device_num, "<Q", 2)
     pieces.put_uuid(0, UUID)
@@ -30,7 +30,7 @@ def test_every_layout_tells_the_same(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("said", "read"), [(-5, 0), (1025, 1024), (2**31 - 1, 1024)])
-def test_a_made_up_process_count_is_bounded_and_told(said: int, read: int) -> None:
+def test_an_invalid_process_count_is_bounded_and_reported(said: int, read: int) -> None:
     pieces = Pieces(V1_2)
     for pid in range(1, 1025):
         pieces.add(pid=pid)
@@ -74,7 +74,9 @@ def test_a_name_that_is_no_uuid_goes_nowhere(text: bytes) -> None:
     pieces.put_uuid(3, text)
     seen = pieces.view()
     assert seen.uuids == ()
-    assert [(problem.code, problem.message) for problem in seen.problems] == [("uuid", "the name of device 3 is no GPU's UUID")]
+    assert [(problem.code, problem.message) for problem in seen.problems] == [
+        ("uuid", "the name of device 3 is not a GPU's UUID")
+    ]
 
 
 def test_a_name_ends_at_its_first_zero() -> None:
@@ -93,7 +95,7 @@ def test_a_region_that_calls_itself_something_else_is_still_read_as_what_it_is()
     assert [problem.code for problem in pieces.view().problems] == ["header"]
 
 
-def test_a_slot_that_nobody_has_is_shown_while_it_is_stuck() -> None:
+def test_a_slot_without_a_process_is_shown_while_it_is_stuck() -> None:
     pieces = Pieces(V1_2)
     pieces.add(pid=0, status=0, seqlock=7, used=(10,))
     (slot,) = pieces.view().slots

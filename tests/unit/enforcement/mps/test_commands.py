@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.enforcement.mps import commands
-from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.errors import MpsError
 
 GIB = 1 << 30
 OLD_HELP = "nvidia-cuda-mps-control [-d | -f]\n  starts nvidia-cuda-mps-server processes"
@@ -13,8 +13,8 @@ NEW_HELP = "-d, --daemon\n-m, --multiuser  Enable multiuser mode.\n-p, --protoco
 MODULES = "server, namespace, client, device, sm-partition, feature"
 
 
-def test_an_old_program_speaks_protocol_2_to_one_user_at_a_time() -> None:
-    assert commands.parse_help(OLD_HELP, "Unrecognized option") == commands.Abilities(protocols=frozenset({2}))
+def test_an_old_program_uses_protocol_2_for_one_user_at_a_time() -> None:
+    assert commands.parse_help(OLD_HELP, "Unrecognized option") == commands.ControlFeatures(protocols=frozenset({2}))
 
 
 @pytest.mark.parametrize("option", ["-multiuser-server", "--multiuser-server", "--multiuser"])
@@ -33,7 +33,7 @@ def test_help_names_mps_and_how_to_start_it() -> None:
     assert not commands.is_help("mps-d --daemonize")
 
 
-def test_a_new_program_speaks_both() -> None:
+def test_a_new_program_supports_both_protocols() -> None:
     found = commands.parse_help(NEW_HELP, f"{NEW_HELP}\nModules: {MODULES}")
     assert found.protocols == {2, 3}
     assert commands.start(3, found.multiuser_option).words == ("-d", "-p", "3", "--multiuser")
@@ -60,7 +60,7 @@ def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
     assert [each.text for each in commands.bound_server(77, 40, None)] == ["set_active_thread_percentage 77 40\n"]
 
 
-def test_the_outer_bound_can_be_asked_for() -> None:
+def test_the_outer_bound_can_be_read() -> None:
     assert commands.bounds_of([77], memory=True).text == "get_active_thread_percentage 77\nget_device_pinned_mem_limit 77 0\n"
     both = commands.bounds_of([None], memory=True)
     assert str(both) == "get_default_active_thread_percentage; get_default_device_pinned_mem_limit 0"
@@ -68,7 +68,7 @@ def test_the_outer_bound_can_be_asked_for() -> None:
     assert str(all_of_them) == "get_default_active_thread_percentage; get_active_thread_percentage 77"
 
 
-def test_each_servers_bounds_are_told_apart_by_their_number() -> None:
+def test_each_servers_bounds_are_identified_by_their_number() -> None:
     asked = [None, 77]
     assert commands.parse_bounds(asked, "30.0\n3G\n40.0\n4G\n", memory=True) == {None: "30.0\n3G", 77: "40.0\n4G"}
     assert commands.parse_bounds(asked, "30.0\n40.0\n", memory=False) == {None: "30.0", 77: "40.0"}

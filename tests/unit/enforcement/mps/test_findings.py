@@ -1,27 +1,27 @@
-"""What looks at running tenants tell."""
+"""Findings of checks of running containers."""
 
 from collections.abc import Collection
 
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.backend import Finding, Running
-from gpumgr.enforcement.mps.findings import View, judge, lost, strangers, unserved
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.enforcement.backend import Finding, RunningContainer
+from gpumgr.enforcement.mps.findings import View, judge, lost, processes_outside, unserved
 from gpumgr.usage.containers import Container
 
-TENANT = Tenant(allocation="a1", gpu="0fe1c342", uuid="GPU-1", pod=("demo", "resnet"), container="main")
+TENANT = GpuShare(allocation="a1", gpu="0fe1c342", uuid="GPU-1", pod=("demo", "resnet"), container="main")
 CONTAINER = Container(id="c", pod=("demo", "resnet"), pod_uid="u", name="main")
-RUNNING = Running(tenant=TENANT, container=CONTAINER, pids=(10, 11), gpu_processes={11: 1 << 20})
+RUNNING = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(10, 11), gpu_processes={11: 1 << 20})
 
 
-def told(view: View, *, users: Collection[int] = (1000,), lasting: Collection[int] = ()) -> list[Finding]:
+def findings_of(view: View, *, users: Collection[int] = (1000,), lasting: Collection[int] = ()) -> list[Finding]:
     return list(judge(RUNNING, view, users, lasting))
 
 
 def test_a_client_of_the_running_server_is_fine() -> None:
-    assert told(View(protocol=2, multiuser=False, server_user=1000, clients={11: None})) == []
+    assert findings_of(View(protocol=2, multiuser=False, server_user=1000, clients={11: None})) == []
 
 
-def test_a_container_whose_user_is_not_served_is_broken_and_told_what_to_do() -> None:
-    (finding,) = told(View(protocol=2, multiuser=False, server_user=0, clients={99: None}))
+def test_a_container_of_a_user_that_is_not_served_is_broken_with_a_remedy() -> None:
+    (finding,) = findings_of(View(protocol=2, multiuser=False, server_user=0, clients={99: None}))
     assert (finding.allocation, finding.code) == ("a1", "broken")
     assert "demo/resnet (main) runs as user 1000" in finding.message
     assert "serves user 0" in finding.message
@@ -29,43 +29,43 @@ def test_a_container_whose_user_is_not_served_is_broken_and_told_what_to_do() ->
 
 
 def test_users_do_not_matter_in_multi_user_mode_without_a_server_or_to_a_container_that_is_served() -> None:
-    assert told(View(protocol=3, multiuser=True, server_user=0)) == []
-    assert told(View(protocol=2, multiuser=False)) == []
-    assert told(View(protocol=2, multiuser=False, server_user=0, clients={11: None})) == []
-    assert told(View(protocol=2, multiuser=False, server_user=0), users={0, 1000}) == []
-    assert told(View(protocol=2, multiuser=False, server_user=0), users=set()) == []
+    assert findings_of(View(protocol=3, multiuser=True, server_user=0)) == []
+    assert findings_of(View(protocol=2, multiuser=False)) == []
+    assert findings_of(View(protocol=2, multiuser=False, server_user=0, clients={11: None})) == []
+    assert findings_of(View(protocol=2, multiuser=False, server_user=0), users={0, 1000}) == []
+    assert findings_of(View(protocol=2, multiuser=False, server_user=0), users=set()) == []
 
 
-def test_users_need_not_be_looked_at_unless_the_container_may_wait() -> None:
+def test_users_are_checked_only_if_the_container_may_wait() -> None:
     assert unserved(RUNNING, View(protocol=2, multiuser=False, server_user=0))
     assert not unserved(RUNNING, View(protocol=2, multiuser=True, server_user=0))
     assert not unserved(RUNNING, View(protocol=2, multiuser=False))
     assert not unserved(RUNNING, View(protocol=2, multiuser=False, server_user=0, clients={10: None}))
 
 
-def test_limits_that_somebody_changed_are_told() -> None:
-    (finding,) = told(View(protocol=2, multiuser=True, tampered=True, clients={11: None}))
+def test_changed_limits_are_reported() -> None:
+    (finding,) = findings_of(View(protocol=2, multiuser=True, tampered=True, clients={11: None}))
     assert finding.code == "tampered"
     assert "the limits of MPS on GPU 0fe1c342 were changed through its daemon's control socket" in finding.message
 
 
-def test_trouble_with_the_daemon_is_told_alone() -> None:
-    (finding,) = told(View(protocol=2, multiuser=False, trouble="it hangs", server_user=0), lasting=(11,))
+def test_an_error_of_the_daemon_is_the_only_finding() -> None:
+    (finding,) = findings_of(View(protocol=2, multiuser=False, trouble="it hangs", server_user=0), lasting=(11,))
     assert finding.code == "broken"
-    assert finding.message.endswith("begins now fail: it hangs")
+    assert finding.message.endswith("starts now fail: it hangs")
 
 
 def test_a_process_without_mps_is_unregistered() -> None:
     view = View(protocol=2, multiuser=True)
-    assert strangers(RUNNING, view) == {11}
-    (finding,) = told(view, lasting=(11,))
+    assert processes_outside(RUNNING, view) == {11}
+    (finding,) = findings_of(view, lasting=(11,))
     assert (finding.code, "process 11 of demo/resnet (main)" in finding.message) == ("unregistered", True)
 
 
-def test_a_client_in_the_namespace_of_another_container_is_a_stranger() -> None:
-    assert strangers(RUNNING, View(protocol=3, multiuser=True, clients={11: "b2"})) == {11}
-    assert strangers(RUNNING, View(protocol=3, multiuser=True, clients={11: "a1"})) == frozenset()
-    assert strangers(RUNNING, View(protocol=2, multiuser=True, clients={11: None})) == frozenset()
+def test_a_client_in_the_namespace_of_another_container_is_a_finding() -> None:
+    assert processes_outside(RUNNING, View(protocol=3, multiuser=True, clients={11: "b2"})) == {11}
+    assert processes_outside(RUNNING, View(protocol=3, multiuser=True, clients={11: "a1"})) == frozenset()
+    assert processes_outside(RUNNING, View(protocol=2, multiuser=True, clients={11: None})) == frozenset()
 
 
 def test_a_container_of_which_nothing_is_on_disk_must_be_made_again() -> None:

@@ -21,7 +21,7 @@ def test_shares_are_kept_and_what_is_unreadable_is_still_named(tmp_path: Path) -
     assert folder.allocations() == ["b2"]
 
 
-def test_clients_of_any_user_can_pass_whatever_the_umask_is(tmp_path: Path) -> None:
+def test_clients_of_any_user_have_access_with_any_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         folder = GpuFolder(tmp_path / "mps/GPU-1")

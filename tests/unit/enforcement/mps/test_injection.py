@@ -5,33 +5,33 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.tenant import Tenant
-from gpumgr.enforcement.mps.commands import Protocol
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.injection import answer
-from gpumgr.units import KINDS
+from gpumgr.units import RESOURCES
 
 ROOT = Path("/run/gpumgr/mps")
 UUID = "GPU-0fe1c342-0000-0000-0000-000000000001"
-TENANT = Tenant(allocation="d79ef655d5eaf955", gpu="0fe1c342", uuid=UUID, cores=30, memory_bytes=3 << 30)
+TENANT = GpuShare(allocation="d79ef655d5eaf955", gpu="0fe1c342", uuid=UUID, cores=30, memory_bytes=3 << 30)
 GPU = f"/run/gpumgr/mps/{UUID}"
 
 
 def test_in_protocol_2_the_environment_limits() -> None:
-    core = answer(TENANT, "core", 2, KINDS, ROOT)
+    core = answer(TENANT, "core", 2, RESOURCES, ROOT)
     assert core.envs == {"CUDA_MPS_PIPE_DIRECTORY": f"{GPU}/pipe", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30"}
     assert [(m.host_path, m.container_path, m.read_only) for m in core.mounts] == [
         (f"{GPU}/pipe", f"{GPU}/pipe", True),
         (f"{GPU}/shm", "/dev/shm", False),
     ]
-    assert answer(TENANT, "memory", 2, KINDS, ROOT).envs == {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3072M"}
+    assert answer(TENANT, "memory", 2, RESOURCES, ROOT).envs == {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3072M"}
 
 
 def test_in_protocol_3_the_one_socket_limits() -> None:
-    core = answer(TENANT, "core", 3, KINDS, ROOT)
+    core = answer(TENANT, "core", 3, RESOURCES, ROOT)
     own = f"{GPU}/pipe/gpu/{TENANT.allocation}"
     assert core.envs == {"CUDA_MPS_PIPE_DIRECTORY": own}
     assert [m.host_path for m in core.mounts] == [own, f"{GPU}/shm"]
-    assert not answer(TENANT, "memory", 3, KINDS, ROOT).envs
+    assert not answer(TENANT, "memory", 3, RESOURCES, ROOT).envs
 
 
 def test_memory_is_left_to_the_driver_where_it_limits() -> None:
@@ -41,14 +41,14 @@ def test_memory_is_left_to_the_driver_where_it_limits() -> None:
 def test_without_limits_only_the_way_to_the_daemon_is_left() -> None:
     core = answer(TENANT, "core", 2, (), ROOT)
     assert core.envs == {"CUDA_MPS_PIPE_DIRECTORY": f"{GPU}/pipe"}
-    assert core.mounts == answer(TENANT, "core", 2, KINDS, ROOT).mounts
+    assert core.mounts == answer(TENANT, "core", 2, RESOURCES, ROOT).mounts
     assert not answer(TENANT, "memory", 2, (), ROOT).envs
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_neither_the_pod_nor_the_other_call_changes_an_answer(protocol: Protocol) -> None:
+def test_neither_the_pod_nor_the_other_call_changes_an_answer(protocol: MpsProtocol) -> None:
     named = replace(TENANT, pod=("demo", "resnet"), pod_uid="1", container="main", core_limit=90, minor=3)
     for other in (named, replace(TENANT, memory_bytes=0)):
-        assert answer(other, "core", protocol, KINDS, ROOT) == answer(TENANT, "core", protocol, KINDS, ROOT)
+        assert answer(other, "core", protocol, RESOURCES, ROOT) == answer(TENANT, "core", protocol, RESOURCES, ROOT)
     for other in (named, replace(TENANT, cores=0)):
-        assert answer(other, "memory", protocol, KINDS, ROOT) == answer(TENANT, "memory", protocol, KINDS, ROOT)
+        assert answer(other, "memory", protocol, RESOURCES, ROOT) == answer(TENANT, "memory", protocol, RESOURCES, ROOT)

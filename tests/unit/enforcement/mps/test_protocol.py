@@ -1,18 +1,18 @@
-"""Which protocol the node speaks."""
+"""Which protocol the node uses."""
 
 from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.mps import protocol
-from gpumgr.enforcement.mps.commands import Abilities, Protocol, ProtocolSetting
-from gpumgr.enforcement.mps.errors import MpsError
+from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
+from gpumgr.enforcement.mps.records import read_protocol, write_protocol
+from gpumgr.errors import MpsError
 
-OLD, NEW = Abilities(protocols=frozenset({2})), Abilities(protocols=frozenset({2, 3}))
+OLD, NEW = ControlFeatures(protocols=frozenset({2})), ControlFeatures(protocols=frozenset({2, 3}))
 
 
 @pytest.mark.parametrize(
-    ("setting", "abilities", "kept", "spoken"),
+    ("setting", "features", "kept", "chosen"),
     [
         ("auto", OLD, None, 2),
         ("auto", NEW, None, 3),
@@ -23,21 +23,21 @@ OLD, NEW = Abilities(protocols=frozenset({2})), Abilities(protocols=frozenset({2
         ("2", NEW, 3, 3),
     ],
 )
-def test_choice(setting: ProtocolSetting, abilities: Abilities, kept: Protocol | None, spoken: Protocol) -> None:
-    assert protocol.settle(setting, abilities, kept) == spoken
+def test_choice(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None, chosen: MpsProtocol) -> None:
+    assert choose_protocol(setting, features, kept) == chosen
 
 
 def test_a_protocol_that_the_program_lacks_is_refused_with_what_to_do() -> None:
     with pytest.raises(MpsError, match=r"protocol 3 .* set it to auto"):
-        protocol.settle("3", OLD, None)
+        choose_protocol("3", OLD, None)
     with pytest.raises(MpsError, match=r"protocol 3 .* drain the node"):
-        protocol.settle("auto", OLD, 3)
+        choose_protocol("auto", OLD, 3)
 
 
 def test_it_is_kept_on_disk(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    assert protocol.read(folder) is None
-    protocol.write(folder, 3)
-    assert protocol.read(folder) == 3
+    assert read_protocol(folder) is None
+    write_protocol(folder, 3)
+    assert read_protocol(folder) == 3
     (folder / "mps_protocol").write_text("seven\n")
-    assert protocol.read(folder) is None
+    assert read_protocol(folder) is None

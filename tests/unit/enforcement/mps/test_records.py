@@ -10,7 +10,7 @@ from gpumgr.enforcement.mps.records import Record, Records
 UUID = "GPU-0fe1c342"
 
 
-def test_a_record_outlives_the_agent_until_it_is_dropped(tmp_path: Path) -> None:
+def test_a_record_is_kept_over_restarts_until_it_is_dropped(tmp_path: Path) -> None:
     records = Records(tmp_path / "mps")
     assert (records.uuids(), records.of(UUID)) == ([], None)
     records.begin(UUID, Path("/run/a"))

@@ -1,11 +1,11 @@
 """A tenant for tests, and its container."""
 
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.usage.containers import Container
 
 ALLOCATION = "d79ef655d5eaf955"
 
-TENANT = Tenant(
+TENANT = GpuShare(
     allocation=ALLOCATION,
     gpu="0fe1c342",
     uuid="GPU-0fe1c342-0000-4000-8000-000000000000",

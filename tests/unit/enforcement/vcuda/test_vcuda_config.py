@@ -35,7 +35,7 @@ def test_the_annotation_makes_a_soft_limit(annotation: int, limit: int) -> None:
     assert (int_at(config, 48), int_at(config, 8216), int_at(config, 8220)) == (limit, 30, 0)
 
 
-def test_what_the_kubelet_does_not_tell_is_called_by_the_allocation() -> None:
+def test_unknown_names_are_replaced_by_the_allocation_id() -> None:
     config = pack_config(replace(TENANT, pod_uid=None, container=None, bus_id=None))
     assert (text_at(config, 0), text_at(config, 4096), text_at(config, 8192)) == (ALLOCATION, ALLOCATION, "")
 
@@ -48,9 +48,9 @@ def test_names_may_fill_their_fields() -> None:
 @pytest.mark.parametrize(
     ("tenant", "sentence"),
     [
-        (replace(TENANT, pod_uid="u" * 48), "the pod's uid has 48 bytes and vcuda.config has room for 47"),
-        (replace(TENANT, container="ü" * 2048), "the container's name has 4096 bytes and vcuda.config has room for 4095"),
-        (replace(TENANT, bus_id="00000000:18:00.0"), "the GPU's PCI id has 16 bytes and vcuda.config has room for 15"),
+        (replace(TENANT, pod_uid="u" * 48), "the pod's uid has 48 bytes and vcuda.config holds 47"),
+        (replace(TENANT, container="ü" * 2048), "the container's name has 4096 bytes and vcuda.config holds 4095"),
+        (replace(TENANT, bus_id="00000000:18:00.0"), "the GPU's PCI id has 16 bytes and vcuda.config holds 15"),
         (replace(TENANT, container="a\0b"), "the container's name has a zero byte"),
     ],
 )

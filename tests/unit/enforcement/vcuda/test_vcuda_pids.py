@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.enforcement.vcuda.pids import MOST_PIDS, chosen_pids, pack_pids, unpack_pids
+from gpumgr.enforcement.vcuda.config import MOST_PIDS, chosen_pids, pack_pids, unpack_pids
 
 PIDS = st.integers(min_value=1, max_value=2**22)
 
@@ -31,5 +31,5 @@ def test_an_empty_file_would_lift_the_limit() -> None:
         pack_pids([])
 
 
-def test_a_damaged_file_names_nobody() -> None:
+def test_a_damaged_file_names_no_process() -> None:
     assert unpack_pids(b"\x01\0\0") == unpack_pids(b"") == ()

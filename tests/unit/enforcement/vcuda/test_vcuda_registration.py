@@ -1,4 +1,4 @@
-"""Whose socket it is, what a request says, and how registrations that come at once share one look."""
+"""The container of a socket, the fields of a request, and one lookup shared by concurrent registrations."""
 
 import asyncio
 import struct
@@ -6,28 +6,29 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from gpumgr.allocator.tenant import Tenant
+from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.vcuda import registration
 from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, HasMounted, RegistrationService, belongs, decode
-from gpumgr.enforcement.vcuda.rounds import Rounds
+from gpumgr.enforcement.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
 from tests.unit.enforcement.vcuda.tenants import CONTAINER, TENANT
 
 
-def test_a_tenant_is_its_pods_uid_and_its_name() -> None:
+def test_a_container_is_identified_by_pod_uid_and_name() -> None:
     assert belongs(CONTAINER, TENANT) == "yes"
     assert belongs(replace(CONTAINER, name="sidecar"), TENANT) == "no"
     assert belongs(replace(CONTAINER, pod_uid="another"), TENANT) == "no"
 
 
-def test_the_runtime_knows_a_static_pod_by_another_uid() -> None:
+def test_a_static_pod_has_another_uid_in_the_runtime() -> None:
     """The API server has the UID of its mirror, cgroups and runtime the hash of its file."""
     static = replace(CONTAINER, pod_uid="8f2c1d5e7a9b4c6d8e0f1a2b3c4d5e6f")
     assert belongs(static, TENANT) == "no"
@@ -73,7 +74,7 @@ def test_both_forms_of_the_request() -> None:
         (wire.field(3, b"c" * 4096), "container_name has 4096 bytes and may have 4095"),
     ],
 )
-def test_malformed_requests_are_told_so(request_bytes: bytes, sentence: str) -> None:
+def test_malformed_requests_are_refused(request_bytes: bytes, sentence: str) -> None:
     with pytest.raises(GRPCError, match=sentence) as caught:
         decode(request_bytes)
     assert caught.value.status is Status.INVALID_ARGUMENT
@@ -84,10 +85,10 @@ class Desk:
     """Where registrations go."""
 
     failure: OSError | None = None
-    holder: Tenant = TENANT
+    holder: GpuShare = TENANT
     entered: list[int] = field(default_factory=list)
 
-    def tenant(self, allocation: str) -> Tenant | None:
+    def tenant(self, allocation: str) -> GpuShare | None:
         return self.holder if allocation == TENANT.allocation else None
 
     async def enter(self, allocation: str, container: Container, pid: int) -> None:  # noqa: ARG002 (the port's signature)
@@ -136,7 +137,7 @@ async def status_of(
     return caught.value.status, caught.value.message or ""
 
 
-async def test_a_call_enters_the_pid_that_the_kernel_tells() -> None:
+async def test_a_call_registers_the_pid_from_the_kernel() -> None:
     desk, call = Desk(), Call(4712)
     await RegistrationService(desk, inside).__mapping__()[ROUTE].func(call)
     assert (desk.entered, call.sent) == ([4712], [b""])
@@ -145,7 +146,7 @@ async def test_a_call_enters_the_pid_that_the_kernel_tells() -> None:
 @pytest.mark.parametrize(
     "holder", [replace(TENANT, container=None), replace(TENANT, container=None, pod=None, pod_uid=None, runtime_uid=None)]
 )
-async def test_where_names_are_missing_the_folder_among_its_mounts_tells(holder: Tenant) -> None:
+async def test_without_names_the_container_is_identified_by_its_mounted_folder(holder: GpuShare) -> None:
     asked: list[tuple[int, str]] = []
 
     def mounted(pid: int, allocation: str) -> bool:
@@ -157,7 +158,7 @@ async def test_where_names_are_missing_the_folder_among_its_mounts_tells(holder:
     assert (desk.entered, asked) == ([4712], [(4712, TENANT.allocation)])
     status, sentence = await status_of(Call(4712), Desk(holder=holder))
     assert status is Status.PERMISSION_DENIED
-    assert sentence.startswith("process 4712 is in demo/resnet (main), and this socket is that of ")
+    assert sentence.startswith("process 4712 is in demo/resnet (main), and this socket belongs to ")
     assert sentence.endswith(", and does not have its folder mounted")
 
 
@@ -181,7 +182,7 @@ async def test_a_peer_without_a_pid_means_a_missing_host_pid() -> None:
 
 async def test_an_allocation_that_is_gone() -> None:
     status, sentence = await status_of(Call(1, folder="0" * 16), Desk())
-    assert (status, sentence) == (Status.NOT_FOUND, "no container has the allocation 0000000000000000 any more")
+    assert (status, sentence) == (Status.NOT_FOUND, "no container has the allocation 0000000000000000")
 
 
 async def test_a_full_disk_is_worth_another_try() -> None:
@@ -197,7 +198,7 @@ async def test_a_runtime_that_hangs_is_worth_another_try(monkeypatch: pytest.Mon
     monkeypatch.setattr(registration, "_CONTAINER_TIMEOUT_SECONDS", 0.01)
     status, sentence = await status_of(Call(4712), Desk(), hangs)
     assert status is Status.UNAVAILABLE
-    assert sentence == "whose container process 4712 is in could not be told within 0.01 s"
+    assert sentence == "the container of process 4712 could not be found out within 0.01 s"
 
 
 async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
@@ -213,7 +214,7 @@ async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
     await RegistrationService(desk, nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
     assert desk.entered == [4712], "what it has mounted can be told without the runtime"
     status, sentence = await status_of(Call(4712), Desk(), nothing)
-    assert (status, sentence) == (Status.UNAVAILABLE, "whose container process 4712 is in can't be told: no cgroups here")
+    assert (status, sentence) == (Status.UNAVAILABLE, "the container of process 4712 can't be found out: no cgroups here")
 
 
 async def test_a_bug_is_an_answer_too() -> None:
@@ -221,67 +222,73 @@ async def test_a_bug_is_an_answer_too() -> None:
         raise KeyError("bug")
 
     status, sentence = await status_of(Call(4712), Desk(), breaks)
-    assert (status, sentence) == (Status.INTERNAL, "gpumgr failed (KeyError: 'bug'); its log tells more")
+    assert (status, sentence) == (Status.INTERNAL, "gpumgr failed (KeyError: 'bug'); its log has the details")
 
 
 @pytest.mark.parametrize(
     ("data", "status", "sentence"),
     [
-        (b"\1\0\0\0\1x", Status.UNIMPLEMENTED, "gpumgr takes no compressed messages"),
-        (b"\0\0\0\0\5xy", Status.INVALID_ARGUMENT, "the request is shorter than its frame says"),
-        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED, "a request of 4294967295 bytes is above the 16384 that make sense"),
+        (b"\1\0\0\0\1x", Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages"),
+        (b"\0\0\0\0\5xy", Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame"),
+        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED, "a request of 4294967295 bytes is above the limit of 16384"),
     ],
 )
-async def test_frames_are_looked_at_first(data: bytes, status: Status, sentence: str) -> None:
+async def test_frames_are_checked_first(data: bytes, status: Status, sentence: str) -> None:
     assert await status_of(Call(1, data), Desk()) == (status, sentence)
 
 
-class SlowEntry:
-    """Notes the callers of each round; every round lasts until `go` is set."""
+class Slot:
+    """Stands for ContainerSlot: records the clients of each batch; every batch lasts until `go` is set."""
 
     def __init__(self) -> None:
-        self.rounds: list[set[int]] = []
+        self.batches: list[set[int]] = []
         self.began, self.go = threading.Event(), threading.Event()
         self.failure: Exception | None = None
 
-    def __call__(self, _container: Container, callers: Collection[int]) -> None:
-        self.rounds.append(set(callers))
+    def register(self, _container: Container, clients: Collection[int]) -> None:
+        self.batches.append(set(clients))
         self.began.set()
         self.go.wait()
         if self.failure is not None:
             raise self.failure
 
 
-async def test_who_comes_during_a_round_shares_the_next() -> None:
-    entry = SlowEntry()
-    rounds = Rounds(entry)
-    calls = [asyncio.create_task(rounds.join(CONTAINER, 1))]
-    await asyncio.to_thread(entry.began.wait)
-    calls += [asyncio.create_task(rounds.join(CONTAINER, pid)) for pid in range(2, 51)]
+def registering(batches: RegistrationBatches, slot: Slot, pid: int) -> "asyncio.Task[None]":
+    return asyncio.create_task(batches.register(cast("ContainerSlot", slot), CONTAINER, pid))
+
+
+async def test_calls_that_arrive_during_a_batch_share_the_next() -> None:
+    slot, other, batches = Slot(), Slot(), RegistrationBatches()
+    calls = [registering(batches, slot, 1)]
+    await asyncio.to_thread(slot.began.wait)
+    calls += [registering(batches, slot, pid) for pid in range(2, 51)]
+    calls += [registering(batches, other, 51)]
     await asyncio.sleep(0)
-    entry.go.set()
+    slot.go.set()
+    other.go.set()
     await asyncio.gather(*calls)
-    assert entry.rounds == [{1}, set(range(2, 51))]
+    assert (slot.batches, other.batches) == ([{1}, set(range(2, 51))], [{51}])
 
 
-async def test_a_failed_round_fails_its_callers_and_no_others() -> None:
-    entry = SlowEntry()
-    entry.go.set()
-    entry.failure = OSError("no room")
-    rounds = Rounds(entry)
-    with pytest.raises(OSError, match="no room"):
-        await rounds.join(CONTAINER, 1)
-    entry.failure = None
-    await rounds.join(CONTAINER, 2)
-    assert entry.rounds == [{1}, {2}]
+async def test_a_failure_affects_neither_other_containers_nor_later_calls() -> None:
+    slot, other, batches = Slot(), Slot(), RegistrationBatches()
+    slot.go.set()
+    other.go.set()
+    slot.failure = OSError("disk full")
+    failing, good = registering(batches, slot, 1), registering(batches, other, 2)
+    with pytest.raises(OSError, match="disk full"):
+        await failing
+    await good
+    slot.failure = None
+    await registering(batches, slot, 3)
+    assert (slot.batches, other.batches) == ([{1}, {3}], [{2}])
 
 
-async def test_a_caller_that_leaves_stops_no_round() -> None:
-    entry = SlowEntry()
-    rounds = Rounds(entry)
-    leaving, staying = (asyncio.create_task(rounds.join(CONTAINER, pid)) for pid in (1, 2))
-    await asyncio.to_thread(entry.began.wait)
-    leaving.cancel()
-    entry.go.set()
-    await staying
-    assert entry.rounds == [{1, 2}]
+async def test_a_cancelled_call_stops_no_batch() -> None:
+    slot, batches = Slot(), RegistrationBatches()
+    cancelled, other = (registering(batches, slot, pid) for pid in (1, 2))
+    await asyncio.to_thread(slot.began.wait)
+    cancelled.cancel()
+    slot.go.set()
+    await other
+    assert slot.batches == [{1, 2}]

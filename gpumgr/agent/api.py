@@ -1,0 +1,229 @@
+"""The schema of the JSON API: the web server encodes these structs, and the commands decode them.
+
+Every field has a default where an agent of another version may leave it out. None means: not known.
+"""
+
+from typing import Any
+
+import msgspec
+
+from gpumgr.allocator.history import Entry
+
+
+class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
+    """`since` in unix seconds."""
+
+    reason: str = ""
+    since: float = 0.0
+    draining: bool = False
+
+
+class StrangersRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How many processes of no container are on a GPU, and their memory."""
+
+    processes: int | None = None
+    memory_bytes: int | None = None
+
+
+class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU. `row` is its row in the topology, `index` NVML's index."""
+
+    uuid: str
+    name: str
+    row: int | None = None
+    index: int | None = None
+    minor: int | None = None
+    model: str | None = None
+    bus_id: str | None = None
+    numa_node: int | None = None
+    memory_bytes: int = 0
+    memory_blocks: int = 0
+    cores_free: int = 0
+    memory_blocks_free: int = 0
+    healthy: bool | None = True
+    reason: str | None = None
+    message: str | None = None
+    cordon: CordonRow | None = None
+    memory_used_bytes: int | None = None
+    utilization_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    strangers: StrangersRow | None = None
+
+
+class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation on one of its GPUs; `cores` and `memory_bytes` are what it holds there, the fields after `whole` what it uses."""
+
+    allocation: str
+    namespace: str | None = None
+    pod: str | None = None
+    uid: str | None = None
+    container: str | None = None
+    init: bool = False
+    gpu: str
+    cores: int = 0
+    memory_bytes: int | None = None
+    whole: bool = False
+    memory_used_bytes: int | None = None
+    utilization_ratio: float | None = None
+    processes: int | None = None
+    over: bool = False
+    mechanisms: tuple[str, ...] = ()
+    granted_at: float = 0.0
+    why: str = ""
+
+    @property
+    def pod_name(self) -> str:
+        """namespace/pod, or what else is known."""
+        if self.pod is not None:
+            return f"{self.namespace}/{self.pod}"
+        return f"pod uid {self.uid}" if self.uid else f"allocation {self.allocation}"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that the driver lists and cannot describe."""
+
+    index: int
+    uuid: str | None = None
+    message: str = ""
+
+
+class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
+    """An enforcement mechanism, and what it limits ("cores", "memory", "cores and memory")."""
+
+    mechanism: str
+    keeps: str
+
+
+class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    gpus: tuple[int, ...] = ()
+    children: tuple["TreeNode", ...] = ()
+
+
+class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of NVLinks between the rows `a` and `b`."""
+
+    a: int
+    b: int
+    links: int
+
+
+class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of writes to the API server."""
+
+    waiting: int
+    dropped: int
+    oldest_seconds: float
+    away: bool
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    nvml_up: bool = False
+    sampled_seconds_ago: float | None = None
+    registered: dict[str, bool] = {}
+    outbox: QueueRow | None = None
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
+
+    In `levels` the diagonal is X, as in `nvidia-smi topo -m`.
+    """
+
+    node: str = ""
+    at: float = 0.0
+    version: str = ""
+    driver_version: str | None = None
+    cuda_version: str | None = None
+    ready: bool = True
+    not_ready: tuple[str, ...] = ()
+    enforcement: tuple[Mechanism, ...] = ()
+    tree: TreeNode | None = None
+    nvlinks: tuple[NvLinks, ...] = ()
+    levels: tuple[tuple[str, ...], ...] = ()
+    gpus: tuple[GpuRow, ...]
+    failures: tuple[Failure, ...] = ()
+    containers: tuple[ContainerRow, ...]
+    history: tuple[Entry, ...] = ()
+    health: Health | None = None
+
+
+class PodRef(msgspec.Struct, frozen=True, kw_only=True):
+    """/api/pods has a list of these."""
+
+    namespace: str
+    pod: str
+
+
+class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one container of a pod requests; `kind` is init, sidecar or app."""
+
+    container: str
+    kind: str = "app"
+    cores: int = 0
+    memory_blocks: int = 0
+
+
+class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """/api/pods/{namespace}/{pod}: what is known of all pods that had this name.
+
+    `uid` is the newest pod's, `earlier_uids` are newest first. `phase`, `reason` and `message` are of the pod's status. `request` has the
+    containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first; `gpus` are those of the
+    allocations.
+    """
+
+    namespace: str
+    pod: str
+    uid: str | None = None
+    earlier_uids: tuple[str, ...] = ()
+    phase: str | None = None
+    reason: str | None = None
+    message: str | None = None
+    request: tuple[ContainerRequest, ...] = ()
+    allocations: tuple[ContainerRow, ...] = ()
+    gpus: tuple[GpuRow, ...] = ()
+    history: tuple[Entry, ...] = ()
+
+
+class StrangerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A process on a GPU that belongs to no allocation there."""
+
+    pid: int
+    memory_bytes: int | None = None
+    container: str | None = None
+
+
+class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    uuid: str
+    name: str
+    index: int | None = None
+
+    @property
+    def label(self) -> str:
+        return f"GPU {self.name}" if self.index is None else f"GPU{self.index} ({self.name})"
+
+
+class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The response to a maintenance request: the GPU's state at `at` (unix seconds), and who is on it.
+
+    `changed`: the cordon was not so before. `said` is the output of the driver's program after a reset.
+    """
+
+    action: str = ""
+    at: float
+    gpu: MaintainedGpu
+    cordon: CordonRow | None = None
+    empty: bool = True
+    containers: tuple[ContainerRow, ...] = ()
+    strangers: tuple[StrangerRow, ...] = ()
+    changed: bool = False
+    evicting: tuple[str, ...] = ()
+    not_evicted: tuple[str, ...] = ()
+    said: str = ""
+
+
+def builtins(struct: msgspec.Struct) -> dict[str, Any]:
+    """The struct as JSON data."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(struct))
+    return found

@@ -1,0 +1,149 @@
+"""PreStartContainer: at every start of a container, the first and all later ones, what it was granted is made ready again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import structlog
+
+from gpumgr.agent.answers import Answers
+from gpumgr.agent.calls import CallRecord
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.callers import Caller
+from gpumgr.allocator.ids import Masks, count
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.response import merged
+from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.evaluators.select import check_request
+from gpumgr.units import RESOURCES, Resource
+
+log = structlog.get_logger(__name__)
+
+#: What a share has where nothing enforces.
+NO_MECHANISM = ("none",)
+
+
+class PreStart:
+    """`allocation_dir`: the host's folder of the containers' folders, which `make_dir` makes."""
+
+    def __init__(
+        self,
+        *,
+        agent_state: AgentState,
+        reconciler: Reconciler,
+        pods: Pods,
+        enforcement: Enforcement,
+        answers: Answers,
+        allocation_dir: str,
+        make_dir: Callable[[str], None],
+    ) -> None:
+        self._agent_state, self._reconciler, self._pods = agent_state, reconciler, pods
+        self._enforcement, self._answers = enforcement, answers
+        self._allocation_dir, self._make_dir = allocation_dir, make_dir
+
+    async def start(self, asking: CallRecord, device_ids: Sequence[str]) -> None:
+        """Raises Refusal; the kubelet tries again later."""
+        agent_state, kind = self._agent_state, asking.kind
+        masks = agent_state.ledger.gpu_registry.known(kind, device_ids)
+        if count(masks) < len(device_ids):
+            self._confirm_anonymous(asking, device_ids)
+            return
+        holders = _holders(agent_state.ledger, kind, masks)
+        if not holders or holders[-1].container is None:
+            try:
+                await self._reconciler.learn()
+            except CheckpointError as error:
+                log.error("name_not_remembered", error=str(error))
+            holders = _holders(agent_state.ledger, kind, masks)
+        if not holders:
+            asking.id = _name_of(device_ids)
+            raise Refusal(
+                "conflict", f"the container's {len(device_ids)} {kind} ids ({min(device_ids)} ...) are in nobody's name here"
+            )
+        allocation = holders[-1]
+        asking.id = allocation.id
+        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        spec = view.container(allocation.container) if view and allocation.container else None
+        asking.caller = Caller(pod=allocation.pod, view=view, spec=spec)
+        if spec is not None:
+            check_request(spec.cores, spec.memory_blocks)
+        else:
+            check_request(count(allocation.held("core")), count(allocation.held("memory")))
+        if agent_state.is_open(allocation.id):
+            async with agent_state.lock:
+                agent_state.close_open()
+                agent_state.publish()
+        self._make_folders(holders)
+        if kind == "core":  # every share has cores; one of the container's two calls is enough
+            for holder in holders:
+                await self._start_one(holder)
+
+    async def _start_one(self, allocation: Allocation) -> None:
+        gpu_registry = self._agent_state.ledger.gpu_registry
+        if allocation.whole:
+            await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
+        self._check_exemption(allocation)
+        allocation = self._with_known_terms(allocation)
+        base = merged(*(self._answers.base(allocation, each) for each in RESOURCES if allocation.held(each)))
+        await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
+
+    def _with_known_terms(self, allocation: Allocation) -> Allocation:
+        """A share that came into the ledger without its answer (the checkpoint was lost): nobody knows what it was promised."""
+        if allocation.whole or allocation.anonymous or allocation.mechanisms:
+            return allocation
+        mechanisms = self._enforcement.terms(find_pod(self._pods, allocation.pod, allocation.uid), share=True).mechanisms
+        if mechanisms != NO_MECHANISM:
+            raise Refusal(
+                "internal",
+                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
+                "again",
+            )
+        return replace(allocation, mechanisms=mechanisms)
+
+    def _check_exemption(self, allocation: Allocation) -> None:
+        """An exception of the operator's is for the pods that he named, whoever the caller seemed to be when it was granted."""
+        exemption = allocation.exemption
+        if exemption is None:
+            return
+        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        if allocation.pod is None or ("/" in exemption and view is None):
+            raise Refusal(
+                "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"
+            )
+        if exemption not in (allocation.pod[0], view.account if view else None):
+            raise Refusal(
+                "conflict",
+                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
+                f"the pod and create it again",
+            )
+
+    def _make_folders(self, allocations: Sequence[Allocation]) -> None:
+        for allocation in allocations:
+            folder = f"{self._allocation_dir}/{allocation.id}"
+            try:
+                self._make_dir(folder)
+            except OSError as error:
+                raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
+
+    def _confirm_anonymous(self, asking: CallRecord, device_ids: Sequence[str]) -> None:
+        """A container admitted under gpu-manager starts again: its ids name no GPU, its record does."""
+        if not any(a.anonymous for a in self._agent_state.ledger.allocations.values()):
+            asking.id = _name_of(device_ids)
+            raise Refusal(
+                "unknown_device",
+                f"the container holds {asking.kind} ids that this node never offered ({min(device_ids)} ...), and no record of gpu-manager "
+                f"explains them; delete the pod and create it again",
+            )
+
+
+def _holders(ledger: Ledger, kind: Resource, masks: Masks) -> list[Allocation]:
+    """The allocations with exactly these ids; of several (init containers and who took over) the one that holds them now is last."""
+    return sorted((a for a in ledger.holders(kind, masks) if a.held(kind) == masks), key=lambda a: not a.init)
+
+
+def _name_of(device_ids: Sequence[str]) -> AllocationId:
+    """For a container of no allocation: the same at each try, in whatever order its ids come."""
+    return blake2b(" ".join(sorted(device_ids)).encode(), digest_size=8).hexdigest()

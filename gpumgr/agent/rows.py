@@ -1,0 +1,60 @@
+"""Rows of the JSON API (gpumgr.agent.api) from allocations, GPUs and their processes."""
+
+from gpumgr.agent.api import ContainerRow, StrangerRow
+from gpumgr.agent.pods import pod_of
+from gpumgr.agent.ports import Pods
+from gpumgr.allocator.ids import RegisteredGpu
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodKey
+from gpumgr.units import BLOCK_BYTES, GpuName
+from gpumgr.usage.node_use import ContainerUse, NodeUse
+
+
+def container_row(
+    holder: Allocation,
+    gpu: GpuName,
+    gpu_memory_bytes: int,
+    *,
+    pod: tuple[PodKey, str] | None = None,
+    use: ContainerUse | None = None,
+    over: bool = False,
+) -> ContainerRow:
+    """What the allocation holds on this GPU, and what it uses. `pod` is a better name than the allocation's own."""
+    key, uid = pod or (holder.pod, holder.uid)
+    namespace, name = key or (None, None)
+    amounts = holder.amounts_on(gpu)
+    measured = use is not None and (use.memory_bytes is not None or bool(use.processes))
+    return ContainerRow(
+        allocation=holder.id,
+        namespace=namespace,
+        pod=name,
+        uid=uid,
+        container=holder.container,
+        init=holder.init,
+        gpu=gpu,
+        cores=amounts.cores,
+        memory_bytes=gpu_memory_bytes if amounts.whole else amounts.memory_mebibytes << 20,
+        whole=holder.whole,
+        memory_used_bytes=use.memory_bytes if use else None,
+        utilization_ratio=use.utilization_ratio if use else None,
+        processes=use.process_count if use and measured else None,
+        over=over,
+        mechanisms=holder.mechanisms,
+        granted_at=holder.granted_at,
+        why=holder.why,
+    )
+
+
+def rows_on(gpu: RegisteredGpu, holders: tuple[Allocation, ...] | list[Allocation], pods: Pods) -> list[ContainerRow]:
+    """A row for each holder of the GPU, without its use."""
+    memory_bytes = gpu.memory_blocks * BLOCK_BYTES
+    return [container_row(holder, gpu.name, memory_bytes, pod=pod_of(holder, pods)) for holder in holders]
+
+
+def unattributed_rows(gpu: RegisteredGpu, use: NodeUse | None) -> list[StrangerRow]:
+    """Processes on this GPU that belong to no allocation there, by pid; empty before the first sample."""
+    found = [stranger for stranger in use.unattributed.values() if stranger.uuid == gpu.uuid] if use else []
+    return [
+        StrangerRow(pid=each.pid, memory_bytes=each.memory_bytes, container=each.container)
+        for each in sorted(found, key=lambda stranger: stranger.pid)
+    ]

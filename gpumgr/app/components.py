@@ -1,0 +1,321 @@
+"""Builds the object graph of the agent inside one process. Nothing runs yet: `lifecycle` starts and stops what is built here."""
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from gpumgr import __version__
+from gpumgr.accounting.container_events import ContainerEvents
+from gpumgr.accounting.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.accounting.process_owners import ProcessOwners
+from gpumgr.agent.admission import Admission
+from gpumgr.agent.device_lists import DeviceListPublisher
+from gpumgr.agent.ports import Checkpoint, Pods
+from gpumgr.agent.reconciler import Reconciler
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.writer import Agent
+from gpumgr.aio import LatestValue
+from gpumgr.allocator.answer import HostPaths
+from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.allocator.node_devices import NodeDevices
+from gpumgr.app.hardware_events import HardwareEvents
+from gpumgr.app.node_enforcement import NodeEnforcement
+from gpumgr.app.over_limit import OverLimitReporter
+from gpumgr.app.takeover import TakeOver
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
+from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
+from gpumgr.deviceplugin.podresources import PodResourcesClient
+from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.kubeapi.publisher.publisher import Publisher
+from gpumgr.metrics.registry import Metrics
+from gpumgr.nvml.driver import Nvml
+from gpumgr.nvml.health import HealthRules
+from gpumgr.nvml.monitor import Monitor
+from gpumgr.proc import HostProcesses
+from gpumgr.settings import Settings
+from gpumgr.topology.devices import NodeSample
+from gpumgr.units import RESOURCES, Resource
+
+#: Note in the checkpoint: gpu-manager's allocations are in the ledger.
+TAKEN_OVER = "gpu_manager_taken_over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where NVML, sysfs and proc are. A simulated node has its own, and no device nodes."""
+
+    library_path: str | None = None
+    sysfs_root: Path = Path("/sys")
+    proc_root: Path = Path("/proc")
+    simulated: bool = False
+
+
+class Components:
+    """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
+
+    `pods` are the node's pods, `publisher` is None without an API server, `wait_synced` returns once the pods are known or a timeout
+    has passed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        hardware: Hardware,
+        *,
+        loaded: Loaded,
+        checkpoint: Checkpoint,
+        pods: Pods,
+        publisher: Publisher | None,
+        wait_synced: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.settings = settings
+        self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
+        self._processes = HostProcesses(hardware.proc_root)
+        #: How often the GPUs are sampled, and what is shown is rendered.
+        self.sample_period_seconds = LatestValue(settings.nvml.sample_period_seconds)
+        self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in RESOURCES}
+        self.metrics = self._make_metrics()
+        self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
+        self.agent_state = self._make_books(loaded)
+        self.nvml = self._make_nvml()
+        self.enforcement = self._make_enforcement()
+        self.memory_watcher = self._make_memory_watcher()
+        self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket)
+        self.admission = Admission(pods, self.pod_resources, pod_wait_seconds=_pod_wait_seconds(settings), clock=time.monotonic)
+        self.reconciler = Reconciler(agent_state=self.agent_state, admission=self.admission, pods=pods, new_id=_new_id)
+        self.agent = self._make_agent()
+        self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
+        self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
+        self.agent_state.before_first_offer = self._take_over.first
+        self.link = self._make_link()
+        self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
+        self.hardware_events = self._make_hardware_events()
+        self.monitor = self._make_monitor()
+
+    def apply(self, settings: Settings) -> None:
+        """Applies settings that differ from the current ones in live keys alone (gpumgr.settings.live)."""
+        self.settings = settings
+        period_seconds = settings.nvml.sample_period_seconds
+        self.agent_state.apply(policy=settings.placement.policy)
+        self.agent.apply(share_mode=settings.placement.share_mode)
+        self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
+        self.memory_watcher.apply(_over_limit(settings))
+        self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=period_seconds)
+        self.sample_period_seconds.set(period_seconds)
+        self.metrics.apply(gpu_manager_names=settings.metrics.gpu_manager_names, hami_names=settings.metrics.hami_names)
+
+    def remove_orphans(self) -> None:
+        """Removes folders of allocations that were freed while no agent ran."""
+        known = self.agent_state.ledger.allocations
+        with contextlib.suppress(OSError):
+            for folder in os.listdir(self.settings.container.allocation_dir):
+                if re.fullmatch("[0-9a-f]{16}", folder) and folder not in known:
+                    self._remove_folder(folder)
+
+    async def close(self) -> None:
+        self.device_lists.close()
+        self.pod_resources.close()
+        await self.memory_watcher.close()
+        await self.enforcement.close()
+
+    # -- construction ------------------------------------------------------------------------------------------------------
+
+    def _make_metrics(self) -> Metrics:
+        settings = self.settings
+        return Metrics(
+            node=settings.node.name,
+            version=__version__,
+            pods=self._pods.all,
+            gpu_manager_names=settings.metrics.gpu_manager_names,
+            hami_names=settings.metrics.hami_names,
+        )
+
+    def _make_books(self, loaded: Loaded) -> AgentState:
+        return AgentState(
+            loaded.ledger,
+            checkpoint=self._checkpoint,
+            device_lists=self.device_lists,
+            meter=self.metrics,
+            runs=self._processes.runs,
+            policy=self.settings.placement.policy,
+            clock=time.monotonic,
+            on_freed=self._freed,
+        )
+
+    def _make_nvml(self) -> Nvml:
+        return Nvml(
+            library_path=self._hardware.library_path,
+            timeout_seconds=self.settings.nvml.call_timeout_seconds,
+            sysfs_root=self._hardware.sysfs_root,
+            cgroup_root=self.settings.cri.cgroup_root,
+        )
+
+    def _make_enforcement(self) -> NodeEnforcement:
+        return NodeEnforcement(
+            self.settings,
+            nvml=self.nvml,
+            processes=self._processes,
+            proc_root=self._hardware.proc_root,
+            pods=self._pods,
+            publisher=self._publisher,
+            simulated=self._hardware.simulated,
+        )
+
+    def _make_memory_watcher(self) -> MemoryLimitWatcher:
+        owners = ProcessOwners(self.enforcement.containers, clock=time.monotonic, timeout_seconds=TIMEOUT_SECONDS)
+        events = ContainerEvents(self.agent_state, containers=lambda: owners.latest.containers)
+        reporter = OverLimitReporter(self._publisher, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted)
+        return MemoryLimitWatcher(
+            records=self.agent_state,
+            pods=self._pods,
+            owners=owners,
+            events=events,
+            backends=self.enforcement.limits,
+            over_limit_handler=reporter,
+            meter=self.metrics,
+            over_limit=_over_limit(self.settings),
+            can_evict=self._publisher is not None,
+        )
+
+    def _make_agent(self) -> Agent:
+        return Agent(
+            agent_state=self.agent_state,
+            admission=self.admission,
+            reconciler=self.reconciler,
+            pods=self._pods,
+            enforcement=self.enforcement.limits,
+            host=_host_paths(self.settings),
+            make_dir=_make_dir,
+            new_id=_new_id,
+            share_mode=self.settings.placement.share_mode,
+        )
+
+    def _make_take_over(self, wait_synced: Callable[[], Awaitable[None]], *, done: bool) -> TakeOver:
+        return TakeOver(
+            self.settings.checkpoint.gpu_manager_checkpoint,
+            self.settings.kubelet.device_plugin_dir,
+            agent_state=self.agent_state,
+            reconciler=self.reconciler,
+            admission=self.admission,
+            pods=self._pods,
+            done=done,
+            remember=partial(self._checkpoint.save_note, TAKEN_OVER, "yes"),
+            wait_synced=wait_synced,
+        )
+
+    def _make_link(self) -> KubeletLink:
+        async def held_back_by() -> str | None:
+            """Why nothing may be registered yet: gpu-manager runs and has the same resource names, or the GPUs of its pods are unknown."""
+            return await self.other_plugins.gpu_manager() or await self._take_over.held_back_by()
+
+        return KubeletLink(
+            self.settings.kubelet.device_plugin_dir,
+            self.agent,
+            self.devices,
+            on_state=self._link_changed,
+            observe=self.metrics.called,
+            held_back_by=held_back_by,
+        )
+
+    def _make_hardware_events(self) -> HardwareEvents:
+        return HardwareEvents(
+            self.agent_state,
+            self._processes,
+            device_root=None if self._hardware.simulated else str(self.settings.container.device_root),
+            before_snapshot=lambda snapshot: self.enforcement.choose(snapshot.driver_version),
+            on_sample=self._evaluate,
+        )
+
+    def _make_monitor(self) -> Monitor:
+        return Monitor(
+            self.nvml,
+            self.hardware_events,
+            rules=_health_rules(self.settings),
+            sample_period_seconds=self.settings.nvml.sample_period_seconds,
+            load_kernel_modules=self.settings.nvml.load_kernel_modules,
+            on_xid=self.metrics.xid,
+            on_batch=self.metrics.batched,
+            process_utilization=lambda: self.enforcement.recovered and self.memory_watcher.needs_process_utilization(),
+        )
+
+    # -- callbacks ---------------------------------------------------------------------------------------------------------
+
+    def _publish(self, node_devices: NodeDevices) -> None:
+        for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices).items():
+            self.devices[kind].set(message)
+            self.metrics.listed(kind)
+
+    def _freed(self, allocation: AllocationId) -> None:
+        self._remove_folder(allocation)
+        self.enforcement.freed()
+
+    def _remove_folder(self, allocation: AllocationId) -> None:
+        """Removes the host folder of the container's /etc/vcuda, if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.settings.container.allocation_dir / allocation)
+
+    async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
+        """Evaluates a sample, but only once the enforcement backends have recovered their containers and processes."""
+        if self.enforcement.recovered:
+            await self.memory_watcher.evaluate(sample, started)
+
+    def _link_changed(self, kind: Resource, state: LinkState) -> None:
+        self.metrics.linked(kind, registered=state.registered, registrations=state.registrations)
+        if state.registrations > max(self._registrations[kind], 1):
+            self.reconciler.kubelet_restarted()
+        self._registrations[kind] = state.registrations
+
+
+def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices) -> dict[Resource, bytes]:
+    """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
+    return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in RESOURCES}
+
+
+def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
+    return [
+        (text, bool(healthy >> number & 1), card.numa_node)
+        for card in node_devices
+        for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
+        for number, text in enumerate(gpu_registry.ids[kind][card.card.name])
+    ]
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _make_dir(path: str) -> None:
+    os.makedirs(path, mode=0o755, exist_ok=True)
+
+
+def _pod_wait_seconds(settings: Settings) -> float:
+    return settings.kubernetes.pod_wait_milliseconds / 1000
+
+
+def _over_limit(settings: Settings) -> OverLimit:
+    rule = settings.enforcement
+    return OverLimit(samples=rule.over_limit_samples, slack_bytes=rule.over_limit_slack_mebibytes << 20, evict=rule.evict)
+
+
+def _health_rules(settings: Settings) -> HealthRules:
+    return HealthRules(ignored_xids=frozenset(settings.nvml.ignored_xids))
+
+
+def _host_paths(settings: Settings) -> HostPaths:
+    container = settings.container
+    return HostPaths(
+        exists=os.path.exists,
+        device_root=str(container.device_root),
+        share_driver_dir=str(container.driver_share_dir),
+        whole_driver_dir=str(container.driver_whole_dir),
+        allocation_dir=str(container.allocation_dir),
+        extra_devices=tuple(map(str, container.extra_devices)),
+    )

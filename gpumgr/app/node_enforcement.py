@@ -1,0 +1,290 @@
+"""Builds the enforcement backends from the settings, and connects them to the driver, the container runtime and the driver's files."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.history import Entry
+from gpumgr.cri.cgroups import Cgroups
+from gpumgr.cri.client import CriClient
+from gpumgr.cri.containers import Containers
+from gpumgr.driverfiles.manager import DriverMirror
+from gpumgr.enforcement.backend import Backend
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.unlimited import UnlimitedMps
+from gpumgr.enforcement.unlimited import Unlimited
+from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.client import build_client
+from gpumgr.errors import DriverFilesError, InputError
+from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
+from gpumgr.kubeapi.publisher.publisher import Publisher
+from gpumgr.nvml.driver import Nvml
+from gpumgr.proc import HostProcesses
+from gpumgr.settings import Settings
+from gpumgr.usage.containers import Container
+
+log = structlog.get_logger(__name__)
+
+#: How often leftovers of ended containers are looked for, if none is due earlier.
+CLEAN_UP_SECONDS = 30.0
+MIN_CLEAN_UP_SECONDS = 0.5
+#: How often the backends are checked again for obstacles.
+CHOICE_SECONDS = 60.0
+RUNTIME_SECONDS = 0.5
+PRUNE_SECONDS = 3600.0
+NODE_ANNOTATION = "gpumgr.io/enforcement"
+
+
+class NodeEnforcement:
+    """The enforcement of this node. `publisher` is None without an API server.
+
+    Order of calls: `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover` after reconciliation with the
+    kubelet; then `run` as a daemon; `close`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        nvml: Nvml,
+        processes: HostProcesses,
+        proc_root: Path,
+        pods: Pods,
+        publisher: Publisher | None,
+        simulated: bool,
+    ) -> None:
+        self._settings, self._processes, self._pods, self._publisher = settings, processes, pods, publisher
+        self._client = CriClient(settings.cri.socket)
+        self._cgroups = Cgroups(settings.cri.cgroup_root, proc_root)
+        self.containers = Containers(self._client, self._cgroups, processes.runs)
+        chosen, state_dir = settings.enforcement, settings.checkpoint.dir
+        self.mps = Mps(
+            limits=("core", "memory"),
+            program=settings.mps.control_program,
+            setting=settings.mps.protocol,
+            run_dir=chosen.run_dir,
+            state_dir=state_dir,
+            modes=nvml,
+            exclusive_process=settings.mps.exclusive_process,
+            idle_seconds=settings.mps.idle_seconds,
+            clock=time.monotonic,
+            in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
+        )
+        self.vcuda = VcudaBackend(
+            allocation_dir=settings.container.allocation_dir,
+            library_path=settings.vcuda.library_path,
+            library_sha256=settings.vcuda.library_sha256,
+            container_of=self._container_of,
+            pids_of=self.containers.pids,
+            driver_files_obstacle=self._files_obstacle,
+        )
+        self.limits = Enforcer(
+            self._backends(nvml),
+            # Simulated GPUs have no enforcement by default.
+            setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
+            overrides=chosen.overrides,
+            cdi_dir=chosen.cdi_dir,
+            inject_by_cdi=chosen.injection == "cdi",
+            orphan_grace_seconds=chosen.orphan_grace_seconds,
+            on_start=self.containers.wake,
+            neighbours=self._neighbours,
+            clock=time.monotonic,
+        )
+        self._mirror: DriverMirror | None = None
+        self._mirrored: str | None = None
+        self._mirror_error: str | None = None
+        self._driver_version: str | None = None
+        self._annotated: str | None = None
+        self._agent_state: AgentState | None = None
+        self.recovered = False
+        self._freed = asyncio.Event()
+
+    def _backends(self, nvml: Nvml) -> list[Backend]:
+        hami_core = HamiCore(
+            library_path=self._settings.hami_core.library_path,
+            library_sha256=self._settings.hami_core.library_sha256,
+            library_dir=self._settings.checkpoint.dir / "lib",
+            run_dir=self._settings.enforcement.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+        )
+        memory = DriverMemory(
+            nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
+        )
+        unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
+        return [memory, hami_core, self.vcuda, self.mps, *unlimited]
+
+    def limits_in_words(self) -> tuple[tuple[str, str], ...]:
+        """(backend, resources that it limits) of new shares, without the operator's overrides."""
+        return tuple(
+            (name, f"{kept} of each process" if name == "mps" and self.mps.limits_processes else kept)
+            for name, kept in self.limits.coverage()
+        )
+
+    async def open(self, agent_state: AgentState, *, lost: bool) -> None:
+        """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
+        self._agent_state = agent_state
+        keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
+        await self.mps.open(keep_protocol=keep or lost)
+
+    async def choose(self, driver_version: str | None) -> None:
+        """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
+        self._driver_version = driver_version
+        await self._mirror_driver()
+        await self._choose()
+
+    async def _choose(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
+            async with asyncio.timeout(RUNTIME_SECONDS):
+                await self.containers.refresh()
+        await self.limits.choose()
+        if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
+            self._publisher.node.annotate(NODE_ANNOTATION, description)
+            self._annotated = description
+
+    async def recover(self) -> None:
+        """Takes over the running containers of an earlier process of the agent."""
+        await self.limits.recover(list(self._tenants()))
+        self.recovered = True
+
+    def freed(self) -> None:
+        """An allocation was freed: its files become due for removal."""
+        self._freed.set()
+
+    async def run(self) -> None:
+        """Removes leftovers and repeats the choice of backends, until cancelled."""
+        next_prune = next_choice = time.monotonic()
+        wait = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._freed.wait()
+            self._freed.clear()
+            due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
+            wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
+            now = time.monotonic()
+            if now >= next_choice and self._driver_version is not None:
+                next_choice = now + CHOICE_SECONDS
+                await self._mirror_driver()
+                await self._choose()
+            if now >= next_prune and self._mirror is not None:
+                next_prune = now + PRUNE_SECONDS
+                await self._prune(self._mirror)
+
+    @property
+    def agent_state(self) -> AgentState:
+        if self._agent_state is None:
+            raise RuntimeError("open() was not called")
+        return self._agent_state
+
+    async def close(self) -> None:
+        await self.limits.close()
+        self._client.close()
+
+    # -- the driver's files ------------------------------------------------------------------------------------------------
+
+    async def _mirror_driver(self) -> None:
+        """Mirrors the driver's files for /usr/local/nvidia of containers, if the backend vcuda is configured."""
+        library, version = self._settings.vcuda.library_path, self._driver_version
+        if library is None or version is None or version == self._mirrored:
+            return
+        try:
+            if self._mirror is None:
+                self._mirror = DriverMirror(
+                    volume_conf=self._settings.vcuda.volume_conf,
+                    shim=library,
+                    shim_sha256=self._settings.vcuda.library_sha256,
+                    client=await self._gpu_client(),
+                    roots=self._settings.vcuda.driver_roots,
+                    share_dir=self._settings.container.driver_share_dir,
+                    whole_dir=self._settings.container.driver_whole_dir,
+                )
+            files = await self._mirror.ensure(version)
+        except (DriverFilesError, InputError, OSError) as error:
+            self._mirror_failed(str(error))
+            return
+        if files.share_error is not None:
+            self._mirror_failed(files.share_error)
+            return
+        self._mirrored, self._mirror_error = version, None
+        for problem in files.problems:
+            log.warning("driver_files_incomplete", problem=problem)
+
+    def _mirror_failed(self, error: str) -> None:
+        """Logs the error once; the next choice of backends retries."""
+        if error != self._mirror_error:
+            log.error("driver_files_not_mirrored", error=error, consequence="the backend vcuda can't be used")
+        self._mirror_error = error
+
+    def _files_obstacle(self) -> str | None:
+        """Why the backend vcuda cannot be used; None if its files are mirrored."""
+        if self._mirrored is not None:
+            return None
+        return self._mirror_error or "the driver's files are not mirrored yet"
+
+    async def _prune(self, mirror: DriverMirror) -> None:
+        try:
+            await mirror.prune()
+        except (DriverFilesError, OSError) as error:
+            log.warning("driver_files_not_removed", error=str(error))
+
+    async def _gpu_client(self) -> Path:
+        given = self._settings.vcuda.client_path
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+
+    # -- callbacks of the backends -----------------------------------------------------------------------------------------
+
+    async def _container_of(self, pid: int) -> Container | None:
+        started = self._processes.start_time(pid)
+        return None if started is None else await self.containers.container_of(pid, started)
+
+    def _not_enforced(self, tenant: GpuShare, message: str) -> None:
+        """Adds to the history that a container runs without limits, once for all of its starts."""
+        view = find_pod(self._pods, tenant.pod, tenant.pod_uid)
+        uid = tenant.pod_uid or (view.uid if view else None)
+        log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
+        self.agent_state.history.add_unless_repeated(
+            Entry(
+                what="event",
+                id=tenant.allocation,
+                pod=tenant.pod,
+                pod_uid=uid,
+                container=tenant.container,
+                gpus=(tenant.gpu,),
+                why=message,
+                code=NOT_ENFORCED,
+            )
+        )
+
+    def _tenants(self) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
+        ledger = self.agent_state.ledger
+        gpus = self.agent_state.inventory.gpus(ledger.gpu_registry)
+        for allocation in ledger.allocations.values():
+            view = find_pod(self._pods, allocation.pod, allocation.uid)
+            tenant = tenant_of(allocation, ledger.gpu_registry, gpus, view)
+            if tenant is not None:
+                yield tenant, allocation.mechanisms
+
+    def _neighbours(self, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Other pods' shares on the tenant's GPU, with their backends."""
+        ledger = self.agent_state.ledger
+        own = ledger.allocations.get(tenant.allocation)
+        for other in ledger.on(tenant.gpu):
+            if (
+                other.id != tenant.allocation
+                and other.mechanisms
+                and not (own and own.same_pod(other) and own.init != other.init)
+            ):
+                yield other.describe(), other.mechanisms

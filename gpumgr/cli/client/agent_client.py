@@ -1,0 +1,139 @@
+"""A client of this node's running agent: HTTP and JSON over its unix socket."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+import aiohttp
+
+from gpumgr.cli.printable import printable
+from gpumgr.errors import GpumgrError, InputError
+
+#: The default timeout of a request.
+RESPONSE_SECONDS: Final = 30.0
+_CONNECT_SECONDS: Final = 5.0
+_NOT_FOUND: Final = 404
+#: The first status of a server error.
+_SERVER_ERROR: Final = 500
+
+
+class AgentUnavailable(GpumgrError):
+    """The agent does not run, closed the connection, timed out, or responded with a server error: a retry may succeed."""
+
+
+class AgentClient:
+    """`async with AgentClient(socket) as agent`; for one event loop.
+
+    All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission,
+    with the agent's own sentence.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(path=str(self._socket)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, *, timeout_seconds: float = RESPONSE_SECONDS) -> Any:
+        """The JSON data at this path (with query)."""
+        return await self._request("GET", path, None, timeout_seconds)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_seconds: float = RESPONSE_SECONDS) -> Any:
+        """The response to this JSON body."""
+        return await self._request("POST", path, body, timeout_seconds)
+
+    async def stream(self, path: str) -> AsyncIterator[Any]:
+        """The JSON data of each server-sent event, until the agent ends the stream."""
+        try:
+            async with self._open.get(path, timeout=_timeout(None)) as response:
+                if response.status != 200:
+                    raise self._error(path, response.status, await response.read())
+                async for data in _events(response.content):
+                    yield json.loads(data)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> Any:
+        try:
+            async with self._open.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
+                text = await response.read()
+        except TimeoutError as error:
+            raise AgentUnavailable(
+                f"the agent at {self._socket} did not respond within {timeout_seconds:g} s; see its log"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+        if response.status != 200:
+            raise self._error(path, response.status, text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise GpumgrError(f"the process at {self._socket} is not a gpumgr agent: its response is not JSON") from error
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the client is not open: use `async with`")
+        return self._session
+
+    def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
+        kind = InputError if status == _NOT_FOUND else AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
+        try:
+            sentence = str(json.loads(text)["error"])
+        except (ValueError, KeyError, TypeError):
+            kind = AgentUnavailable if status >= _SERVER_ERROR else GpumgrError
+            page = path.partition("?")[0]
+            return kind(
+                f"the agent at {self._socket} responded {status} to {page}; it may be of another version than this command"
+            )
+        return kind("\n".join(map(printable, sentence.splitlines())))
+
+    def _unreachable(self, error: BaseException) -> GpumgrError:
+        match error:
+            case TimeoutError():
+                return AgentUnavailable(f"the agent at {self._socket} does not respond; see its log")
+            case aiohttp.ClientConnectorError():
+                return self._unconnected(error.os_error)
+            case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
+                # aiohttp's messages are about transfer codings and lengths.
+                return AgentUnavailable(
+                    f"the agent at {self._socket} closed the connection before its response was complete; see its log"
+                )
+        return GpumgrError(f"the process at {self._socket} is not a gpumgr agent: {printable(str(error))}")
+
+    def _unconnected(self, error: OSError) -> GpumgrError:
+        match error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                missing = "there is no socket" if isinstance(error, FileNotFoundError) else "nothing listens"
+                return AgentUnavailable(
+                    f"the agent does not run on this node: {missing} at {self._socket}; start it (`systemctl start gpumgr`, or "
+                    f"`gpumgr run`), or name its socket with --socket if it has another"
+                )
+            case PermissionError():
+                return GpumgrError(f"this user may not use the agent's socket {self._socket}: run the command as root")
+        return GpumgrError(f"the agent can't be reached at {self._socket}: {error.strerror or error}")
+
+
+def _timeout(total_seconds: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total_seconds, sock_connect=_CONNECT_SECONDS)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """The data of each event. aiohttp's line reader has a length limit. Source: WHATWG HTML, server-sent events."""
+    rest, data = b"", list[str]()
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            text = line.decode().rstrip("\r")
+            if text.startswith("data:"):
+                data.append(text.removeprefix("data:").removeprefix(" "))
+            elif not text and data:
+                yield "\n".join(data)
+                data.clear()

@@ -1,0 +1,171 @@
+"""The source of what a command prints: the running agent, or without it the checkpoint.
+
+Both give the JSON data of the agent's API; the checkpoint has null for what only a running agent can provide.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from gpumgr.agent.api import GpuRow, builtins
+from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, decode_cordons
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.history import HISTORY_ENTRIES
+from gpumgr.allocator.pods import PodKey
+from gpumgr.checkpoint.files import NAME
+from gpumgr.checkpoint.reader import read_checkpoint
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.cli.client.agent_client import AgentClient
+from gpumgr.cli.client.location import AgentLocation
+from gpumgr.cli.client.schema import PODS, STATE, read_pods
+from gpumgr.cli.printable import printable
+from gpumgr.cli.rendering.formats import clock_time
+from gpumgr.errors import CheckpointError, GpumgrError, InputError
+from gpumgr.web.pod_details import pod_details, pods_with_details
+from gpumgr.web.state import node_state
+
+Document = dict[str, Any]
+
+
+class NodeData(Protocol):
+    """`live`: it comes from the agent, and is current. `state` is as /api/state. All calls raise GpumgrError."""
+
+    live: bool
+    state: Document
+
+    async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
+        """History entries with their candidates, oldest first."""
+        ...
+
+    async def pods(self) -> frozenset[PodKey]:
+        """The pods of which something is known."""
+        ...
+
+    async def pod(self, namespace: str, pod: str) -> Document | None:
+        """As /api/pods/{namespace}/{pod}; None if nothing is known."""
+        ...
+
+
+class AgentData:
+    live = True
+
+    def __init__(self, agent: AgentClient, state: Document) -> None:
+        self._agent, self.state = agent, state
+
+    async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
+        return await newest_entries(self._agent, newest)
+
+    async def pods(self) -> frozenset[PodKey]:
+        try:
+            return read_pods(await self._agent.get(PODS))
+        except InputError as error:
+            raise GpumgrError("the agent is older than this command and can't list its pods: restart it") from error
+
+    async def pod(self, namespace: str, pod: str) -> Document | None:
+        try:
+            document: Document = await self._agent.get(f"/api/pods/{quote(namespace, safe='')}/{quote(pod, safe='')}")
+        except InputError:
+            return None
+        return document
+
+
+class CheckpointData:
+    """A checkpoint that was last written at `at` (unix seconds)."""
+
+    live = False
+
+    def __init__(self, loaded: Loaded, *, at: float) -> None:
+        self._picture, self._history = _picture_of(loaded, at), loaded.history
+        newest = next((entry.candidates for entry in reversed(loaded.history) if entry.candidates), ())
+        self._indices = {candidate.gpu: candidate.index for candidate in newest}
+        state = node_state(self._picture, self._history)
+        self.state: Document = builtins(msgspec.structs.replace(state, gpus=self._gpus(state.gpus)))
+
+    async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
+        return [msgspec.to_builtins(entry) for entry in self._history[-newest:]]
+
+    async def pods(self) -> frozenset[PodKey]:
+        return frozenset(pods_with_details(self._picture.view.ledger, (), self._history))
+
+    async def pod(self, namespace: str, pod: str) -> Document | None:
+        found = pod_details(self._picture, None, namespace, pod, self._history)
+        return builtins(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
+
+    def _gpus(self, rows: Sequence[GpuRow]) -> tuple[GpuRow, ...]:
+        """The health is unknown; the index is that of the last decision."""
+        return tuple(
+            msgspec.structs.replace(row, healthy=None, reason=None, message=None, index=self._indices.get(row.name))
+            for row in rows
+        )
+
+
+@asynccontextmanager
+async def open_node_data(location: AgentLocation) -> AsyncIterator[NodeData]:
+    """The agent if it responds; else its checkpoint, which a line on stderr reports.
+
+    Raises GpumgrError if there is neither.
+    """
+    async with AgentClient(location.socket) as agent:
+        try:
+            live = AgentData(agent, await agent.get(STATE))
+        except GpumgrError as error:
+            if location.checkpoint is None:
+                raise
+            reason = str(error)
+        else:
+            yield live
+            return
+    loaded, at = await asyncio.to_thread(_load, location.checkpoint, reason)
+    click.echo(
+        f"gpumgr: {printable(reason)}. What follows is from the checkpoint in {location.checkpoint}, last written at "
+        f"{clock_time(at)}.",
+        err=True,
+    )
+    yield CheckpointData(loaded, at=at)
+
+
+async def newest_entries(agent: AgentClient, count: int) -> list[Document]:
+    """The newest entries with their candidates, oldest first. Raises GpumgrError."""
+    documents: list[Document] = await agent.get(f"/api/history?limit={count}")
+    return documents[::-1]
+
+
+def _load(folder: Path, reason: str) -> tuple[Loaded, float]:
+    """The checkpoint, and when it was last written (unix seconds). Raises GpumgrError with both reasons."""
+    try:
+        loaded = read_checkpoint(folder)
+    except GpumgrError as error:
+        raise GpumgrError(f"{reason}; and without it: {error}") from error
+    if loaded.lost:
+        raise GpumgrError(f"{reason}; and without it: {loaded.why}")
+    files = [file for name in (NAME, f"{NAME}-wal") if (file := folder / name).exists()]
+    return loaded, max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _picture_of(loaded: Loaded, at: float) -> NodeReport:
+    """The allocations, without the hardware."""
+    ledger, inventory = loaded.ledger, Inventory()
+    return NodeReport(
+        view=AgentView(
+            ledger=ledger, inventory=inventory, node=inventory.view(ledger.gpu_registry, policy="binpack", visible_blocks={})
+        ),
+        at=at,
+        not_ready=("the agent does not respond: this is from its checkpoint",),
+        cordons=_cordons(loaded),
+    )
+
+
+def _cordons(loaded: Loaded) -> Mapping[str, Cordon]:
+    """Empty if they cannot be decoded: the agent itself refuses to start then, with the reason."""
+    try:
+        return decode_cordons(loaded.notes.get(CORDONS_NOTE, "{}"))
+    except CheckpointError:
+        return {}

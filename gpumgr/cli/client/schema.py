@@ -1,0 +1,49 @@
+"""Decodes the agent's responses into the structs of gpumgr.agent.api. Every text in them is made printable for a terminal."""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from gpumgr.agent.api import MaintenanceResult, PodDetails, PodRef, State
+from gpumgr.allocator.history import Entry
+from gpumgr.allocator.pods import PodKey
+from gpumgr.cli.printable import cleaned
+from gpumgr.errors import GpumgrError
+
+T = TypeVar("T")
+
+STATE: Final = "/api/state"
+STREAM: Final = "/api/stream"
+PODS: Final = "/api/pods"
+
+
+def read_state(document: Any) -> State:
+    """Raises GpumgrError if it does not fit the schema, as the other functions."""
+    return _convert(cleaned(document), State)
+
+
+def read_pod(document: Any) -> PodDetails:
+    return _convert(cleaned(document), PodDetails)
+
+
+def read_pods(documents: Any) -> frozenset[PodKey]:
+    """The names as they are, since requests contain them."""
+    return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
+
+
+def read_entries(documents: Sequence[Any]) -> list[Entry]:
+    return _convert(cleaned(documents), list[Entry])
+
+
+def read_result(document: Any) -> MaintenanceResult:
+    return _convert(cleaned(document), MaintenanceResult)
+
+
+def _convert(document: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise GpumgrError(
+            f"the agent's response can't be decoded: {error}; it may be of another version than this command"
+        ) from error

@@ -1,0 +1,32 @@
+"""Numbers as text; "-" for None."""
+
+from datetime import UTC, datetime
+from typing import Final
+
+from gpumgr.units import BLOCK_BYTES
+
+_GIB: Final = 1 << 30
+
+
+def clock_time(at: float) -> str:
+    """Unix seconds as a UTC date and time."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"@{at:g}"
+
+
+def gibibytes(memory_bytes: int | None) -> str:
+    return "-" if memory_bytes is None else f"{memory_bytes / _GIB:.1f}"
+
+
+def percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0%}"
+
+
+def blocks(count: int) -> str:
+    return f"{count} memory block{'' if count == 1 else 's'} ({count * BLOCK_BYTES / _GIB:g} GiB)"
+
+
+def cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"

@@ -1,0 +1,61 @@
+"""Names of a node's GPUs for people, and the GPU that such a name means."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpumgr.agent.api import Failure, GpuRow
+from gpumgr.agent.gpu_names import KnownGpu, find_gpu
+from gpumgr.allocator.history import Entry
+from gpumgr.errors import InputError
+from gpumgr.units import GpuName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """The known GPUs with NVML's index (None: not known), and their UUIDs as far as known.
+
+    `unreadable` maps the index of a GPU that the driver lists and cannot describe to the error.
+    """
+
+    indices: dict[GpuName, int | None] = field(default_factory=dict)
+    uuids: dict[GpuName, str] = field(default_factory=dict)
+    unreadable: Mapping[int, str] = field(default_factory=dict)
+
+    def short(self, gpu: GpuName) -> str:
+        """For a table: the index, or else the name."""
+        index = self.indices.get(gpu)
+        return gpu if index is None else str(index)
+
+    def label(self, gpu: GpuName) -> str:
+        """For a sentence: "GPU3", or else "GPU 1f2e3d4c"."""
+        index = self.indices.get(gpu)
+        return f"GPU {gpu}" if index is None else f"GPU{index}"
+
+    def labels(self, gpus: Iterable[GpuName]) -> str:
+        return ", ".join(map(self.label, gpus))
+
+    def find(self, text: str) -> GpuName:
+        """The GPU of this index, name or UUID (gpumgr.agent.gpu_names). Raises InputError with all names."""
+        known = [KnownGpu(name=gpu, uuid=self.uuids.get(gpu), index=index) for gpu, index in self.indices.items()]
+        try:
+            return find_gpu(text, known, self.unreadable)
+        except InputError as error:
+            raise InputError(f"--gpu: {error}") from error
+
+
+def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[Entry] = (), *, failures: Iterable[Failure] = ()) -> Gpus:
+    """From the agent's rows; for a GPU that the driver does not show now, from the entries of past decisions (oldest first)."""
+    indices: dict[GpuName, int | None] = {}
+    for entry in entries:
+        indices |= {gpu: indices.get(gpu) for gpu in entry.gpus}
+        indices |= {candidate.gpu: candidate.index for candidate in entry.candidates}
+    taken = {row.index for row in rows}
+    for row in rows:
+        earlier = indices.get(row.name)
+        indices[row.name] = earlier if row.index is None and earlier not in taken else row.index
+    ordered = sorted(indices, key=lambda gpu: (indices[gpu] is None, indices[gpu] or 0, gpu))
+    return Gpus(
+        indices={gpu: indices[gpu] for gpu in ordered},
+        uuids={row.name: row.uuid for row in rows},
+        unreadable={failure.index: failure.message for failure in failures},
+    )

@@ -1,0 +1,267 @@
+"""The text of `gpumgr why`. The texts of a `PodDetails` are printable."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
+from gpumgr.allocator.history import Call, Candidate, Entry
+from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, percent
+from gpumgr.cli.rendering.gpu_labels import Gpus
+from gpumgr.cli.rendering.gpu_status import gpu_sentences
+from gpumgr.cli.rendering.limits import limits_sentence
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
+
+#: The names of the kubelet's calls.
+CALLS: Final[dict[Call, str]] = {
+    "prefer": "GetPreferredAllocation",
+    "allocate": "Allocate",
+    "pre_start": "PreStartContainer",
+}
+_KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """An entry; the kubelet's two calls for one allocation are one decision. `sizes` has the cores and memory blocks of the calls."""
+
+    entry: Entry
+    sizes: dict[Resource, int]
+
+    @classmethod
+    def of(cls, entry: Entry) -> Self:
+        return cls(entry=entry, sizes={entry.kind: entry.size} if entry.kind and entry.size else {})
+
+    def includes(self, entry: Entry) -> bool:
+        """Whether the entry is the other call for the allocation that was granted here."""
+        return (
+            self.entry.what == entry.what == "granted"
+            and self.entry.id is not None
+            and self.entry.id == entry.id
+            and entry.kind not in self.sizes
+        )
+
+    def with_call(self, second: Entry) -> "Decision":
+        """The first call placed the container: its reason and candidates count, since those of the second include the container. What was
+        not known at the first call comes from the second."""
+        first = self.entry
+        entry = replace(
+            second,
+            at=first.at,
+            pod_uid=second.pod_uid or first.pod_uid,
+            container=second.container or first.container,
+            evaluator=first.evaluator or second.evaluator,
+            why=first.why or second.why,
+            mechanisms=second.mechanisms or first.mechanisms,
+            candidates=first.candidates or second.candidates,
+        )
+        return Decision(entry=entry, sizes={**self.sizes, **Decision.of(second).sizes})
+
+
+def decisions(entries: Iterable[Entry]) -> list[Decision]:
+    """In the order of the entries."""
+    found: list[Decision] = []
+    for entry in entries:
+        if found and found[-1].includes(entry):
+            found[-1] = found[-1].with_call(entry)
+        else:
+            found.append(Decision.of(entry))
+    return found
+
+
+def pod_text(pod: PodDetails, gpus: Gpus, *, live: bool, width: int | None) -> str:
+    """`live`: the details are the running agent's. Sentences are folded at `width` (None: not)."""
+    lines = [
+        *_head(pod),
+        "",
+        *_request(pod, live=live),
+        "",
+        *_happened(pod, gpus),
+        "",
+        *_now(pod, gpus, live=live),
+    ]
+    return "\n".join(part for line in lines for part in _folded(line, width))
+
+
+def _folded(line: str, width: int | None) -> list[str]:
+    """Continuation lines are indented by two columns more than the sentence."""
+    if width is None or len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line.lstrip(),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _head(pod: PodDetails) -> Iterator[str]:
+    facts = [f"Pod {pod.namespace}/{pod.pod}", pod.uid and f"uid {pod.uid}", pod.phase]
+    yield ", ".join(fact for fact in facts if fact) + "."
+    if status := ": ".join(text for text in (pod.reason, pod.message) if text):
+        yield f"Its status: {status}"
+    if pod.earlier_uids:
+        yield f"Earlier pods of this name: uid {', uid '.join(pod.earlier_uids)}."
+
+
+def _request(pod: PodDetails, *, live: bool) -> Iterator[str]:
+    if not pod.request:
+        cause = "the API server does not have the pod" if live else "the agent does not respond"
+        yield f"Its request is not known: {cause}. The decisions below have what the kubelet requested."
+        return
+    yield "It requests:"
+    for request in pod.request:
+        amount = _amount({"core": request.cores, "memory": request.memory_blocks})
+        yield f"  {request.container}{_KINDS.get(request.kind, '')}: {amount or 'no GPU'}"
+
+
+def _amount(sizes: Mapping[Resource, int]) -> str:
+    """`40 cores and 80 memory blocks (20 GiB)`; empty for none."""
+    core_count, block_count = sizes.get("core"), sizes.get("memory")
+    parts = [cores(core_count) if core_count else "", blocks(block_count) if block_count else ""]
+    return " and ".join(part for part in parts if part)
+
+
+# -- what happened -----------------------------------------------------------------------------------------------------------
+
+
+def _happened(pod: PodDetails, gpus: Gpus) -> Iterator[str]:
+    if not pod.history:
+        yield "The history has nothing about it."
+        return
+    yield "What happened:"
+    for decision in decisions(pod.history):
+        entry = decision.entry
+        own = {candidate.gpu: candidate.index for candidate in entry.candidates}
+        here = Gpus(indices={**gpus.indices, **own})
+        uid = f", uid {entry.pod_uid}" if pod.earlier_uids and entry.pod_uid else ""
+        yield f"  {clock_time(entry.at)}  {_title(decision)}{uid}"
+        yield from (f"    {line}" for line in (*_candidates(entry, _request_of(entry, pod)), *_outcome(entry, here)))
+
+
+def _title(decision: Decision) -> str:
+    """Outcome, amount, container and call (which is Allocate for every grant)."""
+    entry = decision.entry
+    if entry.what == "gpu":
+        return f"gpu {entry.code}" if entry.code else "gpu"
+    if entry.what == "event":
+        return f"event {entry.code}" if entry.code else "event"
+    size = f" {amount}" if (amount := _amount(decision.sizes)) else ""
+    whom = f" {'to' if entry.what == 'granted' else 'for'} {entry.container}" if entry.container and size else ""
+    call = f" in {CALLS[entry.call]}" if entry.call and entry.what != "granted" else ""
+    return f"{entry.what}{size}{whom}{call}"
+
+
+def _outcome(entry: Entry, gpus: Gpus) -> Iterator[str]:
+    if entry.what == "granted":
+        by = f", by {entry.evaluator}" if entry.evaluator else ""
+        yield f"chosen: {gpus.labels(entry.gpus) or 'no GPU'}{by}{_because(entry)}"
+        yield f"allocation {entry.id}" + (f", {limits_sentence(entry.mechanisms)}" if entry.mechanisms else "")
+    elif entry.what == "refused":
+        yield f"refused as {entry.code or 'unknown'}{_because(entry)}"
+        yield f"allocation {entry.id}"
+    else:
+        where = f"{gpus.labels(entry.gpus)}" if entry.gpus else ""
+        yield (where + _because(entry)).removeprefix(": ") or "no details"
+
+
+def _because(entry: Entry) -> str:
+    return f": {entry.why}" if entry.why else ""
+
+
+def _candidates(entry: Entry, request: ContainerRequest) -> Iterator[str]:
+    """A table of what was free on each GPU."""
+    if not entry.candidates:
+        return
+    labels = [_candidate_label(candidate) for candidate in entry.candidates]
+    first = max(len("GPU"), *map(len, labels))
+    yield f"{'GPU':<{first}}  cores free  blocks free  chosen, or why not"
+    for label, candidate in zip(labels, entry.candidates, strict=True):
+        free_blocks = candidate.memory_mebibytes_free // BLOCK_MEBIBYTES
+        row = f"{label:<{first}}  {candidate.cores_free:>10}  {free_blocks:>11}  {_verdict(entry, candidate, request)}"
+        yield row.rstrip()
+
+
+def _candidate_label(candidate: Candidate) -> str:
+    return f"- ({candidate.gpu})" if candidate.index is None else f"{candidate.index} ({candidate.gpu})"
+
+
+def _verdict(entry: Entry, candidate: Candidate, request: ContainerRequest) -> str:
+    """Why it was chosen or not, as far as the container's request is known (0: not known)."""
+    if candidate.gpu in entry.gpus:
+        return "chosen"
+    if candidate.note is not None:
+        return candidate.note
+    whole = request.cores >= CORES_PER_GPU
+    if whole and candidate.cores_free < CORES_PER_GPU:
+        return "not entirely free"
+    if candidate.cores_free < request.cores and not whole:
+        return "too few cores"
+    if candidate.memory_mebibytes_free < request.memory_blocks * BLOCK_MEBIBYTES and not whole:
+        return "too few blocks"
+    known = request.cores and (whole or request.memory_blocks)
+    return "fits, was not chosen" if known and entry.what == "granted" else ""
+
+
+def _request_of(entry: Entry, pod: PodDetails) -> ContainerRequest:
+    """The request of the entry's container: from the pod's request, or from both calls for the allocation."""
+    for request in pod.request:
+        if request.container == entry.container:
+            return request
+    sizes = {other.kind: other.size for other in pod.history if other.kind and other.id == entry.id}
+    return ContainerRequest(container=entry.container or "", cores=sizes.get("core", 0), memory_blocks=sizes.get("memory", 0))
+
+
+# -- now ---------------------------------------------------------------------------------------------------------------------
+
+
+def _now(pod: PodDetails, gpus: Gpus, *, live: bool) -> Iterator[str]:
+    if not pod.allocations:
+        yield f"It {'holds' if live else 'held'} no GPU of this node{'' if live else ' when the checkpoint was written'}."
+        return
+    yield "It holds:"
+    explained, described = set[str](), set[GpuName]()
+    states = {row.name: row for row in pod.gpus}
+    for row in pod.allocations:
+        yield f"  {_holding(row, gpus)}"
+        if row.why and row.allocation not in explained:  # the reason is the same for all its GPUs
+            yield f"    why: {row.why}"
+        explained.add(row.allocation)
+        yield f"    {_limits(row)}"
+        if row.gpu in states and row.gpu not in described:
+            yield from (f"    {sentence}" for sentence in gpu_sentences(states[row.gpu], gpus.label(row.gpu)))
+        described.add(row.gpu)
+        if live:
+            yield f"    {_use(row)}"
+    if not live:
+        yield "What it uses now is not known: the agent does not respond."
+
+
+def _holding(row: ContainerRow, gpus: Gpus) -> str:
+    memory = f"{gibibytes(row.memory_bytes)} GiB"
+    share = f"{gpus.label(row.gpu)} whole" if row.whole else f"{cores(row.cores)} and {memory} of {gpus.label(row.gpu)}"
+    who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"
+    return f"{who} has {share} since {clock_time(row.granted_at)} (allocation {row.allocation})"
+
+
+def _limits(row: ContainerRow) -> str:
+    if row.whole:
+        return "no limits: it has the whole GPU"
+    return limits_sentence(row.mechanisms)
+
+
+def _use(row: ContainerRow) -> str:
+    use = (row.utilization_ratio, row.memory_used_bytes, row.processes)
+    if use == (None, None, None):
+        return "what it uses is not known"
+    facts = [
+        f"busy {percent(row.utilization_ratio)} of the time" if row.utilization_ratio is not None else "",
+        f"uses {gibibytes(row.memory_used_bytes)} GiB" if row.memory_used_bytes is not None else "",
+        f"{row.processes} process{'' if row.processes == 1 else 'es'}" if row.processes is not None else "",
+        "over its memory" if row.over else "",
+    ]
+    return "now: " + ", ".join(fact for fact in facts if fact)

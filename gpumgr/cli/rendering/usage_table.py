@@ -1,0 +1,147 @@
+"""The tables of `gpumgr usage`, for a terminal of any width. The texts of a `State` are printable."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpumgr.agent.api import ContainerRow, GpuRow, State
+from gpumgr.cli.rendering.formats import clock_time, gibibytes, percent
+from gpumgr.cli.rendering.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
+from gpumgr.cli.rendering.limits import limiting
+from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
+
+#: Terminal width from which the container's name and its mechanisms have their own columns.
+WIDE: Final = 120
+#: Left out of the model's name.
+_BRANDS: Final = ("NVIDIA ", "Tesla ")
+
+
+def usage_tables(state: State, *, wide: bool) -> RenderableType:
+    """Title, GPUs, notes about them, containers."""
+    gpus = gpus_of(state.gpus)
+    containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
+    parts: list[RenderableType] = [Text(_head(state), style="bold"), *(Text(why, style="red") for why in state.not_ready), Text()]
+    parts.append(_gpu_table(state.gpus, gpus))
+    notes = [Text(note, style="yellow") for note in _notes(state, gpus)]
+    parts += [Text(), *notes] if notes else []
+    parts += [Text(), _container_table(containers, gpus, wide=wide) if containers else Text("no containers to show")]
+    return Group(*parts)
+
+
+def _head(state: State) -> str:
+    driver = f", driver {state.driver_version}" if state.driver_version else ""
+    return f"{state.node or 'this node'} at {clock_time(state.at)}{driver}"
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    """Columns by heading; columns of numbers are right-aligned and never cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading, number in columns:
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
+    names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
+    table = _table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
+    for gpu in gpus.indices:
+        row = next(row for row in rows if row.name == gpu)
+        granted_blocks = row.memory_blocks - row.memory_blocks_free
+        table.add_row(
+            Text(gpus.short(gpu)),
+            Text(_model(row.model)),
+            Text(gpu_status(row), style=_style(row)),
+            f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
+            percent(row.utilization_ratio),
+            f"{gibibytes(granted_blocks * BLOCK_BYTES)}/{gibibytes(row.memory_blocks * BLOCK_BYTES)}G",
+            _used(row.memory_used_bytes),
+            "-" if row.temperature_celsius is None else f"{row.temperature_celsius:.0f}C",
+            "-" if row.power_watts is None else f"{row.power_watts:.0f}W",
+        )
+    return table
+
+
+def _style(row: GpuRow) -> str:
+    if row.cordon is not None or row.healthy is False:
+        return "red"
+    return "green" if row.healthy else ""
+
+
+def _notes(state: State, gpus: Gpus) -> list[str]:
+    """A sentence for each fact about a GPU that does not fit into the table."""
+    notes = []
+    for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
+        label = gpus.label(row.name)
+        notes += gpu_sentences(row, label)
+        if row.strangers is not None and row.strangers.processes:
+            notes.append(
+                f"{label} has processes of no container: {row.strangers.processes}, with {_used(row.strangers.memory_bytes)}"
+            )
+    return notes + [f"GPU{failure.index} can't be described: {failure.message}" for failure in state.failures]
+
+
+def _model(model: str | None) -> str:
+    text = model or "-"
+    for brand in _BRANDS:
+        text = text.removeprefix(brand)
+    return text
+
+
+# -- containers --------------------------------------------------------------------------------------------------------------
+
+
+def _container_table(rows: Sequence[ContainerRow], gpus: Gpus, *, wide: bool) -> Table:
+    """Narrow: the container follows its pod, and the mechanisms follow the limits, in one column."""
+    names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
+    ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
+    numbers = ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
+    table = _table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
+    for row in rows:
+        container = f"{row.container or '?'}{', init' if row.init else ''}"
+        names_cells = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
+        mechanisms, limits = ", ".join(limiting(row.mechanisms)), limits_status(row)
+        ends_cells = [mechanisms or "-", limits] if wide else [f"{limits}, {mechanisms}" if mechanisms else limits]
+        table.add_row(
+            *map(Text, names_cells),
+            gpus.short(row.gpu),
+            str(row.cores),
+            percent(row.utilization_ratio),
+            _used(row.memory_bytes),
+            _used(row.memory_used_bytes),
+            "-" if row.processes is None else str(row.processes),
+            *(Text(words, style="red" if row.over else "") for words in ends_cells),
+        )
+    return table
+
+
+def limits_status(row: ContainerRow) -> str:
+    """Whether the container stays within its memory."""
+    if row.over:
+        return f"over{_excess(row)}"
+    if row.whole:
+        return "whole GPU"
+    return "within" if limiting(row.mechanisms) else "not kept"
+
+
+def _excess(row: ContainerRow) -> str:
+    if row.memory_used_bytes is None or row.memory_bytes is None or row.memory_used_bytes <= row.memory_bytes:
+        return ""
+    return f" by {_used(row.memory_used_bytes - row.memory_bytes)}"
+
+
+def _used(memory_bytes: int | None) -> str:
+    return "-" if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
+
+
+def _sort_key(row: ContainerRow, gpus: Gpus) -> tuple[int, float, int, str]:
+    """The sort key: by GPU, then by utilization, then by memory used."""
+    order = list(gpus.indices)
+    position = order.index(row.gpu) if row.gpu in order else len(order)
+    return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name

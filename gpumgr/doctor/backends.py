@@ -1,0 +1,69 @@
+"""What the enforcement backends need: NVIDIA's MPS, and the libraries that the operator supplies."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from gpumgr.doctor.examine import aside
+from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.enforcement import operator_library
+from gpumgr.enforcement.mps import launcher
+from gpumgr.enforcement.mps.commands import CAVEATS, ControlFeatures, MpsProtocol
+from gpumgr.enforcement.mps.control_program import find_control_program
+from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.errors import MpsError
+from gpumgr.settings.schema import BackendName, MpsSettings
+
+IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+_ONE_USER: Final = "let the containers that share a GPU run under one user id, or install a newer driver"
+
+
+async def look_at_mps(
+    mps: MpsSettings, words: Collection[str], *, run_dir: Path, in_pod: bool, timeout_seconds: float
+) -> Finding:
+    """`words`: the backends that the settings name, "auto" included. `in_pod`: MPS is the host's, and its `run_dir` must be mounted."""
+    name = "mps"
+    if not {"auto", "nvml-memory", "mps"} & set(words):
+        return skipped(name, f"not used: enforcement.backend is {' and '.join(sorted(words))}")
+    how = launcher.best_method(in_pod=in_pod)
+    try:
+        control = await find_control_program(mps.control_program, how, run_dir, timeout_seconds=timeout_seconds)
+        features = await control.features()
+    except MpsError as exception:
+        return error_of(name, exception, "reinstall the driver", "error" if "mps" in words else "warning")
+    return judge_mps(str(control.program), features, mps.protocol, in_pod=in_pod)
+
+
+def judge_mps(program: str, features: ControlFeatures, protocol: str, *, in_pod: bool = False) -> Finding:
+    """`protocol`: the setting mps.protocol."""
+    name = "mps"
+    protocols = " and ".join(map(str, sorted(features.protocols)))
+    if protocol not in ("auto", *map(str, features.protocols)):
+        return error(
+            name,
+            f"{program} speaks protocol {protocols}, mps.protocol is {protocol}",
+            "set mps.protocol to auto, or install driver r615 or newer",
+        )
+    newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features.protocols) else 2
+    users = "one server for all users" if features.multiuser_option else "a server for one user at a time"
+    known = "; ".join(CAVEATS[newest])
+    where = ", daemons are units of the host's systemd" if in_pod else ""
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}"
+    if features.multiuser_option is None:
+        return warning(name, f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
+    return ok(name, f"{message}; mind: {known}")
+
+
+async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> Finding:
+    """The operator's library of a backend: it exists, is an ELF file for this machine, and has the configured hash."""
+    section = backend.replace("-", "_")
+    if path is None or sha256 is None:
+        lacking = f"{section}.{'library_path' if path is None else 'library_sha256'} is not set"
+        if path is None and backend not in words:
+            return skipped(backend, lacking)
+        return error(backend, lacking, f"set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
+    try:
+        found = await aside(lambda: operator_library.check(path, sha256))
+    except LibraryError as exception:
+        return error_of(backend, exception, f"put the right file there, or change {section}.library_path and library_sha256")
+    return ok(backend, f"{found.path}, SHA-256 {found.sha256[:12]}…")

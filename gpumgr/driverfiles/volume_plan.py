@@ -1,0 +1,223 @@
+"""The plan of a volume: its files and links, and which files are left out and why. Pure.
+
+    whole volume                                   share volume (`nvidia`)
+    lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
+    lib64/libcuda.so.1 -> libcuda.so.535.54.03     lib64/libcuda.so.1 -> libcuda-control.so
+    lib64/libcuda.so   -> libcuda.so.535.54.03     lib64/libcuda.so   -> libcuda-control.so
+                                                   ... libnvidia-ml in the same way, and bin/gpu-client
+
+The shim is a 64-bit library and replaces 64-bit libraries only: `lib` has the real 32-bit ones, in both volumes.
+libcuda-control.so opens the real libraries by their names with the driver's version.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpumgr.driverfiles.elf import Elf
+from gpumgr.driverfiles.source import Source
+from gpumgr.driverfiles.version import version_of
+from gpumgr.driverfiles.volume_conf import CLIENT, SHIM
+
+#: The libraries that the shim replaces.
+REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
+#: A node's machine -> the 32-bit one, the programs of which it can run.
+COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
+
+_VERSION_DIGITS: Final = 32
+_MAX_NAME_LENGTH: Final = 255
+_TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
+#: These belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
+_SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
+_DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
+#: The ABI note of the one libnvidia-tls (of two, in old drivers) for today's C library.
+_TLS_ABI: Final = (2, 3, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """`target` is relative to the volume. `copied`: never a hard link, so that writing to the source has no effect."""
+
+    target: str
+    source: Source
+    copied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """`to` is a name in the folder of `target`."""
+
+    target: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A file that matched the lists and is not mirrored, or a link that is not made."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """The files that turn the driver's files into a share volume."""
+
+    shim: Source
+    client: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VolumePlan:
+    """One volume. `version` depends on the content alone."""
+
+    volume: str
+    version: str
+    files: tuple[File, ...]
+    links: tuple[Link, ...]
+    skipped: tuple[Skipped, ...]
+
+    def has(self, target: str) -> bool:
+        return any(file.target == target for file in self.files)
+
+    def unmet(self) -> dict[str, str]:
+        """Libraries of the driver that the volume's files need and that are missing -> the first file that needs it."""
+        there = {target.rpartition("/")[2] for target in (*(f.target for f in self.files), *(link.target for link in self.links))}
+        return {
+            name: file.target
+            for file in reversed(self.files)
+            for name in (file.source.elf.needed if file.source.elf else ())
+            if name.startswith("libnvidia-") and name not in there
+        }
+
+
+def plan_volume(
+    volume: str,
+    *,
+    libraries: Iterable[Source],
+    binaries: Iterable[Source],
+    machine: str,
+    driver_version: str,
+    overlay: Overlay | None = None,
+) -> VolumePlan:
+    """`overlay` None: the driver's own files. If two files have one name, that of the driver's version is used, else the first."""
+    builder = _PlanBuilder(machine, driver_version, overlay)
+    if overlay:
+        builder.overlay(overlay)
+    for source in sorted(libraries, key=lambda source: version_of(source.name) != driver_version):
+        builder.library(source)
+    for source in binaries:
+        builder.binary(source)
+    files, links = tuple(builder.files.values()), tuple(builder.links.values())
+    return VolumePlan(
+        volume=volume,
+        version=_version(volume, driver_version, files, links),
+        files=files,
+        links=links,
+        skipped=tuple(builder.skipped),
+    )
+
+
+@dataclass
+class _PlanBuilder:
+    """Builds a plan. The first file of a name is used; files replace links."""
+
+    machine: str
+    driver_version: str
+    shared: Overlay | None
+    files: dict[str, File] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def overlay(self, overlay: Overlay) -> None:
+        self._file(f"lib64/{SHIM}", overlay.shim, copied=True)
+        self._file(f"bin/{CLIENT}", overlay.client, copied=True)
+        for stem in REPLACED_LIBRARIES:
+            self._link(f"lib64/{stem}.so.1", SHIM)
+            self._link(f"lib64/{stem}.so", SHIM)
+
+    def library(self, source: Source) -> None:
+        elf = source.elf
+        reason = self._skip_reason(source, elf)
+        if elf is None or reason:
+            self._skip(source, reason)
+            return
+        folder = self._folder(elf)
+        if self.shared and folder == "lib64" and _stem(source.name) in REPLACED_LIBRARIES:
+            self._file(f"lib64/{_stem(source.name)}.so.{self.driver_version}", source)
+        elif self._file(f"{folder}/{source.name}", source) and elf.soname:
+            self._sonames(folder, source, elf.soname)
+
+    def binary(self, source: Source) -> None:
+        """Adds a program, which may be a script."""
+        if self.shared and source.name == CLIENT:
+            return
+        if source.elf and source.elf.machine not in (self.machine, COMPANION.get(self.machine)):
+            self._skip(source, f"is for {source.elf.machine}, this node is {self.machine}")
+            return
+        self._file(f"bin/{source.name}", source)
+
+    def _skip_reason(self, source: Source, elf: Elf | None) -> str:
+        stem = _stem(source.name)
+        if elf is None:
+            return source.not_elf
+        if elf.machine not in (self.machine, COMPANION.get(self.machine)):
+            return f"is for {elf.machine}, this node is {self.machine}"
+        if self.shared and stem == _stem(SHIM):
+            return "the limiting library comes from vcuda.library_path"
+        if self.shared and stem in REPLACED_LIBRARIES and version_of(source.name) not in (None, self.driver_version):
+            return f"is not of the loaded driver {self.driver_version}"
+        if stem in _SHARED_WITH_MESA and not any(name.startswith(_DRIVER_NEEDS) for name in elf.needed):
+            return "is not the driver's library: it needs neither libnvidia-glcore, libnvidia-eglcore nor libGLdispatch"
+        if stem == "libnvidia-tls" and elf.abi not in (None, _TLS_ABI):
+            return "its ABI note is not 2.3.99"
+        return ""
+
+    def _folder(self, elf: Elf) -> str:
+        return "lib64" if elf.machine == self.machine else "lib"
+
+    def _sonames(self, folder: str, source: Source, soname: str) -> None:
+        if soname == source.name:
+            return
+        if "/" in soname or soname in (".", "..") or len(soname) > _MAX_NAME_LENGTH:
+            self.skipped.append(Skipped(what=f"link {soname!r} to {source.path}", reason="its SONAME is not a file name"))
+            return
+        names = [soname, _TRAILING_NUMBERS.sub("", soname)]
+        if soname.startswith("libGLX_nvidia."):
+            # The fallback of GLVND for indirect rendering.
+            names.append(soname.replace("libGLX_nvidia.", "libGLX_indirect."))
+        for name in names:
+            if name != source.name:
+                self._link(f"{folder}/{name}", source.name)
+
+    def _file(self, target: str, source: Source, *, copied: bool = False) -> bool:
+        holder = self.files.get(target)
+        if holder is not None:
+            self._skip(source, f"{target} is {holder.source.path} already")
+            return False
+        self.files[target] = File(target=target, source=source, copied=copied)
+        self.links.pop(target, None)
+        return True
+
+    def _link(self, target: str, to: str) -> None:
+        if target not in self.files:
+            self.links.setdefault(target, Link(target=target, to=to))
+
+    def _skip(self, source: Source, reason: str) -> None:
+        self.skipped.append(Skipped(what=str(source.path), reason=reason))
+
+
+def _stem(name: str) -> str:
+    return name.partition(".so")[0]
+
+
+def _version(volume: str, driver_version: str, files: Sequence[File], links: Sequence[Link]) -> str:
+    """Hex digits of a hash of the volume's parts."""
+    parts: list[object] = [volume, driver_version]
+    parts += [
+        (file.target, file.source.sha256 or (str(file.source.path), file.source.identity[1:]), file.copied) for file in files
+    ]
+    parts += [(link.target, link.to) for link in links]
+    return hashlib.sha256(repr(parts).encode(errors="surrogateescape")).hexdigest()[:_VERSION_DIGITS]

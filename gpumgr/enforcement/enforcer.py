@@ -1,0 +1,306 @@
+"""All mechanisms of the node behind one object: it implements the agent's enforcement port and what the app calls beside it."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import structlog
+
+from gpumgr.allocator.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION
+from gpumgr.allocator.gpu_share import GpuShare, Terms
+from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.response import ContainerResponse, merged
+from gpumgr.enforcement import cdi
+from gpumgr.enforcement.backend import Backend, Finding, RunningContainer
+from gpumgr.enforcement.mechanism_choice import (
+    NO_MECHANISM,
+    MechanismChoice,
+    Mechanisms,
+    choose_mechanisms,
+    mechanisms_for,
+    override_for,
+)
+from gpumgr.enforcement.mounts import mounted_names
+from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.files import replace_file
+from gpumgr.units import RESOURCES, Resource
+
+log = structlog.get_logger(__name__)
+
+#: What to do if the mounts of containers can't be read, ...
+_ALLOW_TRACING: Final = (
+    "files of containers that are gone stay until the agent may read the mounts of all processes: give it CAP_SYS_PTRACE, and in a pod "
+    "hostPID: true"
+)
+#: ... and if the files of a mechanism, or the CDI specs, can't be listed.
+_MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
+#: The other containers on a container's GPU: their descriptions, and their mechanisms.
+Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
+#: Work that is repeated if it fails.
+_Work = Literal["recover", "observe", "adjust", "list", "in_use"]
+
+
+class Enforcer:
+    """`cdi_dir`: folder of the CDI specs. They are written for allocations with `cdi`; new ones have it if `inject_by_cdi`.
+
+    `setting` and `overrides`: enforcement.backend and enforcement.overrides. `in_use` returns which allocations are mounted in a
+    process; it is called on a thread. `on_start` is called before each start of a container. `neighbours` lists the other containers
+    on a container's GPU. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        *,
+        setting: str,
+        overrides: Sequence[str],
+        cdi_dir: Path,
+        inject_by_cdi: bool,
+        orphan_grace_seconds: float,
+        in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
+        on_start: Callable[[], None] = lambda: None,
+        neighbours: Neighbours = lambda _: (),
+        clock: Callable[[], float],
+    ) -> None:
+        self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
+        self.choice = MechanismChoice()
+        self._setting, self._overrides = setting, tuple(overrides)
+        self._cdi_dir, self._inject_by_cdi = cdi_dir, inject_by_cdi
+        self._grace_seconds, self._in_use, self._clock = orphan_grace_seconds, in_use, clock
+        self._on_start, self._neighbours = on_start, neighbours
+        self._orphans: dict[AllocationId, float] = {}
+        self._starting: dict[AllocationId, asyncio.Lock] = {}
+        self._logged: dict[tuple[str, str], str] = {}
+
+    async def choose(self) -> MechanismChoice:
+        """Determines the mechanisms of new containers; allocations keep those that they have."""
+        before = self.choice
+        obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
+        self.choice = choose_mechanisms(self._setting, obstacles)
+        if self.choice.mechanisms != before.mechanisms or not before.obstacles:
+            lost = {name: self.choice.obstacles[name] for name in self.choice.mechanisms if name in self.choice.obstacles}
+            level = log.warning if lost or self.choice.mechanisms == NO_MECHANISM else log.info
+            broken = {"broken": lost} if lost else {}
+            level("enforcement", uses=self.describe(), because=f"enforcement.backend is {self._setting}", **broken)
+        return self.choice
+
+    def describe(self) -> str:
+        return self.choice.describe({name: backend.limits for name, backend in self.backends.items()})
+
+    def coverage(self) -> tuple[tuple[str, str], ...]:
+        return self.choice.coverage({name: backend.limits for name, backend in self.backends.items()})
+
+    # -- the agent's port --------------------------------------------------------------------------------------------------
+
+    def terms(self, pod: PodView | None, *, share: bool) -> Terms:
+        if not share:
+            return Terms(cdi=self._inject_by_cdi)
+        override = override_for(self._overrides, pod)
+        if override is None:
+            return Terms(mechanisms=self.choice.mechanisms, cdi=self._inject_by_cdi)
+        subject, setting = override
+        able = [name for name in self.backends if name not in self.choice.obstacles]
+        mechanisms = mechanisms_for(setting, able, self.choice.mechanisms)
+        return Terms(mechanisms=mechanisms, exemption=subject, cdi=self._inject_by_cdi)
+
+    def answer(
+        self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None
+    ) -> ContainerResponse:
+        full = self._full(base, allocation, tenant, [kind])
+        if not allocation.cdi:
+            return full
+        # The folder stays a mount of the answer: a rebuild of the ledger reads from it which allocation the answer belongs to.
+        kept = tuple(mount for mount in base.mounts if mount.container_path == ALLOCATION_PATH)
+        names = (cdi.device_name(allocation.id),) if kind == "core" else ()
+        return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
+
+    async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
+        self._on_start()
+        async with self._starting.setdefault(allocation.id, asyncio.Lock()):
+            self._orphans.pop(allocation.id, None)
+            try:
+                if tenant is not None:
+                    self._refuse_mixture(tenant, allocation.mechanisms)
+                    for backend in self._of(allocation.mechanisms):
+                        await backend.start(tenant)
+                if allocation.cdi:
+                    text = cdi.spec(allocation.id, self._full(base, allocation, tenant, RESOURCES))
+                    await asyncio.to_thread(self._write_spec, allocation.id, text)
+            except OSError as error:
+                where = f" {error.filename}" if error.filename else ""
+                raise Refusal(
+                    "internal", f"the container's limits can't be put in place:{where}: {error.strerror or error}"
+                ) from error
+
+    async def vacate(self, uuids: Collection[str]) -> None:
+        for backend in self.backends.values():
+            await backend.vacate(uuids)
+
+    def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
+        """A GPU of MPS is in exclusive mode: containers that use it without MPS would lose it, or prevent the daemon's start."""
+        for holder, others in self._neighbours(tenant):
+            if _by_mps(mechanisms) != _by_mps(others):
+                mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
+                raise Refusal(
+                    "conflict",
+                    f"the container is to be limited by {mine}, and {holder} uses the same GPU through {theirs}: all containers of a GPU "
+                    "of MPS must use MPS; this one starts when the other has ended",
+                )
+
+    def _full(
+        self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None, kinds: Iterable[Resource]
+    ) -> ContainerResponse:
+        if tenant is None:
+            return base
+        parts = [backend.prepare(tenant, kind) for backend in self._of(allocation.mechanisms) for kind in kinds]
+        annotation = ContainerResponse(annotations={ENFORCEMENT_ANNOTATION: "+".join(allocation.mechanisms)})
+        return merged(base, *parts, annotation)
+
+    def _of(self, mechanisms: Mechanisms) -> list[Backend]:
+        """Raises Refusal for a mechanism that this version of gpumgr does not have."""
+        unknown = [name for name in mechanisms if name not in self.backends]
+        if unknown:
+            raise Refusal(
+                "internal", f"this gpumgr has no enforcement backend {unknown[0]!r}; delete the pod and create it again"
+            )
+        return [self.backends[name] for name in mechanisms]
+
+    # -- once a second -----------------------------------------------------------------------------------------------------
+
+    async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]:
+        """The findings of all mechanisms, each with the mechanism's name."""
+        findings: list[tuple[str, Finding]] = []
+        for backend, containers in self._by_backend(running):
+            with self._retried("observe", backend.name):
+                findings += [(backend.name, finding) for finding in await backend.observe(containers)]
+        return findings
+
+    async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
+        for backend, containers in self._by_backend(running):
+            with self._retried("adjust", backend.name):
+                await backend.adjust(containers)
+
+    def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
+        """Every backend with its containers, also one without any: it may have something to end."""
+        return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
+
+    def own_pids(self) -> frozenset[int]:
+        return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids())
+
+    @contextlib.contextmanager
+    def _retried(self, work: _Work, name: str) -> Iterator[None]:
+        """For work that a later call repeats: an error is logged, each text once until the work succeeds."""
+        try:
+            yield
+        except (GpumgrError, OSError) as error:
+            if self._logged.get((work, name)) != str(error):
+                _log_failure(work, name, str(error))
+            self._logged[work, name] = str(error)
+        else:
+            self._logged.pop((work, name), None)
+
+    # -- start of the agent, and removal -----------------------------------------------------------------------------------
+
+    async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
+        """After a start of the agent: every mechanism takes over what an earlier process of the agent left for these containers."""
+        for name, backend in self.backends.items():
+            with self._retried("recover", name):
+                await backend.recover([tenant for tenant, names in tenants if name in names])
+
+    async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
+        """Removes the files of allocations that are not `known` (at present), after the grace, and while no process has them mounted.
+
+        Returns the seconds until the next ones are due; None if none wait.
+        """
+        now = self._clock()
+        self._starting = {key: lock for key, lock in self._starting.items() if key in known() or lock.locked()}
+        gone = await asyncio.to_thread(self._list_remains) - set(known())
+        self._orphans = {allocation: self._orphans.get(allocation, now) for allocation in gone}
+        due = [allocation for allocation, since in self._orphans.items() if now - since >= self._grace_seconds]
+        used = await self._used(due) if due else ()
+        for allocation in due:
+            if allocation not in used:
+                await self._remove(allocation, known)
+        waiting = [since + self._grace_seconds - now for allocation, since in self._orphans.items() if allocation not in due]
+        return min(waiting, default=None)
+
+    async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
+        """Those that a process may have mounted: all of them if the mounts of processes can't be read."""
+        with self._retried("in_use", ""):
+            return await asyncio.to_thread(self._in_use, due)
+        return due
+
+    def _list_remains(self) -> set[AllocationId]:
+        """The allocations that have files. Those in a folder that can't be listed stay until it can."""
+        listings = {name: backend.remains for name, backend in self.backends.items()} | {"cdi": self._specs}
+        found: set[AllocationId] = set()
+        for name, listing in listings.items():
+            with self._retried("list", name):
+                found |= set(listing())
+        return found
+
+    def _write_spec(self, allocation: AllocationId, spec: bytes) -> None:
+        """Raises OSError."""
+        self._cdi_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
+        # Every start of the container, also after a reboot, writes it again.
+        replace_file(self._cdi_dir / cdi.file_name(allocation), spec, durable=False)
+
+    def _specs(self) -> Collection[AllocationId]:
+        """Allocations that a CDI spec is kept for. Raises OSError."""
+        try:
+            names = os.listdir(self._cdi_dir)
+        except FileNotFoundError:
+            return ()
+        return [allocation for name in names if (allocation := cdi.allocation_of(name)) is not None]
+
+    async def _remove(self, allocation: AllocationId, known: Callable[[], Collection[AllocationId]]) -> None:
+        async with self._starting.setdefault(allocation, asyncio.Lock()):
+            if allocation in known():
+                return
+            removals = {name: backend.cleanup for name, backend in self.backends.items()} | {"cdi": self._remove_spec}
+            failed = False
+            for name, remove in removals.items():
+                try:
+                    await remove(allocation)
+                except (GpumgrError, OSError) as error:
+                    failed = True
+                    log.warning("orphan_not_removed", allocation=allocation, backend=name, error=str(error))
+        if not failed:
+            self._orphans.pop(allocation, None)
+            log.info("orphan_removed", allocation=allocation)
+
+    async def _remove_spec(self, allocation: AllocationId) -> None:
+        (self._cdi_dir / cdi.file_name(allocation)).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        for backend in self.backends.values():
+            await backend.close()
+
+
+def _log_failure(work: _Work, name: str, error: str) -> None:
+    match work:
+        case "recover":
+            log.warning("enforcement_not_recovered", backend=name, error=error)
+        case "observe":
+            log.warning("enforcement_not_observed", backend=name, error=error)
+        case "adjust":
+            log.warning("enforcement_not_adjusted", backend=name, error=error)
+        case "list":
+            log.warning("orphans_not_listed", backend=name, error=error, remedy=_MAKE_READABLE)
+        case "in_use":
+            log.warning("orphans_kept", error=error, remedy=_ALLOW_TRACING)
+
+
+async def _obstacle(backend: Backend) -> str | None:
+    try:
+        return await backend.unavailable()
+    except (GpumgrError, OSError) as error:
+        return str(error)
+
+
+def _by_mps(mechanisms: Mechanisms) -> bool:
+    return bool({"mps", "mps-open"} & set(mechanisms))

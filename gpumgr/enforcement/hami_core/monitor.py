@@ -1,0 +1,205 @@
+"""Monitors the region of one container: reports findings and repairs limits. Blocks: call it on a thread.
+
+The limits are what the agent granted. The region shows which processes run under the library and is never trusted about limits.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+import structlog
+
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
+from gpumgr.enforcement.hami_core import repairs, seed, view
+from gpumgr.enforcement.hami_core.region import RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.repairs import Repair
+from gpumgr.enforcement.hami_core.view import RegionView
+
+#: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
+#: number of consecutive checks.
+CHECKS_UNREGISTERED: Final = 3
+#: A container can change many values; a message names at most this number.
+_NAMED: Final = 3
+
+log = structlog.get_logger(__name__)
+#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
+NspidOf = Callable[[int], int | None]
+
+
+class RegionMonitor:
+    """The region of one start of a container. Any thread may call it; `close` may be called again."""
+
+    def __init__(self, region: RegionFile | Unreadable, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
+        self._region, self._clock = region, clock
+        self._pids = _PidMap(nspid_of)
+        self._lock = threading.Lock()
+        self._closed = self._reported_broken = False
+        self._reported_problems: frozenset[view.ProblemCode] = frozenset()
+        self._reported_drift: frozenset[tuple[str, int]] = frozenset()
+        self._pending: list[Finding] = []
+        self._unseen: dict[int, int] = {}
+        self._stuck_since: dict[tuple[int, int | None], float] = {}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if isinstance(self._region, RegionFile):
+                self._region.close()
+
+    def read(self) -> RegionView | Unreadable:
+        """The region as it is now."""
+        with self._lock:
+            return self._read()
+
+    def check(self, running: RunningContainer) -> Sequence[Finding]:
+        """The new findings; each once, a repaired one each time. Changes nothing in the region."""
+        with self._lock:
+            if self._closed:
+                return ()
+            pending, self._pending = self._pending, []
+            seen = self._read()
+            if isinstance(seen, Unreadable):
+                return (*pending, *self._broken(running.tenant, seen))
+            return (
+                *pending,
+                *self._drift(running.tenant, seen),
+                *self._problems(running.tenant, seen),
+                *self._unregistered(running, seen),
+            )
+
+    def repair(self, running: RunningContainer) -> None:
+        """Restores the granted limits, and writes what the library can't find out or repair itself."""
+        with self._lock:
+            if self._closed or not isinstance(self._region, RegionFile):
+                return
+            seen = self._read()
+            if isinstance(seen, Unreadable):
+                return
+            due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
+            if not due or not self._region.write(repair.write for repair in due):
+                return
+            fresh = [each for each in due if each.code in repairs.TAMPERING and _key(each) not in self._reported_drift]
+            self._reported_drift = frozenset()
+            if fresh:
+                self._pending.append(_tampered(running.tenant, [each.message for each in fresh]))
+        log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
+
+    def _read(self) -> RegionView | Unreadable:
+        return self._region.read() if isinstance(self._region, RegionFile) else self._region
+
+    def _broken(self, tenant: GpuShare, unreadable: Unreadable) -> Iterable[Finding]:
+        if not self._reported_broken:
+            self._reported_broken = True
+            message = (
+                f"HAMi-core's limits of {tenant.describe()} can't be monitored: its region {unreadable.reason}; "
+                "restart the container, which gets a new region at every start"
+            )
+            yield _finding(tenant, "broken", message)
+
+    def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
+        drift = [each for each in _drifted(tenant, seen) if each.code in repairs.TAMPERING]
+        self._reported_drift = frozenset(map(_key, drift))
+        if drift:
+            yield _tampered(tenant, [each.message for each in drift])
+
+    def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
+        damaged = [each for each in seen.problems if each.code in view.TAMPERING]
+        fresh = [each.message for each in damaged if each.code not in self._reported_problems]
+        self._reported_problems = frozenset(each.code for each in damaged)
+        if fresh:
+            message = (
+                f"{tenant.describe()} damaged HAMi-core's region ({_listed(fresh)}); its limits still apply, "
+                "but its own processes may fail: restart the container"
+            )
+            yield _finding(tenant, "tampered", message)
+
+    def _unregistered(self, running: RunningContainer, seen: RegionView) -> Iterable[Finding]:
+        """Processes that use the GPU and have no slot in the region."""
+        hosts = {slot.hostpid for slot in seen.slots if slot.live}
+        inside = {slot.pid for slot in seen.slots if slot.live}
+        self._pids.forget_all_but({*running.pids, *running.gpu_processes})
+        outside = [pid for pid in running.gpu_processes if pid not in hosts and self._pids.inside(pid) not in inside]
+        self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
+        late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
+        if late:
+            message = (
+                f"{running.tenant.describe()} uses the GPU without HAMi-core and its limits in {_listed(late)}: a program that is linked "
+                "statically or to musl, or loads the driver by itself; use a dynamically linked glibc image, or another backend"
+            )
+            yield _finding(running.tenant, "unregistered", message)
+
+    def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
+        """Repairs that depend on which processes run; none while that is unknown."""
+        if not running.pids:
+            return
+        pids = frozenset(running.pids)
+        self._pids.forget_all_but({*pids, *running.gpu_processes})
+        host_of = self._pids.host_of(pids)
+        now = self._clock()
+        abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, pids, host_of)}
+        self._stuck_since = {key: self._stuck_since.get(key, now) for key in abandoned}
+        yield from repairs.unknown_hosts(seen, pids, host_of)
+        for key, slot in abandoned.items():
+            if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
+                yield repairs.unstuck(seen, slot)
+
+
+class _PidMap:
+    """Pids in the container and on the host. /proc is read once for each process, and only when needed."""
+
+    def __init__(self, nspid_of: NspidOf) -> None:
+        self._nspid_of = nspid_of
+        self._inside: dict[int, int] = {}
+
+    def forget_all_but(self, pids: Collection[int]) -> None:
+        self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
+
+    def inside(self, pid: int) -> int | None:
+        """The process's pid in its container; None if it is gone."""
+        found = self._inside.get(pid)
+        if found is None and (found := self._nspid_of(pid)) is not None:
+            self._inside[pid] = found
+        return found
+
+    def host_of(self, pids: Collection[int]) -> Callable[[int], int | None]:
+        """Finds the one of `pids` with a given pid in the container; None if none has it, or several (nested pid namespaces)."""
+        table: dict[int, list[int]] = {}
+
+        def find(number: int) -> int | None:
+            if not table:
+                for pid in pids:
+                    inside = self.inside(pid)
+                    if inside is not None:
+                        table.setdefault(inside, []).append(pid)
+            found = table.get(number, [])
+            return found[0] if len(found) == 1 else None
+
+        return find
+
+
+def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
+    """Empty for a container with an unknown share: its limits must not become "unlimited"."""
+    try:
+        wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
+    except ValueError:
+        return []
+    return list(repairs.drifted(seen, wanted))
+
+
+def _key(repair: Repair) -> tuple[str, int]:
+    return repair.code, repair.write.offset
+
+
+def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:
+    message = f"{tenant.describe()} changed its limits in HAMi-core's region: {_listed(found)}; restored. Check what runs in it"
+    return _finding(tenant, "tampered", message)
+
+
+def _finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
+    return Finding(allocation=tenant.allocation, code=code, message=message)
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = len(found) - _NAMED
+    return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")

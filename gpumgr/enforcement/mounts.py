@@ -1,0 +1,42 @@
+"""Which folders of allocations are mounted in processes: a container that has one mounted is alive."""
+
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.proc import PROC, mount_tables
+
+#: Index of the path within its own file system that a mount shows (proc(5)). Octal escapes stand for blanks, which an allocation's id
+#: does not have.
+_ROOT_FIELD: Final = 3
+
+
+def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
+    """Those of `names` that are part of a path in any process's mounts. Blocks for some milliseconds.
+
+    Raises OSError if a process is hidden from the agent: then any of them may be mounted.
+    """
+    found: set[str] = set()
+    for table in mount_tables(proc_root):
+        found |= {name for name in names if name in table}
+        if len(found) == len(names):
+            break
+    return frozenset(found)
+
+
+def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> bool:
+    """Whether the folder of this allocation is mounted in the process's mount namespace, as it is in its own container only.
+
+    False for a process that is gone. Blocks.
+    """
+    try:
+        with (proc_root / str(pid) / "mountinfo").open(encoding="utf-8", errors="replace") as lines:
+            return any(_root_of(line).name == allocation for line in lines)
+    except OSError:
+        return False
+
+
+def _root_of(line: str) -> PurePosixPath:
+    fields = line.split(" ", _ROOT_FIELD + 1)
+    return PurePosixPath(fields[_ROOT_FIELD] if len(fields) > _ROOT_FIELD else "")

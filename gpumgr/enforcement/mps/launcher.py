@@ -1,0 +1,73 @@
+"""How the daemon's first process is started so that it outlives the agent, with the GPU's own folder as its /dev/shm.
+
+systemd    in a transient service: processes of the agent's own service end with it (KillMode=mixed), and its sandbox allows neither
+           mounts nor new namespaces.
+host       the same from a pod, with the host's programs: the command enters the mount namespace of the host's first process. The
+           container's processes would end with it, and it has neither systemd's programs nor its sockets.
+namespace  in a mount namespace of its own, on a host without systemd. Unmounts on the host propagate into it ("slave"); otherwise it
+           would keep pods' volumes mounted.
+plain      as a plain process, if the agent is not root. The daemon uses the host's /dev/shm.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
+
+#: All shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
+SHM_BYTES: Final = 1 << 30
+#: Only the mount namespace must change: sockets are found by their paths, and the pod has the host's processes (hostPID).
+_ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")
+_BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
+
+
+def best_method(*, in_pod: bool = False) -> LaunchMethod:
+    """The method for this host. In a pod there is one only; `find_control_program` checks whether it works."""
+    if in_pod:
+        return "host"
+    if os.geteuid() != 0:
+        return "plain"
+    booted = Path("/run/systemd/system").is_dir()  # sd_booted(3)
+    return "systemd" if booted and shutil.which("systemd-run") else "namespace"
+
+
+def host_prefix(launch: LaunchMethod) -> tuple[str, ...]:
+    """The prefix of a command that must run where the daemons are."""
+    return _ENTER if launch == "host" else ()
+
+
+def daemon_command(
+    launch: LaunchMethod, uuid: str, shm: Path, environment: Mapping[str, str], command: Sequence[str]
+) -> list[str]:
+    """The command line that starts the daemon with `command`, which goes into the background. Servers are not ended with the daemon."""
+    match launch:
+        case "systemd":
+            unit = ["systemd-run", "--quiet", "--collect", f"--unit=gpumgr-mps-{uuid}", "--service-type=forking"]
+            unit += ["--property=KillMode=process", f"--property=BindPaths={shm}:/dev/shm"]
+            return [*unit, *(f"--setenv={key}={value}" for key, value in environment.items()), "--", *command]
+        case "host":
+            return [*host_prefix(launch), *daemon_command("systemd", uuid, shm, environment, command)]
+        case "namespace":
+            return ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", _BIND, str(shm), *command]
+        case "plain":
+            return list(command)
+
+
+def mount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
+    """Mounts a tmpfs of limited size, in the host's mount namespace; None if the folder stays a plain one."""
+    options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
+    return _outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)])
+
+
+def unmount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
+    return _outside(launch, ["umount", str(shm)])
+
+
+def _outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
+    if launch == "plain":
+        return None
+    before = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--"] if launch == "systemd" else []
+    return [*host_prefix(launch), *before, *command]

@@ -1,0 +1,106 @@
+"""Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 a namespace for each container.
+
+The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. Root in a container can reach the
+daemon's control socket and change it. So the daemon's answer right after the bound was set is compared with its later answers, as text:
+drivers differ in how they print a number.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpumgr.allocator.ledger import AllocationId
+from gpumgr.enforcement.mps import commands
+from gpumgr.enforcement.mps.control import DaemonClient
+from gpumgr.enforcement.mps.folders import GpuFolder, Share
+from gpumgr.errors import MpsError, MpsTransientError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`cores` in percent; `memory_bytes` None: MPS does not limit memory."""
+
+    cores: int
+    memory_bytes: int | None
+
+
+def largest(shares: Collection[Share], *, limit_memory: bool) -> Bound | None:
+    """The bound for these shares; None without any."""
+    if not shares:
+        return None
+    memory_bytes = max(share.memory_bytes for share in shares) if limit_memory else None
+    return Bound(cores=max(share.cores for share in shares), memory_bytes=memory_bytes)
+
+
+@dataclass(slots=True)
+class BoundKeeper:
+    """`answers`: for each server (None: for future ones) what the daemon answered after the bound was set."""
+
+    answers: Mapping[int | None, str] = field(default_factory=dict)
+
+    async def put(self, daemon: DaemonClient, bound: Bound) -> None:
+        """Sets the bound. Raises MpsError."""
+        await daemon.run(*commands.bound_servers_to_come(bound.cores, bound.memory_bytes))
+        # Servers are listed after that: one that starts in between has the new values already.
+        named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
+        servers = [pid for pid in named.values() if pid is not None]
+        for pid in servers:
+            await daemon.run_for_server(pid, *commands.bound_server(pid, bound.cores, bound.memory_bytes))
+        self.answers = await _read(daemon, bound, servers)
+
+    async def restore(self, daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> bool:
+        """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later
+        change is noticed. Raises MpsError."""
+        found = await _read(daemon, bound, servers)
+        changed = any(self.answers.get(server, text) != text for server, text in found.items())
+        if changed or not found.keys() <= self.answers.keys():
+            await self.put(daemon, bound)
+        return changed
+
+
+async def _read(daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> Mapping[int | None, str]:
+    """All answers by one run of the control program, which is what costs time. If it refuses a query (a server has ended since, or an
+    older driver lacks it), the queries are run one by one and the refused one is left out. Raises MpsTransientError."""
+    queried: tuple[int | None, ...] = (None, *servers)
+    found = dict(await _answers(daemon, bound, queried))
+    if not found and servers:
+        for each in queried:
+            found.update(await _answers(daemon, bound, (each,)))
+    return found
+
+
+async def _answers(daemon: DaemonClient, bound: Bound, queried: Sequence[int | None]) -> Mapping[int | None, str]:
+    """Empty if a query was refused. Raises MpsTransientError."""
+    memory = bound.memory_bytes is not None
+    try:
+        return commands.parse_bounds(queried, await daemon.run(commands.bounds_of(queried, memory=memory)), memory=memory)
+    except MpsTransientError:
+        raise
+    except MpsError:
+        return {}
+
+
+async def limit_namespaces(
+    daemon: DaemonClient, folder: GpuFolder, shares: Mapping[AllocationId, Share], *, limit_memory: bool
+) -> None:
+    """Creates missing namespaces, sets their limits and checks them: a namespace without limits gets the whole GPU. Raises MpsError."""
+    # A run of the program costs milliseconds: a namespace without a socket is created without a listing first.
+    sockets = {name: folder.namespace(name) / "control" for name in shares}
+    existing: Collection[str] = ()
+    if any(socket.exists() for socket in sockets.values()):
+        existing = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
+    memory = {name: share.memory_bytes if limit_memory else None for name, share in shares.items()}
+    for name, share in shares.items():
+        if name not in existing:
+            await daemon.run(commands.create_namespace(name))
+        await daemon.run(commands.limit_namespace(name, share.cores, memory[name]))
+    found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
+    for name, share in shares.items():
+        limited = name in found and commands.within(found[name], share.cores, memory[name])
+        if not limited or not sockets[name].exists():
+            raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {folder.log}")
+
+
+async def drop_namespace(daemon: DaemonClient, name: AllocationId) -> None:
+    """Raises MpsError."""
+    if name in commands.parse_namespaces(await daemon.run(commands.list_namespaces())):
+        await daemon.run(commands.delete_namespace(name))

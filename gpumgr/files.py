@@ -1,0 +1,82 @@
+"""Files on disk: replaced atomically and durably, and compared without reading them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+
+class FileIdentity(NamedTuple):
+    """Identifies one content of a file: a file that was replaced or written to differs, also one that reuses an inode's number.
+
+    The change time is no part of it: a hard link or a chmod changes it.
+    """
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @classmethod
+    def at(cls, path: Path) -> Self | None:
+        """Of the file that `path` names or links to; None if it can't be examined."""
+        try:
+            return cls.of(path.stat())
+        except OSError:
+            return None
+
+
+def replace_file(path: Path, content: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Puts `content` (text as UTF-8) at `path`, see `replacing`. Raises OSError."""
+    with replacing(path, mode=mode, durable=durable) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[int]:
+    """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error.
+
+    A reader sees the old file or the new one, each complete. The file belongs to the user of this process and has `mode`, independent
+    of the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. Without it only a crash of
+    the process is covered, which is enough on a tmpfs and for files that are written anew after a boot.
+
+    If the body raises, `path` stays as it was and the new file is removed. One writer of a path at a time. Raises OSError.
+    """
+    new = temporary_of(path)
+    with suppress(FileNotFoundError):  # left by a process that was killed; opening it could follow a link
+        new.unlink()
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            yield descriptor
+            os.fchmod(descriptor, mode)
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            new.unlink()
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def temporary_of(path: Path) -> Path:
+    """The file that `replacing` writes to. If the process is killed during that, it remains until the next replacement."""
+    return path.with_name(f".{path.name}.new")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

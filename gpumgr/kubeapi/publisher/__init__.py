@@ -1,0 +1,1 @@
+"""Publishes the agent's state to the API server: pod annotations, node labels and condition, events, evictions."""

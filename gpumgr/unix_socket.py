@@ -1,0 +1,86 @@
+"""The file of a unix socket that a server listens on: bound with its mode, recognised, and removed.
+
+Invariants: only an abandoned socket is replaced (unless the caller says otherwise), never another kind of file; a file that another
+process has put in place of ours is not removed; there is no moment in which the file has another mode than the one that is wanted.
+"""
+
+import errno
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+#: sun_path of Linux's sockaddr_un without its closing NUL (unix(7)).
+MAX_PATH_BYTES: Final = 107
+
+
+def path_problem(path: Path) -> str | None:
+    """Why no socket can have this path, as the end of a sentence; None if one can."""
+    size = len(os.fsencode(path))
+    return None if size <= MAX_PATH_BYTES else f"the path has {size} bytes and a unix socket allows {MAX_PATH_BYTES}"
+
+
+class UnixSocket:
+    """One socket file at `path`. `bind` makes it, `remove` deletes it."""
+
+    def __init__(self, path: Path, *, mode: int = 0o600) -> None:
+        self.path: Final = path
+        self._mode = mode
+        self._inode: tuple[int, int] | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file is there and is the one that `bind` made."""
+        return self._inode is not None and _inode(self.path) == self._inode
+
+    def bind(self, *, replace_served: bool = False) -> socket.socket:
+        """A bound socket that does not listen yet. With `replace_served` a socket is replaced even if a process listens on it.
+
+        Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens
+        there, EEXIST if the file is no socket; others as the system has them.
+        """
+        if problem := path_problem(self.path):
+            raise OSError(errno.ENAMETOOLONG, problem)
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_socket()):
+            raise OSError(errno.EEXIST, "a file that is no socket is there")
+        if not replace_served and _is_served(self.path):
+            raise OSError(errno.EADDRINUSE, "another process listens there")
+        self.path.unlink(missing_ok=True)
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(bound.fileno(), self._mode)  # Linux makes the file with the mode of the socket
+            bound.bind(os.fsencode(self.path))
+            # The umask may have removed permissions. No client can connect before `listen`.
+            self.path.chmod(self._mode)
+            self._inode = _inode(self.path)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+
+    def remove(self) -> None:
+        """Deletes the file if it is ours. Raises nothing; may be called at any time."""
+        if self.in_place:
+            self.path.unlink(missing_ok=True)
+        self._inode = None
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a process listens there. Never waits. Raises OSError if that can't be found out."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fsencode(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:  # its backlog is full, so a process listens
+            pass
+    return True
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,49 @@
+"""Finds the allocation of a container: by its pod's UID (by the pod's name if the allocation has no UID) and its own name."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodKey
+from gpumgr.units import GpuName
+from gpumgr.usage.containers import Container
+
+#: "unknown": names are missing, because the runtime is unavailable or the kubelet has not named an allocation yet.
+Owner = Allocation | Literal["none", "unknown"]
+
+
+class AllocationIndex:
+    """An index over allocations, made once for a sample."""
+
+    def __init__(self, allocations: Collection[Allocation]) -> None:
+        by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
+        by_name: defaultdict[PodKey, list[Allocation]] = defaultdict(list)
+        for allocation in allocations:
+            if (pod := allocation.uid or allocation.pod) is not None:
+                by_pod[pod].append(allocation)
+            if allocation.uid is not None and allocation.pod is not None:
+                by_name[allocation.pod].append(allocation)
+        self._by_pod: Mapping[str | PodKey, list[Allocation]] = dict(by_pod)
+        self._by_name: Mapping[PodKey, list[Allocation]] = dict(by_name)
+        self._without_uid = [allocation for allocation in allocations if allocation.uid is None]
+
+    def exact(self, container: Container) -> list[Allocation]:
+        """The allocations with the container's own name, normally one."""
+        return [allocation for allocation in self._of_pod(container) if allocation.container == container.name]
+
+    def owner(self, container: Container, gpu: GpuName) -> Owner:
+        """The allocation that grants this GPU to this container."""
+        if exact := self.exact(container):
+            return next((allocation for allocation in exact if gpu in allocation.gpus), "none")
+        nameless = not container.name
+        maybe = [a for a in self._of_pod(container) if gpu in a.gpus and (nameless or a.container is None)]
+        if len(maybe) == 1:
+            return maybe[0]
+        if nameless and any(gpu in allocation.gpus for allocation in self._without_uid):
+            return "unknown"
+        return "unknown" if maybe else "none"
+
+    def _of_pod(self, container: Container) -> list[Allocation]:
+        by_name = self._by_name.get(container.pod, ()) if container.static else ()
+        return [*self._by_pod.get(container.pod_uid, ()), *self._by_pod.get(container.pod, ()), *by_name]

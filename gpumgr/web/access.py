@@ -1,0 +1,142 @@
+"""Authorization: which client may read or change what. Pure.
+
+Clients on this host may read everything. Maintenance requests are accepted only over the unix socket, which only root can open. Remote
+clients may read metrics and probes until the settings allow more: by a bearer token, by a client certificate, or by either. The origin
+comes from the connection alone, never from a header.
+
+The `Host` header is checked for loopback clients. A foreign web page in a browser on this host can let its own name resolve to
+127.0.0.1 (DNS rebinding) and read the pages then; its requests have that name in `Host`.
+"""
+
+import hmac
+import re
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+from typing import Any, Final, Literal
+
+#: "probe": the kubelet's probes; "metrics": for scrapers; "page": all else that can be read; "debug": internals of the process;
+#: "maintenance": requests that change something.
+Scope = Literal["probe", "metrics", "page", "debug", "maintenance"]
+#: Where a client is: at the unix socket, on this host, or elsewhere.
+Origin = Literal["unix", "loopback", "remote"]
+
+CHALLENGE: Final = 'Bearer realm="gpumgr"'
+#: `Host: NAME[:PORT]`; an IPv6 address is in brackets.
+_HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9]*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """`certified`: the client has a certificate that the client CA signed. `authorization` and `hosts` are the request's headers; a
+    request may have no `Host` (HTTP/1.0) or, wrongly, several."""
+
+    origin: Origin
+    certified: bool = False
+    authorization: str | None = None
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthPolicy:
+    """What remote clients must present. `token` None although `takes_token`: its file cannot be read now, so no token is valid."""
+
+    takes_token: bool = False
+    token: bytes | None = None
+    takes_certificate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """An HTTP status, the reason with its remedy, and the WWW-Authenticate header (None: none)."""
+
+    status: Literal[401, 403]
+    sentence: str
+    challenge: str | None = None
+
+
+_MAINTENANCE: Final = Denial(
+    403, "maintenance requests are accepted only on the agent's unix socket (http.socket); use `gpumgr gpu` on the node, as root"
+)
+_DEBUG: Final = Denial(
+    403, "/debug is served only on this host; use `kubectl exec` or `kubectl port-forward`, or send the request on the node"
+)
+_NOT_CONFIGURED: Final = Denial(
+    403,
+    "remote clients can read only /metrics, /metric, /healthz and /readyz; set http.token_file or http.client_ca_file to give access to "
+    "the rest",
+)
+_FOREIGN_HOST: Final = Denial(
+    403, "the request's Host is not a name of this host; use an IP address, localhost, or the node's name"
+)
+_CERTIFICATE: Final = Denial(
+    403, "present a client certificate that http.client_ca_file has signed; without one only /healthz and /readyz are served"
+)
+_TOKEN: Final = Denial(401, "send the token of http.token_file in the header `Authorization: Bearer TOKEN`", CHALLENGE)
+_TOKEN_OR_CERTIFICATE: Final = Denial(
+    401,
+    "send the token of http.token_file in the header `Authorization: Bearer TOKEN`, or present a client certificate that "
+    "http.client_ca_file has signed",
+    CHALLENGE,
+)
+
+
+def authorize(scope: Scope, caller: Caller, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
+    """None: allowed. `names` are the names of this host, besides localhost."""
+    if caller.origin == "unix":
+        return None
+    if caller.origin == "loopback" and not all(_names_this_host(host, names) for host in caller.hosts):
+        return _FOREIGN_HOST
+    if scope == "maintenance":
+        return _MAINTENANCE
+    if caller.origin == "loopback" or scope == "probe":
+        return None
+    if scope == "debug":
+        return _DEBUG
+    if not (policy.takes_token or policy.takes_certificate):
+        return None if scope == "metrics" else _NOT_CONFIGURED
+    if policy.takes_certificate and caller.certified:
+        return None
+    if not policy.takes_token:
+        return _CERTIFICATE
+    if _same(_bearer(caller.authorization), policy.token):
+        return None
+    return _TOKEN_OR_CERTIFICATE if policy.takes_certificate else _TOKEN
+
+
+def origin_of(family: int, peer: Any) -> Origin:
+    """By the family of the socket and the peer's address, which counts as remote if it cannot be parsed."""
+    if family == socket.AF_UNIX:
+        return "unix"
+    try:
+        address = ip_address(peer[0])
+    except (TypeError, ValueError, IndexError):
+        return "remote"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "loopback" if address.is_loopback else "remote"
+
+
+def _names_this_host(host: str, names: Collection[str]) -> bool:
+    """True for every IP address: unlike a name, an address cannot be made to resolve to another one."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    if found["name"] and found["name"].rstrip(".").lower() in {"localhost", *(name.lower() for name in names)}:
+        return True
+    try:
+        ip_address(found["name"] or found["v6"] or "")
+    except ValueError:
+        return False
+    return True
+
+
+def _bearer(authorization: str | None) -> bytes | None:
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else None
+
+
+def _same(sent: bytes | None, token: bytes | None) -> bool:
+    """In constant time."""
+    return sent is not None and token is not None and hmac.compare_digest(sent, token)

@@ -1,0 +1,160 @@
+"""The credential files of the web server: bearer token, certificate and key, CA of the clients. They are read again when they change.
+
+A changed file that cannot be used is logged once. A token is invalid until its file can be read again, since removing the file revokes
+the token. Certificates stay in use: they are replaced file by file, and in between certificate and key do not match.
+"""
+
+import os
+import ssl
+import stat
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr import tls_files
+from gpumgr.errors import SettingsError
+from gpumgr.files import FileIdentity
+
+_log = structlog.get_logger(__name__)
+
+_MOST_TOKEN_BYTES: Final = 16 * 1024
+_MOST_PEM_BYTES: Final = 1 << 20
+
+#: What changes when a file is written or replaced; None: it is not there.
+_Stamp = tuple[FileIdentity | None, ...]
+
+
+class TokenFile:
+    """http.token_file. The constructor raises SettingsError if it has no token."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._token: bytes | None = _read_token(path)
+
+    def current(self) -> bytes | None:
+        """None: the file cannot be used now."""
+        if (stamp := _stamp(self._path)) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._token = _read_token(self._path)
+                _log.info("token_read_again", path=str(self._path))
+            except SettingsError as error:
+                self._token = None
+                _log.error("token_unusable", error=str(error), consequence="no token is accepted until it is")
+        return self._token
+
+
+class Certificates:
+    """The TLS context of the server; with `client_ca_file` clients may present a certificate. The constructor raises SettingsError."""
+
+    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+        self._files = (cert_file, key_file, client_ca_file)
+        self._stamp = self._now()
+        self._context = _context(*self._files)
+
+    @classmethod
+    def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
+        """None: plain HTTP. Raises SettingsError if one of two files that belong together is not set."""
+        if (found := tls_files.missing_file(cert_file, key_file, client_ca_file)) is not None:
+            raise SettingsError(" ".join(found))
+        if cert_file is None or key_file is None:
+            return None
+        return cls(cert_file, key_file, client_ca_file)
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection."""
+        if (stamp := self._now()) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._context = _context(*self._files)
+                _log.info("certificates_read_again", path=str(self._files[0]))
+            except SettingsError as error:
+                _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
+        return self._context
+
+    def _now(self) -> _Stamp:
+        return _stamp(*(file for file in self._files if file is not None))
+
+
+def _stamp(*paths: Path) -> _Stamp:
+    return tuple(map(FileIdentity.at, paths))
+
+
+def _read(key: str, path: Path, most_bytes: int) -> bytes:
+    """Raises SettingsError unless it is a regular file of at most `most_bytes`."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SettingsError(f"{key} {path} is not a regular file; name one that is")
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise SettingsError(
+            f"{key} {path} can't be read: {error.strerror or error}; name a file that the agent may read, or set {key} to null"
+        ) from error
+    if len(content) > most_bytes:
+        raise SettingsError(f"{key} {path} has more than {most_bytes} bytes; name the right file")
+    return content
+
+
+def _read_token(path: Path) -> bytes:
+    token = _read("http.token_file", path, _MOST_TOKEN_BYTES).strip()
+    if not token:
+        raise SettingsError(
+            f"http.token_file {path} is empty; write a token into it (`openssl rand -hex 32`), or set http.token_file to null"
+        )
+    if not all(0x21 <= byte <= 0x7E for byte in token):
+        raise SettingsError(
+            f"http.token_file {path} must have one line of visible ASCII characters without spaces (`openssl rand -hex 32`)"
+        )
+    return token
+
+
+def _context(cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
+    """TLS 1.2 and later. Raises SettingsError, which names the file that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    certificate = _read("http.tls_cert_file", cert_file, _MOST_PEM_BYTES)
+    if b"-----BEGIN CERTIFICATE-----" not in certificate:
+        raise SettingsError(f"http.tls_cert_file {cert_file} has no certificate in PEM (-----BEGIN CERTIFICATE-----)")
+    if b"PRIVATE KEY-----" not in _read("http.tls_key_file", key_file, _MOST_PEM_BYTES):
+        raise SettingsError(f"http.tls_key_file {key_file} has no private key in PEM (-----BEGIN PRIVATE KEY-----)")
+
+    def no_passphrase() -> str:
+        raise SettingsError(f"http.tls_key_file {key_file} is encrypted; write the key without a passphrase (`openssl pkey`)")
+
+    try:
+        context.load_cert_chain(cert_file, key_file, no_passphrase)
+    except (OSError, ValueError) as error:
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            raise SettingsError(
+                f"http.tls_key_file {key_file} is not the key of the certificate in http.tls_cert_file {cert_file}; name the two that "
+                "belong together"
+            ) from error
+        raise SettingsError(
+            f"http.tls_cert_file {cert_file} and http.tls_key_file {key_file} can't be used: {_why(error)}; look at both with "
+            "`openssl x509` and `openssl pkey`"
+        ) from error
+    if client_ca_file is not None:
+        _trust(context, client_ca_file)
+    return context
+
+
+def _trust(context: ssl.SSLContext, client_ca_file: Path) -> None:
+    """Makes client certificates optional; one that this CA did not sign fails the handshake."""
+    authorities = _read("http.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
+    try:
+        context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"http.client_ca_file {client_ca_file} can't be used: {_why(error)}; it needs certificates in PEM (-----BEGIN CERTIFICATE-----)"
+        ) from error
+    context.verify_mode = ssl.CERT_OPTIONAL
+
+
+def _why(error: Exception) -> str:
+    """OpenSSL's reason without the position in its source."""
+    reason = getattr(error, "reason", None)
+    return str(reason).lower().replace("_", " ") if reason else str(error)

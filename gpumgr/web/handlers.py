@@ -1,0 +1,214 @@
+"""The handlers of the pages.
+
+A page shows what is in memory: none of them waits for the driver, the kubelet or the API server. Only a maintenance request does.
+"""
+
+import asyncio
+import platform
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Final, cast
+
+import msgspec
+from aiohttp import web
+
+import gpumgr
+from gpumgr.agent.maintenance import Action, MaintenanceRequest
+from gpumgr.aio import run_shielded
+from gpumgr.allocator.history import HISTORY_ENTRIES
+from gpumgr.web.access import AuthPolicy, Scope
+from gpumgr.web.connection import Connection
+from gpumgr.web.debug import profile, stacks
+from gpumgr.web.graph import graph_data, graph_text
+from gpumgr.web.index_page import IndexPage
+from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
+from gpumgr.web.responses import failure, json_bytes, json_response, on_response_prepare
+from gpumgr.web.sources import Sources
+from gpumgr.web.stream import Streams
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_HISTORY_SHOWN: Final = 100
+_MAX_PROFILE_SECONDS: Final = 30
+
+#: The paths that can be read; `Pages.handlers` has the same order.
+_READ: Final[Mapping[str, Scope]] = {
+    "/": "page",
+    "/metrics": "metrics",
+    "/metric": "metrics",  # gpu-manager's path
+    "/healthz": "probe",
+    "/readyz": "probe",
+    "/version": "page",
+    "/graph": "page",
+    "/usage": "page",
+    "/api/state": "page",
+    "/api/stream": "page",
+    "/api/history": "page",
+    "/api/pods": "page",
+    "/api/pods/{namespace}/{pod}": "page",
+    "/debug/stacks": "debug",
+    "/debug/profile": "debug",
+}
+_MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset}"
+PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a maintenance request."""
+
+    reason: str = ""
+    evict: bool = False
+
+
+class Pages:
+    def __init__(self, sources: Sources, page: IndexPage, streams: Streams) -> None:
+        self._sources, self._page, self._streams = sources, page, streams
+        self._profiling, self._reading_stacks = asyncio.Lock(), asyncio.Lock()
+
+    def handlers(self) -> Sequence[_Handler]:
+        return (
+            self.index,
+            self.metrics,
+            self.metrics,
+            self.healthz,
+            self.readyz,
+            self.version,
+            self.graph,
+            self.usage,
+            self.state,
+            self._streams.serve,
+            self.history,
+            self.pods,
+            self.pod,
+            self.stacks,
+            self.profile,
+        )
+
+    async def index(self, request: web.Request) -> web.Response:
+        return self._page.response(request)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        accept = ",".join(request.headers.getall("Accept", ()))
+        encoding = ",".join(request.headers.getall("Accept-Encoding", ()))
+        headers, body = await self._sources.scrape(accept, encoding)
+        return web.Response(body=body, headers=headers)
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        return _health(request, self._sources.not_alive())
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """With `?only=driver` only the driver's readiness, which a startup probe needs."""
+        match request.query.get("only"):
+            case None:
+                return _health(request, self._sources.not_ready())
+            case "driver":
+                return _health(request, self._sources.no_driver())
+            case other:
+                return failure(400, f"only {other!r} is none of: driver")
+
+    async def version(self, _request: web.Request) -> web.Response:
+        snapshot = self._sources.view().inventory.snapshot
+        return json_response(
+            {
+                "version": gpumgr.__version__,
+                "python": platform.python_version(),
+                "driver": snapshot.driver_version,
+                "nvml": snapshot.nvml_version,
+                "cuda": snapshot.cuda_version,
+            }
+        )
+
+    async def graph(self, request: web.Request) -> web.Response:
+        """Without `format` gpu-manager's message, which its clients expect."""
+        view = self._sources.view()
+        match request.query.get("format"):
+            case None:
+                return json_response({"graph": graph_text(view)})
+            case "text":
+                return web.Response(text=graph_text(view))
+            case "json":
+                return json_response(graph_data(view))
+            case other:
+                return failure(400, f"format {other!r} is none of: text, json")
+
+    async def usage(self, _request: web.Request) -> web.Response:
+        return json_response(self._sources.usage())
+
+    async def state(self, _request: web.Request) -> web.Response:
+        return json_bytes(await self._sources.state())
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Newest first, entries with all fields."""
+        entries = reversed(self._sources.history())
+        if (name := request.query.get("pod")) is not None:
+            pod = tuple(name.split("/"))
+            if len(pod) != 2 or not all(pod):
+                return failure(400, f"pod {name!r} is not of the form NAMESPACE/NAME")
+            entries = (entry for entry in entries if entry.pod == pod)
+        limit = _number(request, "limit", _HISTORY_SHOWN, HISTORY_ENTRIES)
+        chosen = [entry for entry, _ in zip(entries, range(limit), strict=False)]
+        # A thousand entries of a node with many GPUs are a megabyte, so they are encoded on another thread.
+        return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
+
+    async def pods(self, request: web.Request) -> web.Response:
+        """The pods of which something is known; with `?name=` those of that name."""
+        name = request.query.get("name")
+        known = (key for key in self._sources.pods() if name in (None, key[1]))
+        return json_response([{"namespace": namespace, "pod": pod} for namespace, pod in known])
+
+    async def pod(self, request: web.Request) -> web.Response:
+        namespace, pod = request.match_info["namespace"], request.match_info["pod"]
+        details = self._sources.pod(namespace, pod)
+        return failure(404, f"nothing is known of the pod {namespace}/{pod}") if details is None else json_response(details)
+
+    async def stacks(self, _request: web.Request) -> web.Response:
+        async with self._reading_stacks:  # with many tasks the text is large
+            return web.Response(text=await stacks())
+
+    async def profile(self, request: web.Request) -> web.Response:
+        seconds = _number(request, "seconds", 5, _MAX_PROFILE_SECONDS)
+        if self._profiling.locked():
+            return failure(409, "another profile is being taken; try again when it is done")
+        async with self._profiling:
+            return web.Response(text=await profile(seconds))
+
+    async def maintenance(self, request: web.Request) -> web.Response:
+        """The request is carried out even if the client disconnects."""
+        try:
+            body = msgspec.json.decode(await request.read() or b"{}", type=_Body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return failure(400, f'the body is not of the form {{"reason": "...", "evict": false}}: {error}')
+        order = MaintenanceRequest(
+            action=cast(Action, request.match_info["action"]),
+            gpu=request.match_info["gpu"],
+            reason=body.reason,
+            evict=body.evict,
+        )
+        return json_response(await run_shielded(self._sources.maintain(order), name=f"maintenance_{order.action}"))
+
+
+def make_app(
+    sources: Sources, *, page: IndexPage, streams: Streams, policy: Callable[[], AuthPolicy], names: Collection[str] = ()
+) -> web.Application:
+    pages = Pages(sources, page, streams)
+    scopes: dict[str, Scope] = {**_READ, PATHS[-1]: "maintenance"}
+    app = web.Application(middlewares=[make_middleware(scopes, policy, names)], client_max_size=MAX_BODY_BYTES)
+    for path, handler in zip(_READ, pages.handlers(), strict=True):
+        app.router.add_get(path, handler, allow_head=handler != streams.serve)
+    app.router.add_post(_MAINTENANCE, pages.maintenance)
+    app.on_response_prepare.append(on_response_prepare)
+    return app
+
+
+def _health(request: web.Request, reasons: Sequence[str]) -> web.Response:
+    """Status 200 without reasons, 503 with them. Clients that may not read the pages get only the number of reasons: the sentences contain
+    paths and the driver's errors."""
+    detail = {"reasons": list(reasons)} if cast(Connection, request.protocol).trusted else {"reason_count": len(reasons)}
+    return json_response({"status": "failing" if reasons else "ok", **detail}, status=503 if reasons else 200)
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    """Raises HTTPBadRequest."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and 1 <= int(text) <= most):
+        raise web.HTTPBadRequest(reason=f"{name} is not a whole number from 1 to {most}")
+    return int(text)

@@ -1,0 +1,32 @@
+"""Responses in JSON, and the headers that every response has."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+
+def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return json_bytes(msgspec.json.encode(content), status=status, headers=headers)
+
+
+def json_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json", charset="utf-8")
+
+
+def failure(status: int, sentence: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> web.Response:
+    return json_response({"error": sentence, **more}, status=status, headers=headers)
+
+
+async def on_response_prepare(_request: web.Request, response: web.StreamResponse) -> None:
+    add_common_headers(response)
+
+
+def add_common_headers(response: web.StreamResponse) -> None:
+    """No caching, no framing, no content sniffing, no referrer and no version, unless the page itself sets the header."""
+    response.headers["Server"] = "gpumgr"
+    response.headers.setdefault("Cache-Control", "no-store")
+    response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Referrer-Policy"] = "no-referrer"

@@ -1,0 +1,27 @@
+"""Allocations as tests write them: by the ids that a container holds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from gpumgr.allocator.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, count
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.units import GpuName
+
+
+def allocated(
+    *,
+    cores: Masks = NO_IDS,
+    blocks: Masks = NO_IDS,
+    gpus: Iterable[GpuName] | None = None,
+    memory_blocks: int = 16,
+    **fields: Any,
+) -> Allocation:
+    """An allocation with these core and memory ids, on these GPUs (by default those of its ids), which have `memory_blocks` each."""
+    names = tuple(dict.fromkeys((*cores, *blocks)) if gpus is None else gpus)
+    registry = GpuRegistry(tuple(RegisteredGpu(name, name, memory_blocks) for name in names))
+    return Allocation(**fields).with_ids(registry, {"core": cores, "memory": blocks}, names)
+
+
+def block_count(allocation: Allocation) -> int:
+    """The memory ids that it holds."""
+    return count(allocation.held("memory"))

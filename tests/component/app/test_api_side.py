@@ -1,0 +1,89 @@
+"""The API server's side as the agent starts it: the publisher with the history, and a bug in a reporter."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.allocator.history import Entry
+from gpumgr.app.api_side import ApiSide
+from gpumgr.app.assembly import make_components, make_maintenance
+from gpumgr.app.components import Components, Hardware
+from gpumgr.app.read_model import ReadModel
+from gpumgr.checkpoint.tables import Loaded
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import (
+    CheckpointSettings,
+    ContainerSettings,
+    CriSettings,
+    EnforcementSettings,
+    KubernetesSettings,
+    NodeSettings,
+)
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from tests.component.stage.stage import MemoryCheckpoint
+
+POD = SimPod(namespace="team", name="web", uid="uid-1", containers=(SimContainer(name="main", cores=30, memory_blocks=4),))
+
+
+@asynccontextmanager
+async def started(sim: SimApiServer, folder: Path) -> AsyncIterator[tuple[ApiSide, Components]]:
+    """Only its daemons run."""
+    settings = Settings(
+        node=NodeSettings(name="node-1"),
+        kubernetes=KubernetesSettings(kubeconfig=sim.kubeconfig(folder / "kubeconfig")),
+        checkpoint=CheckpointSettings(dir=folder),
+        container=ContainerSettings(allocation_dir=folder / "vm"),
+        cri=CriSettings(socket=folder / "none.sock"),
+        enforcement=EnforcementSettings(backend="none", run_dir=folder / "run"),
+    )
+    checkpoint = MemoryCheckpoint()
+    async with ApiSide.open(settings) as side:
+        components = make_components(settings, Hardware(simulated=True), Loaded(), checkpoint, side)
+        readers = ReadModel(
+            components, pods=side.pods, maintenance=make_maintenance(components, checkpoint, side), outbox=side.outbox
+        )
+        async with asyncio.TaskGroup() as group:
+            daemons = side.start(group, components, readers)
+            yield side, components
+            assert not any(daemon.done() for daemon in daemons), daemons
+            for daemon in daemons:
+                daemon.cancel()
+        await components.close()
+
+
+async def test_an_eviction_that_the_api_server_refuses_is_in_the_history(sim: SimApiServer, tmp_path: Path) -> None:
+    sim.put(POD)
+    sim.forbidden.add(("create", "pods/eviction"))
+    async with started(sim, tmp_path) as (side, components):
+        assert side.publisher is not None
+        added: asyncio.Queue[Entry] = asyncio.Queue()
+        components.agent_state.history.subscribe(added.put_nowait)
+        side.publisher.evict("a drain", [Eviction(uid="uid-1", pod=("team", "web"), reason="GPU0 is drained")])
+        async with asyncio.timeout(10):
+            entry = await added.get()
+        assert components.agent_state.history.entries() == (entry,)
+    assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuPodNotEvicted", ("team", "web"), "uid-1")
+
+
+async def test_a_bug_in_a_reporter_does_not_end_the_agent(
+    sim: SimApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: asyncio.Queue[None] = asyncio.Queue()
+
+    def fail(_: ReadModel) -> NoReturn:
+        calls.put_nowait(None)
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(ReadModel, "report", fail)
+    with capture_logs() as logs:
+        async with started(sim, tmp_path), asyncio.timeout(10):
+            await calls.get()
+            await calls.get()
+    assert [line["daemon"] for line in logs if line["event"] == "daemon_failed"] == ["node_reporter"]

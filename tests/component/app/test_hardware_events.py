@@ -1,0 +1,161 @@
+"""The history of GPU health: lost, unhealthy, recovered, one entry for each change."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpumgr.agent.inventory import Inventory
+from gpumgr.allocator.history import Entry
+from gpumgr.app.hardware_events import HardwareEvents
+from gpumgr.nvml.health import GpuHealth, Reason, State
+from gpumgr.proc import HostProcesses
+from gpumgr.topology.devices import NodeSample, NodeSnapshot
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import World
+from tests.unit.metrics.pictures import with_hole
+
+NODE = snapshot(2, 16)
+ZERO, ONE = (gpu.uuid for gpu in NODE.gpus)
+Told = tuple[str | None, tuple[str, ...], str]
+
+
+class EventNode:
+    def __init__(self, device_root: Path | None = None) -> None:
+        self.world = World(NODE)
+        self._device_root = device_root
+        self.hardware_events = self._listen()
+
+    def _listen(self) -> HardwareEvents:
+        return HardwareEvents(
+            self.world.agent_state,
+            HostProcesses(),
+            device_root=str(self._device_root) if self._device_root else None,
+            before_snapshot=self._ignore,
+            on_sample=self._ignore,
+        )
+
+    async def restart(self, health: Mapping[str, GpuHealth], node: NodeSnapshot = NODE) -> None:
+        """The agent restarts: earlier reports are in the history, and the driver is read anew."""
+        self.world.agent_state.inventory = Inventory()
+        self.hardware_events = self._listen()
+        await self.hardware_events.health_changed(health)
+        await self.hardware_events.snapshot_taken(node)
+
+    async def _ignore(self, _what: NodeSnapshot | NodeSample, _started: Mapping[int, int] | None = None) -> None:
+        pass
+
+    async def turn(
+        self, state: State, reason: Reason | None = None, message: str = "", *, uuid: str = ONE, cordon_reason: str | None = None
+    ) -> None:
+        await self.hardware_events.health_changed(
+            {uuid: GpuHealth(state=state, reason=reason, message=message, since=0.0, cordon_reason=cordon_reason)}
+        )
+
+    @property
+    def told(self) -> list[Told]:
+        entries = self.world.agent_state.history.entries()
+        return [(entry.code, entry.gpus, entry.why) for entry in entries if entry.what == "gpu"]
+
+
+async def started(device_root: Path | None = None) -> EventNode:
+    listening = EventNode(device_root)
+    await listening.hardware_events.snapshot_taken(NODE)
+    return listening
+
+
+async def test_a_gpu_that_fails_and_comes_back_is_two_entries() -> None:
+    node = await started()
+    await node.turn("suspect", "error", "a doubt")
+    await node.turn("unhealthy", "xid", "XID 79")
+    await node.turn("unhealthy", "xid", "XID 79 again")
+    await node.turn("probation", "xid", "XID 79 again")
+    await node.turn("healthy")
+    await node.turn("healthy")
+    assert node.told == [
+        ("unhealthy", ("00000001",), "XID 79"),
+        ("back", ("00000001",), "it is healthy again and takes pods"),
+    ]
+
+
+async def test_a_change_to_the_worse_is_reported_again() -> None:
+    node = await started()
+    await node.turn("unhealthy", "ecc", "memory errors")
+    await node.turn("unhealthy", "lost", "the GPU is lost")
+    assert [code for code, _, _ in node.told] == ["unhealthy", "lost"]
+
+
+async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
+    node = await started()
+    await node.turn("healthy", cordon_reason="swap the fan")
+    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("healthy")
+    assert node.told == []
+    await node.turn("unhealthy", "xid", "XID 79")
+    await node.turn("unhealthy", "xid", "XID 79", cordon_reason="swap the card")
+    inventory, card = node.world.agent_state.inventory, node.world.agent_state.ledger.gpu_registry.by_uuid[ONE]
+    assert inventory.failures(node.world.agent_state.ledger.gpu_registry) == {card.name: "XID 79"}
+    await node.turn("healthy", cordon_reason="swap the card")
+    assert node.world.agent_state.inventory.unschedulable_reasons(node.world.agent_state.ledger.gpu_registry) == {
+        card.name: "swap the card"
+    }
+    assert [code for code, _, _ in node.told] == ["unhealthy"]
+    await node.turn("probation", "operator", "released by the operator")
+    await node.turn("healthy")
+    assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+async def test_mig_is_a_setting_and_no_illness() -> None:
+    node = await started()
+    await node.turn("unhealthy", "mig", "MIG is enabled")
+    await node.turn("healthy")
+    assert node.told == []
+
+
+async def test_a_gpu_that_is_unhealthy_from_the_start_is_reported_when_its_uuid_is_known() -> None:
+    node = EventNode()
+    await node.turn("unhealthy", "xid", "XID 79", uuid=ZERO)
+    assert node.told == []
+    await node.hardware_events.snapshot_taken(NODE)
+    assert node.told == [("unhealthy", ("00000000",), "XID 79")]
+
+
+async def test_a_missing_device_node_is_reported_too(tmp_path: Path) -> None:
+    for gpu in NODE.gpus:
+        (tmp_path / f"nvidia{gpu.minor}").touch()
+    node = await started(tmp_path)
+    (tmp_path / "nvidia1").unlink()
+    await node.hardware_events.sample_taken(NodeSample())
+    ((code, gpus, why),) = node.told
+    assert (code, gpus) == ("unhealthy", ("00000001",))
+    assert "nvidia1 is missing" in why
+    (tmp_path / "nvidia1").touch()
+    await node.hardware_events.sample_taken(NodeSample())
+    assert [code for code, _, _ in node.told] == ["unhealthy", "back"]
+
+
+async def test_an_unknown_gpu_that_can_not_be_described_is_reported_once() -> None:
+    hole = with_hole(snapshot(2, 16), 1)
+    node = EventNode()
+    await node.hardware_events.snapshot_taken(hole)
+    await node.hardware_events.snapshot_taken(hole)
+    await node.restart({}, hole)
+    assert node.told == [("not_readable", (), "GPU1 can't be described: GPU is lost")]
+    await node.hardware_events.snapshot_taken(NODE)
+    await node.hardware_events.snapshot_taken(with_hole(NODE, 0, 1))
+    assert [why for _, _, why in node.told[1:]] == [f"GPU{n} can't be described: GPU is lost" for n in (0, 1)]
+
+
+LOST = GpuHealth(state="unhealthy", reason="lost", message="the GPU is lost", since=0.0)
+WELL = GpuHealth(state="healthy", since=0.0)
+
+
+async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_comes_back_later() -> None:
+    node = await started()
+    await node.turn("unhealthy", "lost", "the GPU is lost")
+    node.world.agent_state.history.add(Entry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
+    await node.restart({ONE: LOST, ZERO: WELL})
+    await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver lists it no more
+    assert [code for code, _, _ in node.told] == ["lost", "cordoned"]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert [(code, gpus) for code, gpus, _ in node.told[2:]] == [("back", ("00000001",))]
+    await node.restart({ONE: WELL, ZERO: WELL})
+    assert len(node.told) == 3

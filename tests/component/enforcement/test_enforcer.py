@@ -1,0 +1,352 @@
+"""The mechanisms as one: what is answered, put on disk, and removed."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.allocator.gpu_share import GpuShare, Terms
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import PodView
+from gpumgr.allocator.response import ContainerResponse, Mount
+from gpumgr.enforcement import cdi
+from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.mounts import mounted_names
+from gpumgr.enforcement.unlimited import Unlimited
+from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.units import Resource
+from gpumgr.usage.containers import Container
+from tests.component.stage.stage import Clock
+
+ID = "00112233445566ff"
+BASE = ContainerResponse(
+    envs={"NVIDIA_VISIBLE_DEVICES": "GPU-1"},
+    mounts=(Mount(container_path="/etc/vcuda", host_path=f"/vm/{ID}", read_only=True),),
+    annotations={"tencent.com/vcuda-core": "30"},
+)
+
+
+def tenant(allocation: str = ID) -> GpuShare:
+    return GpuShare(
+        allocation=allocation,
+        gpu="0000abcd",
+        uuid="GPU-0000abcd",
+        cores=30,
+        memory_bytes=1 << 30,
+        pod=("team", "p"),
+        container="main",
+    )
+
+
+def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Allocation:
+    return Allocation(id=allocation, mechanisms=mechanisms, cdi=cdi)
+
+
+@dataclass
+class Files:
+    """A mechanism that keeps one file for each tenant."""
+
+    folder: Path
+    name: BackendName = "mps"
+    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    obstacle: str | None = None
+    error: Exception | None = None
+    seen: list[list[str]] = field(default_factory=list)
+    recovered: list[str] = field(default_factory=list)
+    vacated: set[str] = field(default_factory=set)
+
+    async def unavailable(self) -> str | None:
+        return self.obstacle
+
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        if kind == "memory":
+            return ContainerResponse(envs={"MEMORY": str(tenant.memory_bytes)})
+        return ContainerResponse(envs={"CORES": str(tenant.cores), "NVIDIA_VISIBLE_DEVICES": "void"})
+
+    async def start(self, tenant: GpuShare) -> None:
+        if self.error is not None:
+            raise self.error
+        (self.folder / tenant.allocation).write_text("here")
+
+    async def vacate(self, uuids: Collection[str]) -> None:
+        self.vacated.update(uuids)
+
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+        self.seen.append([each.tenant.allocation for each in running])
+        if self.error is not None:
+            raise self.error
+        return [Finding(allocation=each.tenant.allocation, code="tampered", message="it did") for each in running]
+
+    async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
+        if self.error is not None:
+            raise self.error
+
+    def remains(self) -> Collection[str]:
+        return os.listdir(self.folder)
+
+    async def cleanup(self, allocation: str) -> None:
+        (self.folder / allocation).unlink(missing_ok=True)
+
+    async def recover(self, tenants: Sequence[GpuShare]) -> None:
+        self.recovered = [each.allocation for each in tenants]
+
+    def own_pids(self) -> Collection[int]:
+        return (17,)
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Made:
+    limits: Enforcer
+    files: Files
+    clock: Clock
+    told: list[str]
+    used: set[str]
+    neighbours: list[tuple[str, tuple[str, ...]]]
+    #: Why the host's processes can't be looked at.
+    blind: list[OSError]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mps").mkdir()
+    return tmp_path
+
+
+def make(folder: Path, *, setting: str = "auto", overrides: Sequence[str] = (), with_cdi: bool = False) -> Made:
+    clock, told, used = Clock(), list[str](), set[str]()
+    neighbours = list[tuple[str, tuple[str, ...]]]()
+    files, blind = Files(folder / "mps"), list[OSError]()
+
+    def in_use(names: Collection[str]) -> Collection[str]:
+        if blind:
+            raise blind[0]
+        return used & set(names)
+
+    limits = Enforcer(
+        [files, Unlimited(lambda _tenant, message: told.append(message))],
+        setting=setting,
+        overrides=overrides,
+        cdi_dir=folder / "cdi",
+        inject_by_cdi=with_cdi,
+        orphan_grace_seconds=60,
+        in_use=in_use,
+        neighbours=lambda _: neighbours,
+        clock=clock,
+    )
+    return Made(limits, files, clock, told, used, neighbours, blind)
+
+
+async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.choose()
+    assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
+    core = made.limits.answer(BASE, "core", granted("mps"), tenant())
+    assert core.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30"}
+    assert core.mounts == BASE.mounts
+    assert core.annotations == {"tencent.com/vcuda-core": "30", "gpumgr.io/enforcement": "mps"}
+    memory = made.limits.answer(ContainerResponse(), "memory", granted("mps"), tenant())
+    assert memory.envs == {"MEMORY": str(1 << 30)}
+
+
+async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
+    made = make(folder)
+    assert made.limits.terms(None, share=False) == Terms()
+    assert made.limits.answer(BASE, "core", granted(), None) == BASE
+
+
+async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folder: Path) -> None:
+    made = make(folder, with_cdi=True)
+    assert made.limits.terms(None, share=False) == Terms(cdi=True)
+    core = made.limits.answer(BASE, "core", granted("mps", cdi=True), tenant())
+    assert core.cdi_devices == (f"gpumgr.io/gpu={ID}",)
+    assert (core.envs, core.devices, core.mounts) == ({}, (), BASE.mounts)
+    memory = made.limits.answer(ContainerResponse(annotations={"m": "1"}), "memory", granted("mps", cdi=True), tenant())
+    assert memory == ContainerResponse(annotations={"m": "1", "gpumgr.io/enforcement": "mps"})
+    await made.limits.start(BASE, granted("mps", cdi=True), tenant())
+    assert (folder / "cdi" / cdi.file_name(ID)).stat().st_mode & 0o777 == 0o644
+    document = json.loads((folder / "cdi" / cdi.file_name(ID)).read_text())
+    assert document["devices"][0]["containerEdits"]["env"] == [
+        "CORES=30",
+        f"MEMORY={1 << 30}",
+        "NVIDIA_VISIBLE_DEVICES=void",
+    ]
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_a_container_without_limits_is_reported(folder: Path) -> None:
+    made = make(folder, overrides=["team=none"], setting="hami-core")
+    await made.limits.choose()
+    terms = made.limits.terms(PodView(namespace="team", name="p", uid="u"), share=True)
+    assert terms == Terms(mechanisms=("none",), exemption="team")
+    await made.limits.start(BASE, granted("none"), tenant())
+    assert made.told == [
+        "nothing on this node keeps container main within its 30 cores and 1024 MiB of GPU memory (enforcement backend none); "
+        "`gpumgr doctor` on the node says what could"
+    ]
+
+
+async def test_a_start_that_fails_is_refused_with_the_failing_backend(folder: Path) -> None:
+    made = make(folder)
+    made.files.error = OSError(28, "No space left on device", "/run/x")
+    with pytest.raises(Refusal, match="limits can't be put in place: /run/x: No space left on device"):
+        await made.limits.start(BASE, granted("mps"), tenant())
+
+
+async def test_a_mechanism_of_another_version_is_refused(folder: Path) -> None:
+    made = make(folder)
+    with pytest.raises(Refusal, match="no enforcement backend 'green'"):
+        await made.limits.start(BASE, granted("green"), tenant())
+
+
+async def test_each_mechanism_receives_its_own_containers(folder: Path, running: RunningContainer) -> None:
+    made = make(folder)
+    findings = await made.limits.observe([(running, ("mps",)), (running, ("none",))])
+    assert made.files.seen == [[ID]]
+    assert [(name, finding.code) for name, finding in findings] == [("mps", "tampered")]
+    made.files.error = GpumgrError("away")
+    assert await made.limits.observe([(running, ("mps",))]) == []
+    await made.limits.adjust([(running, ("mps",))])
+    assert made.limits.own_pids() == {17}
+
+
+@pytest.fixture
+def running() -> RunningContainer:
+    return RunningContainer(tenant=tenant(), container=Container(id="c", pod=("team", "p"), pod_uid="u", name="main"))
+
+
+async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_process(folder: Path) -> None:
+    made = make(folder, with_cdi=True)
+    for each in (ID, "ffffffffffffffff"):
+        await made.limits.start(BASE, granted("mps", allocation=each, cdi=True), tenant(each))
+    await made.limits.tend(lambda: {ID})
+    made.clock.now += 59
+    await made.limits.tend(lambda: {ID})
+    assert len(made.files.remains()) == 2
+    made.clock.now += 2
+    made.used.add("ffffffffffffffff")
+    await made.limits.tend(lambda: {ID})
+    assert len(made.files.remains()) == 2
+    made.used.clear()
+    await made.limits.tend(lambda: {ID})
+    assert made.files.remains() == [ID]
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+async def test_without_access_to_mounts_nothing_is_removed_and_this_is_reported_once(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted("mps"), tenant())
+    await made.limits.tend(set)
+    made.clock.now += 60
+    made.blind.append(PermissionError(13, "Permission denied"))
+    with capture_logs() as told:
+        for _ in range(3):
+            await made.limits.tend(set)
+    assert made.files.remains() == [ID]
+    assert [each["event"] for each in told] == ["orphans_kept"]
+    assert "CAP_SYS_PTRACE" in told[0]["remedy"]
+    made.blind.clear()
+    await made.limits.tend(set)
+    assert made.files.remains() == []
+
+
+@pytest.mark.parametrize("fault", ["link loop", "file"])
+async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(folder: Path, fault: str) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted("mps"), tenant())
+    if fault == "file":
+        (folder / "cdi").write_text("")
+    else:
+        (folder / "cdi").symlink_to("cdi")
+    with capture_logs() as logged:
+        for _ in range(3):
+            await made.limits.tend(set)
+            made.clock.now += 60
+    assert [(each["event"], each["backend"]) for each in logged if each["log_level"] == "warning"] == [
+        ("orphans_not_listed", "cdi"),
+        ("orphan_not_removed", "cdi"),
+    ]
+    assert made.files.remains() == []
+    (folder / "cdi").unlink()
+    with capture_logs() as logged:
+        await made.limits.tend(set)
+    assert logged == []
+
+
+async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
+    made = make(folder)
+    made.neighbours.append(("team/old (main)", ("none",)))
+    with pytest.raises(Refusal, match=r"limited by MPS, and team/old \(main\) uses the same GPU through another mechanism"):
+        await made.limits.start(BASE, granted("mps"), tenant())
+    await made.limits.start(BASE, granted("none"), tenant())
+    made.neighbours[:] = [("team/old (main)", ("nvml-memory", "mps"))]
+    await made.limits.start(BASE, granted("mps"), tenant())
+    with pytest.raises(Refusal, match=r"limited by none, and .* through MPS"):
+        await made.limits.start(BASE, granted("none"), tenant())
+
+
+async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) -> None:
+    made = make(folder)
+
+    async def unavailable() -> str | None:
+        raise OSError(5, "Input/output error")
+
+    made.files.unavailable = unavailable  # type: ignore[method-assign]
+    choice = await made.limits.choose()
+    assert choice.mechanisms == ("none",)
+    assert "Input/output error" in choice.obstacles["mps"]
+    shutil.rmtree(made.files.folder)
+    assert await made.limits.tend(set) is None
+
+
+async def test_cdi_specs_of_earlier_containers_are_removed_also_when_cdi_is_off(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.start(BASE, granted("mps", cdi=True), tenant())
+    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+    await made.limits.tend(set)
+    made.clock.now += 60
+    await made.limits.tend(set)
+    assert os.listdir(folder / "cdi") == []
+
+
+async def test_every_mechanism_makes_room_for_whole_gpus(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.vacate(["GPU-1"])
+    assert made.files.vacated == {"GPU-1"}
+
+
+async def test_recovery_gives_each_mechanism_its_containers(folder: Path) -> None:
+    made = make(folder)
+    await made.limits.recover([(tenant(), ("mps",)), (tenant("0" * 16), ("none",))])
+    assert made.files.recovered == [ID]
+
+
+def test_a_mounted_folder_is_in_use(tmp_path: Path) -> None:
+    """As root in a mount namespace of its own; a mount of the folder under any path is found in the process' mountinfo."""
+    folder = tmp_path / ID
+    folder.mkdir()
+    if os.geteuid() != 0:
+        proc = tmp_path / "proc" / "1"
+        (proc / "ns").mkdir(parents=True)
+        (proc / "ns" / "mnt").symlink_to("mnt:[1]")
+        (proc / "mountinfo").write_text(f"1 2 0:1 /vm/{ID} /etc/vcuda ro - ext4 /dev/x rw\n")
+        assert mounted_names([ID, "0" * 16], tmp_path / "proc") == {ID}
+        return
+    script = f"mount --bind {folder} /mnt && echo ready && read line"
+    child = subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        assert mounted_names([ID, "0" * 16]) == {ID}
+    finally:
+        child.communicate("\n", timeout=10)
+    assert mounted_names([ID]) == frozenset()

@@ -1,0 +1,160 @@
+"""Evictions: which pods, for whom, and what a PodDisruptionBudget does to them."""
+
+from pathlib import Path
+
+from structlog.testing import capture_logs
+
+from gpumgr.agent.drain_evictions import Eviction
+from gpumgr.sim.apiserver import SimApiServer
+
+from .stage import OTHER, POD, Stage, staged
+from .test_publisher import put_pod
+
+
+async def test_one_incarnation_of_a_pod_is_evicted_once(tmp_path: Path) -> None:
+    ended: list[str] = []
+    async with SimApiServer("node-1", on_delete=ended.append) as sim, staged(sim.kubeconfig(tmp_path / "kubeconfig")) as stage:
+        put_pod(sim, POD, "uid-0")
+        put_pod(sim, OTHER, "its-next-incarnation")
+        with capture_logs() as logs:
+            stage.begin()
+            stage.evict(POD, "uid-0", "over its limit")
+            stage.evict(POD, "uid-0", "GPU0 is drained")
+            stage.evict(OTHER, "uid-1")
+            stage.evict(("team", "gone"), "uid-2")
+            await stage.written()
+            stage.evict(POD, "uid-0", "over its limit")
+            await stage.written()
+    assert ended == ["uid-0"]
+    assert sim.requests == ["evict"] * 3
+    (line,) = logs
+    assert (line["event"], line["pod"], line["pod_uid"], line["reason"]) == (
+        "pod_evicted",
+        "team/web-0",
+        "uid-0",
+        "over its limit; GPU0 is drained",
+    )
+    assert stage.publisher.state().eviction_retries == 0
+
+
+async def test_a_repeated_drain_requests_a_refused_eviction_again_at_once(sim: SimApiServer, stage: Stage) -> None:
+    put_pod(sim, POD, "uid-0")
+    sim.forbidden.add(("create", "pods/eviction"))
+    stage.begin()
+    wanted = [Eviction(uid="uid-0", pod=POD, reason="GPU0 is drained")]
+    stage.publisher.evict("drain", wanted, immediately=True)
+    await stage.written()
+    sim.forbidden.clear()
+    stage.publisher.evict("drain", wanted)
+    await stage.written()
+    assert sim.requests == ["evict"]
+    stage.publisher.evict("drain", wanted, immediately=True)
+    await stage.written()
+    assert sim.requests == ["evict"] * 2
+
+
+async def test_a_deleted_pod_is_not_evicted_again_while_its_requester_still_wants_it(sim: SimApiServer, stage: Stage) -> None:
+    put_pod(sim, POD, "uid-0")
+    stage.begin()
+    wanted = [Eviction(uid="uid-0", pod=POD, reason="over its limit")]
+    stage.publisher.evict("memory limit", wanted)
+    await stage.written()
+    stage.publisher.forget_pod("uid-0")
+    stage.publisher.evict("memory limit", wanted, immediately=True)
+    await stage.written()
+    assert sim.requests == ["evict"]
+
+
+async def test_a_disruption_budget_holds_up_its_own_pod_alone(sim: SimApiServer, stage: Stage) -> None:
+    put_pod(sim, POD, "uid-0")
+    put_pod(sim, OTHER, "uid-1")
+    sim.protected.add("uid-0")
+    with capture_logs() as logs:
+        stage.begin()
+        stage.evict(POD, "uid-0")
+        stage.evict(OTHER, "uid-1")
+        stage.warn("the queue goes on")
+        await stage.until(lambda: stage.time.now > 600)
+        state = stage.publisher.state()
+        assert (state.waiting, state.away, sim.requests[:3]) == (1, False, ["evict", "evict", "event"])
+        assert state.oldest_seconds < 1  # it does not wait for the API server
+        sim.protected.clear()
+        await stage.written()
+    assert stage.publisher.state().eviction_retries == sim.requests.count("evict") - 2
+    assert [line["pod"] for line in logs] == ["team/web-1", "team/web-0"]
+
+
+async def test_an_eviction_that_is_withdrawn_is_not_requested_when_the_budget_allows(sim: SimApiServer, stage: Stage) -> None:
+    put_pod(sim, POD, "uid-0")
+    sim.protected.add("uid-0")
+    stage.begin()
+    stage.time.passes.clear()
+    stage.evict(POD, "uid-0")
+    await stage.until(lambda: bool(stage.time.slept))  # until its next try
+    stage.withdraw("uid-0")
+    stage.withdraw("unknown")
+    assert stage.waiting == 0
+    sim.protected.clear()
+    stage.time.now += 3600
+    stage.time.passes.set()
+    stage.warn("the queue goes on")
+    await stage.written()
+    assert sim.requests == ["evict", "event"]
+
+
+async def test_an_eviction_that_is_withdrawn_while_it_waits_for_its_token_is_neither_requested_nor_counted(
+    sim: SimApiServer, stage: Stage
+) -> None:
+    stage.time.passes.clear()
+    for number in range(100):
+        stage.publisher.annotate_pod(POD, f"uid-{number}", {"a": "1"})  # uses up the burst
+    stage.begin()
+    await stage.until(lambda: stage.waiting == 0)
+    stage.evict(POD, "uid-0")
+    await stage.until(lambda: bool(stage.time.slept))
+    stage.withdraw("uid-0")
+    stage.time.passes.set()
+    stage.warn("the queue goes on")
+    await stage.written()
+    assert sim.requests == ["pod"] * 100 + ["event"]
+    assert stage.publisher.state().written == {("pod", "ok"): 100, ("event", "ok"): 1}
+
+
+async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiServer, stage: Stage) -> None:
+    put_pod(sim, POD, "uid-0")
+    sim.protected.add("uid-0")
+    stage.begin()
+    for reason in ("GPU0 is drained", "over its limit"):
+        stage.evict(POD, "uid-0", reason)
+    stage.withdraw("uid-0", "over its limit")
+    stage.withdraw("uid-0", "another reason")
+    assert stage.waiting == 1
+    stage.withdraw("uid-0", "GPU0 is drained")
+    assert stage.waiting == 0
+    stage.evict(POD, "uid-0", "over its limit again")
+    sim.protected.clear()
+    with capture_logs() as logs:
+        await stage.written()
+    assert [line["reason"] for line in logs if line["event"] == "pod_evicted"] == ["over its limit again"]
+
+
+async def test_an_eviction_that_is_refused_is_reported_and_requested_again_with_the_next_resync(
+    sim: SimApiServer, stage: Stage
+) -> None:
+    put_pod(sim, POD, "uid-0")
+    sim.forbidden.add(("create", "pods/eviction"))
+    stage.begin()
+    for _ in range(3):
+        stage.evict(POD, "uid-0", "GPU0 is drained")
+        await stage.written()
+    ((eviction, why),) = stage.publisher.take_refused_evictions()
+    assert (eviction.pod, eviction.uid, eviction.reason) == (POD, "uid-0", "GPU0 is drained")
+    assert why.startswith("HTTP 403: ")
+    assert why.endswith("; allow it in the agent's ClusterRole: create on pods/eviction")
+    assert not stage.publisher.take_refused_evictions()
+    assert sim.requests == ["evict"]
+    stage.time.now += 600
+    stage.evict(POD, "uid-0", "GPU0 is drained")
+    await stage.written()
+    assert sim.requests == ["evict"] * 2
+    assert stage.publisher.state().eviction_retries == 1

@@ -1,0 +1,75 @@
+"""The end of a server with peers that do not read."""
+
+import asyncio
+import select
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpclib.const import Cardinality, Handler
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.settings import SettingCodes
+
+from gpumgr.rpc.server import DrainingServer
+
+#: Much more than the buffers of a unix socket hold.
+MESSAGE = bytes(8 << 20)
+LARGEST_WINDOW = 2**31 - 1
+
+
+class Sender:
+    """Sends one long message on each stream, and then waits."""
+
+    def __init__(self) -> None:
+        self.sent = asyncio.Event()
+
+    def __mapping__(self) -> Mapping[str, Handler]:
+        return {"/test.Sender/Send": Handler(self._send, Cardinality.UNARY_STREAM, bytes, bytes)}
+
+    async def _send(self, stream: Any) -> None:
+        await stream.recv_message()
+        self.sent.set()
+        await stream.send_message(MESSAGE)
+        await asyncio.Event().wait()
+
+
+def call(path: Path) -> socket.socket:
+    """A peer that allows the server to send without limit, calls Send, and reads nothing."""
+    h2 = H2Connection(H2Configuration(header_encoding="ascii"))
+    h2.initiate_connection()
+    h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: LARGEST_WINDOW})
+    h2.increment_flow_control_window(LARGEST_WINDOW - 65535)
+    request = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/test.Sender/Send",
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc+proto",
+    }
+    h2.send_headers(1, list(request.items()))
+    h2.send_data(1, bytes(5), end_stream=True)
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(str(path))
+    peer.sendall(h2.data_to_send())
+    peer.setblocking(False)
+    return peer
+
+
+def disconnected(peer: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(peer, select.POLLHUP)
+    return bool(poll.poll(0))
+
+
+async def test_a_peer_that_does_not_read_is_disconnected_at_the_end(folder: Path) -> None:
+    sender = Sender()
+    server = DrainingServer([sender], flush_seconds=0.05)
+    await server.start(path=str(folder / "sender.sock"))
+    with call(folder / "sender.sock") as peer:
+        await sender.sent.wait()
+        assert not disconnected(peer)
+        await server.drain(0.05, lambda: None)
+        assert disconnected(peer)

@@ -1,0 +1,175 @@
+"""Hostile and faulty clients: each gets a status and a message, and the server continues."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.web.server import WebServer
+from tests.component.web.scene import Scene, get, parsed, say
+
+
+@pytest.fixture(autouse=True)
+async def _goes_on_in_silence(server: WebServer, caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    with capture_logs() as logs:
+        yield
+        assert parsed(await say(server.address, get("/healthz")))[0] == 200
+    assert (logs, caplog.records) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"\x00\x00\x00\x00\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: many\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: nonsense\r\n\r\n",
+        b"POST /api/gpus/0/drain HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"<html>" * 10_000,
+    ],
+)
+async def test_what_is_no_http_is_a_bad_request(server: WebServer, garbage: bytes) -> None:
+    status, told = parsed(await say(server.address, garbage, half_close=True))
+    assert status in (400, 403)
+    assert set(told) == {"error"}
+    assert "Traceback" not in told["error"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [get("/" + "x" * 20_000), get("/metrics?" + "x=1&" * 5000), get("/metrics", "Cookie: " + "x" * 20_000)],
+    ids=["path", "query", "header"],
+)
+async def test_a_request_that_is_too_long_is_refused(server: WebServer, request_bytes: bytes) -> None:
+    status, told = parsed(await say(server.address, request_bytes))
+    assert status == 431
+    assert told == {"error": "the request's first line or a header has more than 8190 bytes"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/..%2f..%2fetc%2fpasswd",
+        "/page/../../../../etc/passwd",
+        "//etc/passwd",
+        "/%00",
+        "/\\..\\x",
+    ],
+)
+async def test_there_are_no_files_behind_paths(server: WebServer, path: str) -> None:
+    status, told = parsed(await say(server.address, get(path)))
+    assert status == 404
+    assert told["error"].startswith("there is nothing at ")
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "PROPFIND"])
+async def test_other_methods_are_not_allowed(server: WebServer, method: str) -> None:
+    status, told = parsed(await say(server.address, get("/metrics").replace(b"GET", method.encode(), 1)))
+    assert status == 405
+    assert told == {"error": "/metrics can only be read: use GET, HEAD"}
+
+
+async def test_an_unknown_method_is_refused(server: WebServer) -> None:
+    status, told = parsed(await say(server.address, get("/metrics").replace(b"GET", b"BREW", 1)))
+    assert status in (400, 405)
+    assert set(told) == {"error"}
+
+
+HUGE = 100 << 20
+
+
+async def upload(server: WebServer, head: str, chunk: bytes) -> tuple[int, bytes]:
+    """Sends chunks until the answer is there: how many bytes that took, and the answer."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    answer = asyncio.ensure_future(reader.readuntil(b"}"))
+    sent = 0
+    writer.write(head.encode())
+    while sent < HUGE and not answer.done():
+        writer.write(chunk)
+        await writer.drain()
+        sent += len(chunk)
+    told = await answer
+    writer.close()
+    return sent, told
+
+
+@pytest.mark.parametrize(
+    ("head", "chunk"),
+    [
+        (f"Content-Length: {HUGE}", bytes(0x10000)),
+        ("Transfer-Encoding: chunked", b"10000\r\n" + bytes(0x10000) + b"\r\n"),
+        (f"Content-Length: {HUGE}\r\nExpect: 100-continue", bytes(0x10000)),
+    ],
+    ids=["by its length", "in chunks", "that asks first"],
+)
+@pytest.mark.parametrize("request_line", ["POST /metrics", "GET /healthz", "GET /nowhere"])
+async def test_a_huge_body_is_refused_while_it_comes(server: WebServer, request_line: str, head: str, chunk: bytes) -> None:
+    sent, answer = await upload(server, f"{request_line} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n", chunk)
+    assert sent < HUGE
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert parsed(answer) == (413, {"error": "the body has more than 4096 bytes"})
+
+
+async def test_a_packed_body_is_not_unpacked(server: WebServer) -> None:
+    body = b"\x1f\x8b" + bytes(100)
+    status, _ = parsed(
+        await say(server.address, get("/healthz", "Content-Encoding: gzip", f"Content-Length: {len(body)}") + body)
+    )
+    assert status == 200
+
+
+async def test_a_small_body_is_no_harm(server: WebServer) -> None:
+    status, _ = parsed(await say(server.address, get("/healthz", "Content-Length: 4096") + bytes(4096)))
+    assert status == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/graph?format=json", "/api/state"])
+async def test_who_has_said_all_still_gets_the_answer(server: WebServer, path: str) -> None:
+    assert parsed(await say(server.address, get(path), half_close=True))[0] == 200
+    keep = get(path).replace(b"Connection: close\r\n", b"")
+    assert (await say(server.address, keep, keep, half_close=True)).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("many", [64, 199, 10_000])
+async def test_too_many_headers_are_refused(server: WebServer, many: int) -> None:
+    lines = b"".join(b"X-%d: 1\r\n" % number for number in range(many))
+    answer = await say(server.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n", half_close=True)
+    assert parsed(answer) == (431, {"error": "the request has more than 64 headers"})
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/nowhere"])
+@pytest.mark.parametrize("body", [b"", b"x" * 100])
+async def test_an_unknown_expectation_is_refused(server: WebServer, path: str, body: bytes) -> None:
+    answer = await say(server.address, get(path, "Expect: a miracle", f"Content-Length: {len(body)}") + body)
+    assert parsed(answer) == (417, {"error": "the only supported Expect is 100-continue"})
+
+
+@pytest.mark.parametrize(
+    "early",
+    [b"hello\r\n\r\n", get("/" + "x" * 20_000), get("/", *["a: b"] * 200), get("/", "Expect: a miracle"), get("/nowhere")],
+    ids=["no HTTP", "too long", "too many headers", "expectation", "nowhere"],
+)
+async def test_early_errors_show_no_version_and_have_the_same_headers(server: WebServer, early: bytes) -> None:
+    head = (await say(server.address, early)).partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    headers = dict(line.split(": ", 1) for line in head)
+    assert headers["Server"] == "gpumgr"
+    assert headers["Content-Type"] == "application/json; charset=utf-8"
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+
+
+async def test_a_stream_to_a_half_closed_connection_ends_with_the_first_state(server: WebServer, scene: Scene) -> None:
+    keep = get("/api/stream").replace(b"Connection: close\r\n", b"")
+    answer = await asyncio.wait_for(say(server.address, keep, half_close=True), 10)
+    assert answer.count(b"event: state\ndata: ") == 1
+    assert scene.states.readers == 0

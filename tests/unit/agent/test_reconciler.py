@@ -1,0 +1,339 @@
+"""Between the kubelet's calls: when to look, whom to free, what to learn."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.agent.reconciler import GAP_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.allocator.pods import ContainerKind
+from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate
+from gpumgr.errors import CheckpointError
+from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import Refused, World
+
+LONG = 60.0
+
+
+def app(cores: int = 20, blocks: int = 2) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+
+
+async def settled(**options: object) -> World:
+    """A node that started long ago: `List` is complete."""
+    world = await World.made(**options)  # type: ignore[arg-type]
+    world.clock.now += LONG
+    return world
+
+
+async def deleted(world: World) -> SimPod:
+    """A pod that ran and is gone."""
+    pod = await world.run(world.pod("gone", app()))
+    world.end(pod, None)
+    return pod
+
+
+async def test_nobody_is_asked_while_an_allocate_is_under_way() -> None:
+    world = await settled()
+    ids = list(world.kubelet.healthy["tencent.com/vcuda-core"])
+    pod = world.pod("a", app())
+    world.tell(pod)
+    world.active[pod.uid] = pod
+    await world.agent.prefer("core", ids, [], 20)
+    looks = world.lists
+    world.clock.now += UNDER_WAY_SECONDS - 0.1
+    assert not await world.reconciler.sweep()
+    assert world.lists == looks
+    world.clock.now += 0.2
+    assert await world.reconciler.sweep()
+
+
+async def test_learning_waits_for_an_allocate_whose_preference_was_answered_while_it_waited_for_its_turn() -> None:
+    world = await settled()
+    async with world.agent_state.lock:
+        learning = asyncio.create_task(world.reconciler.learn())
+        await asyncio.sleep(0.01)
+        world.reconciler.preferred()
+        world.clock.now += UNDER_WAY_SECONDS - 0.01
+    await asyncio.sleep(0)
+    assert world.lists == 0
+    world.clock.now += 0.01
+    await learning
+    assert world.lists == 1
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("init", "app"), ("sidecar", "init"), ("init", "sidecar", "init")],
+    ids=["an app takes over its ids", "no container takes over its ids", "its ids are those of another init container"],
+)
+async def test_a_replica_that_took_the_name_of_another_is_corrected_with_its_init_containers(
+    kinds: tuple[ContainerKind, ...],
+) -> None:
+    """Both wait, both are listed, and one `List` fails while the younger one is admitted: only the order of pods tells."""
+    world = await settled()
+    containers = [
+        SimContainer(name=f"c{number}", kind=kind, cores=10, memory_blocks=4 if kind == kinds[0] else 2)
+        for number, kind in enumerate(kinds)
+    ]
+    older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
+    for pod in (older, younger):
+        world.tell(pod)
+        world.active[pod.uid] = pod
+    world.away = True
+    await world.admit(younger)
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-0")}
+    world.away = False
+    await world.sweep(3)
+    world.check_names()
+    assert {a.pod for a in world.ledger.allocations.values()} == {("team", "web-1")}
+    await world.admit(older)
+    await world.sweep(3)
+    world.check_names()
+
+
+async def test_nor_right_after_it() -> None:
+    world = await settled()
+    await world.admit(world.pod("a", app()))
+    looks = world.lists
+    assert not await world.reconciler.sweep()
+    world.clock.now += GAP_SECONDS
+    assert await world.reconciler.sweep()
+    assert world.lists == looks + 1
+
+
+async def test_one_look_proves_no_absence() -> None:
+    world = await settled()
+    await deleted(world)
+    for _ in range(PATIENCE - 1):
+        await world.sweep()
+        assert world.ledger.allocations
+    await world.sweep()
+    assert not world.ledger.allocations
+    assert world.drift.seen["freed"] == 1
+
+
+async def test_of_a_pod_that_the_api_server_knows_as_living_absence_proves_nothing() -> None:
+    world = await settled()
+    pod = await world.run(world.pod("a", app()))
+    del world.active[pod.uid]
+    for _ in range(10):
+        await world.sweep()
+    assert world.ledger.allocations
+
+
+async def test_a_pod_that_is_seen_again_starts_anew() -> None:
+    world = await settled(known=False)
+    await world.run(world.pod("a", app()))
+    for _ in range(2 * PATIENCE):
+        world.sources_ready = False
+        await world.sweep()
+        world.sources_ready = True
+        await world.sweep()
+    world.check_names()
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_after_a_kubelet_restart_absence_takes_longer_unless_the_api_server_agrees(known: bool) -> None:
+    world = await settled(known=known)
+    pod = await deleted(world)
+    world.reconciler.kubelet_restarted()
+    for _ in range(2 if known else PATIENCE_WHILE_INCOMPLETE):
+        assert world.ledger.allocations
+        await world.sweep()
+    assert not world.ledger.allocations
+    assert pod.uid not in world.active
+
+
+async def test_a_restarted_kubelet_that_knows_no_pod_yet_frees_nobody() -> None:
+    world = await settled()
+    pods = [await world.run(world.pod(f"p{n}", app())) for n in range(3)]
+    world.sources_ready = False
+    world.reconciler.kubelet_restarted()
+    for _ in range(PATIENCE_WHILE_INCOMPLETE - 1):
+        await world.sweep()
+    world.sources_ready = True
+    await world.sweep()
+    world.check_names()
+    assert len(pods) == len(world.ledger.allocations)
+
+
+async def test_podresources_that_are_away_prove_nothing() -> None:
+    world = await settled()
+    await deleted(world)
+    world.away = True
+    for _ in range(10):
+        await world.sweep()
+    assert world.ledger.allocations
+
+
+async def test_a_pod_that_the_api_server_calls_ended_holds_nothing() -> None:
+    world = await settled()
+    pod = await world.run(world.pod("a", app()))
+    world.tell(pod, "Succeeded")
+    await world.sweep()
+    assert not world.ledger.allocations
+
+
+async def test_a_full_disk_frees_later() -> None:
+    world = await settled()
+    pod = await world.run(world.pod("a", app()))
+    world.end(pod)
+    world.checkpoint.full = True
+    with pytest.raises(CheckpointError):
+        await world.sweep()
+    assert world.ledger.allocations
+    world.checkpoint.full = False
+    await world.sweep()
+    assert not world.ledger.allocations
+    assert not world.checkpoint.allocations
+
+
+async def test_the_daemon_sweeps_when_it_is_woken_and_survives_a_full_disk() -> None:
+    world = await settled()
+    pod = await world.run(world.pod("a", app()))
+    world.clock.now += LONG
+    world.end(pod)
+    world.checkpoint.full = True
+    world.checkpoint.tried.clear()
+    with capture_logs() as logs:
+        daemon = asyncio.create_task(world.reconciler.run())
+        world.reconciler.soon()
+        await world.checkpoint.tried.wait()
+        world.checkpoint.tried.clear()
+        world.checkpoint.full = False
+        world.reconciler.soon()
+        await world.checkpoint.tried.wait()
+        daemon.cancel()
+        await asyncio.gather(daemon, return_exceptions=True)
+    assert "sweep_not_remembered" in {line["event"] for line in logs}
+    assert not world.checkpoint.allocations
+
+
+# -- what the kubelet remembers and the ledger does not --------------------------------------------------------------------
+
+
+def standing(ledger: Ledger) -> set[object]:
+    """Who holds what, without the allocations' random names."""
+    every = ledger.allocations.values()
+    return {(a.pod, a.container, a.init, frozenset(a.held("core").items()), frozenset(a.held("memory").items())) for a in every}
+
+
+async def test_a_lost_ledger_comes_back_from_what_the_kubelet_remembers() -> None:
+    world = await settled()
+    init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
+    side = SimContainer(name="side", cores=10, memory_blocks=1, kind="sidecar")
+    for number in range(3):
+        await world.run(world.pod(f"p{number}", init, side, app()))
+    await world.run(world.pod("whole", app(200, 4)))
+    before = standing(world.ledger)
+    rebuilt = await world.restart(lost=True)
+    after = standing(world.ledger)
+    assert after == before
+    assert not rebuilt.problems
+    world.check_names()
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_without_specs_too(away: bool) -> None:
+    """With List it is even known who was an init container."""
+    world = await settled(known=False)
+    init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
+    await world.run(world.pod("a", *([] if away else [init]), app()))
+    await world.run(world.pod("b", app()))
+    world.away = away
+    rebuilt = await world.restart(lost=True)
+    world.away = False
+    assert not rebuilt.problems
+    for _ in range(4):
+        await world.sweep(2)
+        world.check_ids()
+    assert {(a.pod, a.container, a.init) for a in world.ledger.allocations.values() if not a.init} == {
+        (("team", "a"), "main", False),
+        (("team", "b"), "main", False),
+    }
+
+
+async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
+    """Killed between the two calls' commits, while the kubelet had both answers."""
+    world = await settled()
+    pod = await world.run(world.pod("a", app()))
+    (whole,) = world.ledger.allocations.values()
+    world.checkpoint.allocations[whole.id] = replace(whole, device_ids={"core": whole.held("core")})
+    rebuilt = await world.restart()
+    assert [a.id for a in rebuilt.added] == [whole.id]
+    assert world.ledger.allocations[whole.id].held("memory") == whole.held("memory")
+    assert world.mine(pod, "main", "memory")
+
+
+async def test_what_contradicts_the_ledger_is_told_and_left_out() -> None:
+    world = await settled()
+    await world.run(world.pod("a", app()))
+    (held,) = world.ledger.allocations.values()
+    ids = tuple(world.ledger.gpu_registry.format("core", held.held("core")))
+    with capture_logs() as logs:
+        rebuilt = await world.reconciler.adopt([KubeletEntry(uid="uid-x", container="other", kind="core", device_ids=ids)])
+    assert rebuilt.problems
+    assert "hold the same core ids" in rebuilt.problems[0]
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["allocation_not_adopted"]
+    assert world.drift.seen["rejected"] == 1
+    assert list(world.ledger.allocations) == [held.id]
+
+
+# -- gpu-manager's pods ----------------------------------------------------------------------------------------------------
+
+
+async def migrated(record: AnonymousRecord) -> World:
+    world = await settled(node=snapshot(2, 16))
+    async with world.agent_state.lock:
+        await world.reconciler.migrate(
+            lambda ledger, minors: migrate(ledger, [record], minors, new_id=world.reconciler.new_id, now=1.0)
+        )
+    return world
+
+
+SHARE = AnonymousRecord(uid="uid-900", container="main", minors=(0,), cores=60, memory_blocks=10)
+
+
+async def test_pods_of_gpu_manager_keep_their_room_until_they_end() -> None:
+    world = await migrated(SHARE)
+    old = SimPod(namespace="team", name="old", uid="uid-900", containers=(app(60, 10),))
+    world.active[old.uid] = old
+    world.tell(old)
+    async with world.agent_state.lock:
+        await world.reconciler.name({"uid-900": ("team", "old")})
+    for number in range(2):
+        await world.run(world.pod(f"p{number}", app(50, 8)))
+    assert {gpu for a in world.ledger.allocations.values() if not a.anonymous for gpu in a.gpus} == {"00000001"}
+    await world.agent.pre_start("core", ["gpu-manager-7"])
+    await world.sweep(2)
+    assert any(a.anonymous for a in world.ledger.allocations.values())
+    world.end(old, None)
+    await world.sweep(2)
+    await world.sweep(2)
+    assert not any(a.anonymous for a in world.ledger.allocations.values())
+    await world.run(world.pod("next", app(60, 10)))
+
+
+async def test_a_nameless_record_ends_when_the_api_server_knows_its_pod_no_more() -> None:
+    world = await migrated(SHARE)
+    for _ in range(3):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+
+
+async def test_a_nameless_record_stays_while_nobody_can_tell() -> None:
+    world = await migrated(SHARE)
+    world.pods.synced = False
+    for _ in range(20):
+        await world.sweep(2)
+    assert world.ledger.allocations
+
+
+async def test_a_whole_gpu_of_gpu_manager_is_nobody_elses() -> None:
+    world = await migrated(AnonymousRecord(uid="uid-900", container="main", minors=(0, 1), cores=200, memory_blocks=0))
+    with pytest.raises(Refused):
+        await world.admit(world.pod("a", app(1, 1)))

@@ -1,0 +1,243 @@
+"""The books between driver, disk and kubelet: newcomers, whole GPUs' memory calls, quarantine."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
+from gpumgr.errors import CheckpointError, LedgerError
+from gpumgr.sim.kubelet_pods import SimContainer
+from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
+from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE
+from tests.component.stage.stage import snapshot
+from tests.unit.agent.world import Refused, World
+
+
+def app(cores: int, blocks: int = 0) -> SimContainer:
+    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
+
+
+def healthy_blocks(world: World) -> int:
+    return len(world.kubelet.healthy[MEMORY_RESOURCE])
+
+
+def with_memory(node: NodeSnapshot, index: int, blocks: int) -> NodeSnapshot:
+    gpus = tuple(replace(gpu, memory_bytes=blocks * BLOCK_BYTES) if gpu.index == index else gpu for gpu in node.gpus)
+    return replace(node, gpus=gpus)
+
+
+# -- GPUs that come and change -------------------------------------------------------------------------------------------
+
+
+async def test_newcomers_on_a_full_disk_are_offered_once_they_can_be_remembered() -> None:
+    world = await World.made(snapshot(2, 16))
+    await world.run(world.pod("first", app(50, 8)))
+    world.checkpoint.full = True
+    await world.agent_state.set_snapshot(snapshot(4, 16))
+    assert len(world.ledger.gpu_registry.gpus) == 2
+    assert len(world.agent.view().node.rows) == 2
+    with pytest.raises(CheckpointError):
+        await world.reconciler.sweep()
+    world.checkpoint.full = False
+    await world.sweep()
+    assert len(world.ledger.gpu_registry.gpus) == len(world.checkpoint.gpu_registry.gpus) == 4
+    assert healthy_blocks(world) == 64
+    world.check_names()
+
+
+async def test_a_gpu_that_has_less_memory_now_keeps_its_ids_and_offers_what_it_has() -> None:
+    """ECC was turned on. Blocks in use stay Healthy: the kubelet would fail their pod's restart."""
+    world = await World.made(snapshot(1, 16))
+    pod = await world.run(world.pod("first", app(50, 4)))
+    await world.agent_state.set_snapshot(with_memory(snapshot(1, 16), 0, 2))
+    await world.sweep(2)
+    await world.sweep(2)
+    assert len(world.kubelet.devices[MEMORY_RESOURCE]) == 16
+    assert healthy_blocks(world) == 4
+    assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
+
+
+async def test_a_gpu_that_has_more_memory_now_offers_more_ids() -> None:
+    world = await World.made(snapshot(1, 16))
+    await world.run(world.pod("first", app(50, 4)))
+    await world.agent_state.set_snapshot(snapshot(1, 20))
+    world.clock.now += 2
+    assert healthy_blocks(world) == 20
+    await world.run(world.pod("second", app(50, 16)))
+    world.check_names()
+
+
+async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None:
+    world = await World.made(snapshot(2, 16))
+    pods = [await world.run(world.pod(f"p{n}", app(100, 16))) for n in range(2)]
+    await world.agent_state.set_snapshot(snapshot(1, 16))
+    assert list(world.agent.view().node.unschedulable.values()) == ["the driver does not show it"]
+    assert healthy_blocks(world) == 16
+    assert len(world.kubelet.devices[MEMORY_RESOURCE]) == 32
+    await world.sweep(2)
+    world.check_names()
+    with pytest.raises(Refused):
+        await world.admit(world.pod("third", app(10, 1)))
+    world.end(pods[0])
+    await world.run(world.pod("fourth", app(10, 1)))
+    await world.agent_state.set_snapshot(snapshot(2, 16))
+    assert not world.agent.view().node.unschedulable
+
+
+async def test_a_gpu_closed_to_newcomers_goes_on_working_for_those_on_it() -> None:
+    world = await World.made(snapshot(1, 16))
+    pod = await world.run(world.pod("first", app(50, 4)))
+    await world.agent_state.set_health(failed={}, cordoned={world.node.gpus[0].uuid: "MIG is enabled"})
+    assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
+    await world.start(pod)
+    with pytest.raises(Refused):
+        await world.admit(world.pod("second", app(10, 1)))
+    await world.agent_state.set_health(failed={}, cordoned={})
+    world.clock.now += 2
+    await world.run(world.pod("third", app(10, 1)))
+
+
+# -- a whole GPU's memory ------------------------------------------------------------------------------------------------
+
+
+async def opened(*, known: bool) -> World:
+    world = await World.made(snapshot(2, 16), known=known, resource_order="core_first")
+    world.clock.now += 2
+    await world.admit(world.pod("whole", app(100)))
+    world.clock.now += 2
+    return world
+
+
+async def test_blocks_of_a_whole_gpu_without_memory_are_withdrawn_at_once_where_the_spec_is_known() -> None:
+    world = await opened(known=True)
+    world.agent_state.publish()
+    assert healthy_blocks(world) == 16
+
+
+async def test_without_a_spec_they_wait_for_the_memory_call() -> None:
+    world = await opened(known=False)
+    world.agent_state.publish()
+    assert healthy_blocks(world) == 32
+    world.clock.now += OPEN_SECONDS
+    await world.sweep()
+    assert healthy_blocks(world) == 16
+
+
+async def test_or_for_the_containers_start() -> None:
+    world = await opened(known=False)
+    pod = next(iter(world.active.values()))
+    await world.start(pod)
+    assert healthy_blocks(world) == 16
+
+
+async def test_or_for_the_next_allocation() -> None:
+    world = await opened(known=False)
+    await world.admit(world.pod("next", app(100, 16)))
+    world.clock.now += 2
+    world.agent_state.publish()
+    assert healthy_blocks(world) == 16
+
+
+# -- quarantine ----------------------------------------------------------------------------------------------------------
+
+
+async def sample(world: World, *pids: int, gpu: int = 0) -> None:
+    """These processes run on one GPU now, each started at a hundred times its pid."""
+    world.processes = {(pid, 100 * pid) for pid in pids}
+    running = tuple(GpuProcess(pid=pid, memory_bytes=None) for pid in pids)
+    uuid = world.node.gpus[gpu].uuid
+    what = NodeSample(gpus={uuid: GpuSample(uuid=uuid, processes=running)})
+    await world.agent_state.set_sample(what, {pid: 100 * pid for pid in pids})
+
+
+async def left_behind(world: World) -> None:
+    """A pod that was on GPU 0 ends; its process 7 stays. Process 3 was there before it."""
+    await sample(world, 3)
+    pod = await world.run(world.pod("tenant", app(100, 16)))
+    await sample(world, 3, 7)
+    world.end(pod, None)
+    await world.sweep(2)
+    await world.sweep(2)
+    for _ in range(4):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+
+
+@pytest.mark.peer_bug("B1: it resets a GPU after its pod, and loses it if that fails")
+async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end() -> None:
+    world = await World.made(snapshot(1, 16))
+    await left_behind(world)
+    reason = "in quarantine: processes of an ended pod still run there (pid 7)"
+    assert list(world.agent.view().node.unschedulable.values()) == [reason]
+    with pytest.raises(Refused):
+        await world.admit(world.pod("next", app(10, 1)))
+    await sample(world, 3)
+    world.clock.now += 2
+    await world.run(world.pod("next", app(10, 1)))
+
+
+async def test_the_quarantine_survives_a_restart() -> None:
+    world = await World.made(snapshot(1, 16))
+    await left_behind(world)
+    await world.agent_state.note_quarantine()
+    await world.restart()
+    world.agent_state.restore_quarantine(world.checkpoint.notes)
+    assert world.agent.view().node.unschedulable
+    world.processes = set()
+    await sample(world)
+    await world.agent_state.note_quarantine()
+    assert not world.agent.view().node.unschedulable
+    assert '"held": {}' in world.checkpoint.notes[QUARANTINE_NOTE]
+
+
+async def test_an_unattributed_process_is_still_unattributed_after_a_restart() -> None:
+    """A display server runs on the GPU for ever. It must not look like a tenant to an agent that starts beside a running pod."""
+    world = await World.made(snapshot(1, 16))
+    await sample(world, 3)
+    await world.agent_state.note_quarantine()
+    pod = await world.run(world.pod("tenant", app(100, 16)))
+    await world.restart()
+    world.agent_state.restore_quarantine(world.checkpoint.notes)
+    await sample(world, 3)
+    world.end(pod, None)
+    for _ in range(6):
+        await world.sweep(2)
+    assert not world.ledger.allocations
+    assert not world.agent.view().node.unschedulable
+
+
+async def test_nothing_is_noted_where_there_is_nothing_to_note() -> None:
+    world = await World.made()
+    await world.agent_state.note_quarantine()
+    assert not world.checkpoint.notes
+    world.agent_state.restore_quarantine({})
+    assert not world.agent.view().node.unschedulable
+
+
+async def test_frees_reach_the_disk_even_when_nothing_is_left() -> None:
+    """The next admission freed them in memory and was refused, so there was nothing to commit."""
+    world = await World.made(snapshot(1, 16))
+    pod = await world.run(world.pod("first", app(50, 8)))
+    world.end(pod, None)
+    with pytest.raises(Refused):
+        await world.admit(world.pod("refused", app(50)))
+    assert not world.ledger.allocations
+    await world.sweep(2)
+    assert not world.checkpoint.allocations
+
+
+# -- a ledger that contradicts itself ---------------------------------------------------------------------------------------
+
+
+async def test_a_ledger_with_broken_laws_is_neither_written_nor_applied() -> None:
+    world = await World.made()
+    await world.run(world.pod("first", app(50, 4)))
+    sound = world.ledger
+    (first,) = sound.allocations.values()
+    broken = sound.occupy(replace(first, id="other", pod=("team", "other"), uid="uid-other"))
+    with pytest.raises(LedgerError, match="hold the same core ids"):
+        await world.agent_state.commit(broken)
+    with pytest.raises(LedgerError, match="hold the same core ids"):
+        world.agent_state.put(broken)
+    assert world.agent_state.ledger is sound
+    assert world.checkpoint.allocations.keys() == sound.allocations.keys()

@@ -1,0 +1,72 @@
+"""What a pod needs so that MPS daemons can be started on its host."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumgr.enforcement.mps.control_program import OwnView, obstacle, receives_mounts
+
+RUN_DIR = Path("/run/gpumgr")
+NAME = "nvidia-cuda-mps-control"
+SAID = f"""mounts mnt:[4026531841]
+systemd-run /usr/bin/systemd-run
+program /usr/bin/{NAME}
+folder 26:1811
+"""
+HERE = OwnView(mounts="mnt:[4026532500]", folder="26:1811", receives_mounts=True)
+NOT_ALLOWED = "nsenter: reassociate to namespace 'ns/mnt' failed: Operation not permitted\n"
+
+
+def test_a_privileged_pod_with_the_hosts_processes_and_the_folder_is_all_it_takes() -> None:
+    assert obstacle(SAID, HERE, NAME, RUN_DIR) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "here", "told", "remedy"),
+    [
+        (NOT_ALLOWED, HERE, "failed: Operation not permitted", "privileged: true (of its capabilities SYS_ADMIN, SYS_CHROOT"),
+        ("", HERE, "enter the host's mount namespace to start them: no output", "hostPID: true"),
+        (SAID, replace(HERE, mounts="mnt:[4026531841]"), "does not see the host's processes", "hostPID: true"),
+        (SAID.replace("systemd-run", "sh: complaint"), HERE, "only a host with systemd", "another mechanism"),
+        (SAID.replace("/usr/bin/systemd-run", ""), HERE, "only a host with systemd", "run the agent on the host itself"),
+        (SAID.replace(f"/usr/bin/{NAME}", ""), HERE, f"'{NAME}' was not found on the host", "set mps.control_program"),
+        (SAID, replace(HERE, folder="40:2"), "/run/gpumgr of the agent's pod is not the host's", "hostPath, at the same path"),
+        (SAID, replace(HERE, folder=None), "/run/gpumgr of the agent's pod is not the host's", "hostPath, at the same path"),
+        (SAID.replace("26:1811", ""), HERE, "/run/gpumgr of the agent's pod is not the host's", "hostPath, at the same path"),
+        (
+            SAID,
+            replace(HERE, receives_mounts=False),
+            "would not be visible in the agent's pod",
+            "mountPropagation: HostToContainer",
+        ),
+    ],
+)
+def test_missing_requirements_are_reported_with_the_remedy(said: str, here: OwnView, told: str, remedy: str) -> None:
+    message, _, advice = str(obstacle(said, here, NAME, RUN_DIR)).partition("; ")
+    assert told in message
+    assert remedy in advice
+
+
+#: As runc leaves it: all private but what asks for more.
+POD = """1022 940 0:310 / / ro,relatime - overlay overlay rw,lowerdir=/a,upperdir=/b
+1023 1022 0:312 / /proc rw,nosuid - proc proc rw
+1030 1022 0:26 /gpumgr /run/gpumgr {options}- tmpfs tmpfs rw,size=1607124k
+1031 1022 0:26 /odd /run/with\\040blank rw master:5 - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "heard"), [("rw ", False), ("rw master:12 ", True), ("rw shared:310 master:12 ", True), ("rw unbindable ", False)]
+)
+def test_mount_propagation_of_a_folder_is_detected(options: str, heard: bool) -> None:
+    assert receives_mounts(POD.format(options=options), RUN_DIR) is heard
+    assert receives_mounts(POD.format(options=options), RUN_DIR / "mps") is heard
+
+
+def test_the_mount_next_above_counts_and_the_last_of_several() -> None:
+    text = POD.format(options="rw master:12 ")
+    assert not receives_mounts(text, Path("/run/gpumgr-other"))
+    assert receives_mounts(text, Path("/run/with blank"))
+    assert not receives_mounts(text + "1040 1030 0:40 / /run/gpumgr rw - tmpfs tmpfs rw\n", RUN_DIR)
+    assert not receives_mounts("", RUN_DIR)

@@ -1,0 +1,200 @@
+"""The Helm chart as helm renders it, and what is made from it and from the settings.
+
+`python -m tools.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the component that
+makes it what the chart is with gpuManager.takeOver; of values.schema.json what the agent's settings are and which values can't be
+missing; and the chart's list of the settings that a running agent takes. The tests prove that all are up to date.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from gpumgr.settings.live import LIVE as LIVE_SETTINGS
+from gpumgr.settings.schema import sections
+from tests.e2e.build import build
+from tools import PROJECT
+
+#: What JSON or YAML holds.
+Json = dict[str, Any]
+
+CHART: Final = PROJECT / "config" / "helm" / "gpumgr"
+BASE: Final = PROJECT / "config" / "kustomize" / "base"
+TAKE_OVER: Final = PROJECT / "config" / "kustomize" / "take-over"
+SCHEMA: Final = CHART / "values.schema.json"
+LIVE: Final = CHART / "files" / "live.yaml"
+NAMESPACE: Final = "kube-system"
+
+_SOURCE: Final = re.compile(r"^# Source: gpumgr/templates/(\S+)\n", re.MULTILINE)
+#: Helm's own, which say nothing where kustomize is at work; a sum of the settings that overlays would make a lie.
+_OF_HELM: Final = re.compile(
+    r"^ *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n|^ *annotations:\n *checksum/config: .*\n", re.MULTILINE
+)
+_HEAD: Final = (
+    "# Made from the chart in config/helm/gpumgr by `python -m tools.chart`; change that, or patch this in an overlay.\n"
+)
+#: Values that may be null as a whole: no limits, no class, and what an update with OnDelete has no use for.
+_MAY_BE_MISSING: Final = ("resources", "priorityClassName", "rollingUpdate")
+
+
+class HelmError(Exception):
+    """helm said no; the message is what it printed."""
+
+
+def helm(*arguments: str | Path, stdin: str | None = None) -> str:
+    """Runs helm and answers what it printed; HelmError otherwise."""
+    program = build() / "helm" / "helm"
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, input=stdin)
+    if done.returncode != 0:
+        raise HelmError(done.stderr + done.stdout)
+    return done.stdout
+
+
+def render(values: Mapping[str, Any] | None = None, *flags: str, chart: Path = CHART, release: str = "gpumgr") -> str:
+    """What `helm template` makes of the chart with these values over its own. Raises HelmError."""
+    return helm("template", release, chart, f"--namespace={NAMESPACE}", "--values=-", *flags, stdin=json.dumps(values or {}))
+
+
+def objects(text: str) -> dict[tuple[str, str], Json]:
+    """(kind, name) -> object, of a stream of YAML documents."""
+    return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text) if each}
+
+
+def daemonset(text: str) -> Json:
+    """The DaemonSet among rendered objects."""
+    (found,) = (each for (kind, _), each in objects(text).items() if kind == "DaemonSet")
+    return found
+
+
+def pod_spec(text: str) -> Json:
+    """What the DaemonSet's pods are."""
+    spec: Json = daemonset(text)["spec"]["template"]["spec"]
+    return spec
+
+
+def agent_container(text: str) -> Json:
+    """The one container of its pods."""
+    container: Json
+    (container,) = pod_spec(text)["containers"]
+    return container
+
+
+def settings_file(text: str) -> str:
+    """The agent's settings file in the ConfigMap."""
+    (found,) = (each for each in objects(text).values() if "gpumgr.yaml" in each.get("data", {}))
+    return str(found["data"]["gpumgr.yaml"])
+
+
+def base_files() -> dict[str, str]:
+    """Name -> text of every file of the kustomize base: a file for each template, its documents in their order."""
+    parts = _SOURCE.split(_OF_HELM.sub("", render()))[1:]
+    files: dict[str, str] = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        document = text.removesuffix("---\n")
+        files[name] = f"{files[name]}---\n{document}" if name in files else _HEAD + document
+    listed = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": sorted(files)}
+    return {**files, "kustomization.yaml": _HEAD + yaml.safe_dump(listed, sort_keys=False)}
+
+
+def take_over_files() -> dict[str, str]:
+    """Name -> text of every file of the component: to the base's DaemonSet it adds what gpuManager.takeOver adds to the chart's."""
+    plain, taking = render(), render({"gpuManager": {"takeOver": True}})
+    name = daemonset(plain)["metadata"]["name"]
+    container = {
+        "name": agent_container(plain)["name"],
+        "volumeMounts": _added(agent_container(plain)["volumeMounts"], agent_container(taking)["volumeMounts"]),
+    }
+    pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(taking)["volumes"])}
+    patch = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": name}, "spec": {"template": {"spec": pod}}}
+    listed = {
+        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
+        "kind": "Component",
+        "patches": [{"path": "daemonset.yaml", "target": {"kind": "DaemonSet", "name": name}}],
+    }
+    files = {"daemonset.yaml": patch, "kustomization.yaml": listed}
+    return {file: _HEAD + yaml.safe_dump(each, sort_keys=False) for file, each in files.items()}
+
+
+def _added(before: list[Json], after: list[Json]) -> list[Json]:
+    return [each for each in after if each not in before]
+
+
+def settings_schema() -> Json:
+    """JSON schema of the value `settings`: the agent's own sections and keys, each of which may be null."""
+    return _closed(
+        {section: _closed({key: _or_null(kind) for key, kind in keys.items()}) for section, keys in sections().items()}
+    )
+
+
+def _path(kind: type) -> Json:
+    if kind is not Path:
+        raise NotImplementedError(kind)
+    return {"type": "string", "pattern": "^/"}
+
+
+def _closed(properties: Json) -> Json:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _or_null(kind: Any) -> Json:
+    """Types are in one list wherever that says it all: then helm's message has one line."""
+    schema = msgspec.json.schema(kind, schema_hook=_path)
+    if "anyOf" in schema:
+        (schema,) = (each for each in schema["anyOf"] if each != {"type": "null"})
+    if "enum" in schema:
+        return {"enum": [*schema["enum"], None]}
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def _require(schema: Json, defaults: Json) -> None:
+    """Says of each block which of its values can't be missing. Helm takes a value that is null away with its default, and the
+    templates would meet nothing where they look."""
+    required = []
+    for key, default in defaults.items():
+        kind = schema["properties"][key]
+        is_block = "properties" in kind
+        if is_block and key != "settings":  # each of the agent's may be missing, which means its default
+            _require(kind, default)
+        may_be_empty = default == "" or (kind.get("type") in ("array", "object") and not is_block)
+        if not may_be_empty and key not in _MAY_BE_MISSING:
+            required.append(key)
+    schema.pop("required", None)
+    if required:
+        schema["required"] = required
+
+
+def schema_text() -> str:
+    """values.schema.json with its part `settings` and what each block requires as it should be."""
+    schema = json.loads(SCHEMA.read_text())
+    schema["properties"]["settings"] = settings_schema()
+    _require(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def live_text() -> str:
+    """Section -> keys of what takes effect without a new pod (gpumgr/settings/live.py)."""
+    keys = {section: [key for key in keys if f"{section}.{key}" in LIVE_SETTINGS] for section, keys in sections().items()}
+    listed = {section: keys for section, keys in keys.items() if keys}
+    return "# Made from gpumgr/settings/live.py by `python -m tools.chart`.\n" + yaml.safe_dump(listed, sort_keys=False)
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Every generated file with its text. The chart must be able to be rendered, so what it is made of comes first."""
+    yield SCHEMA, schema_text()
+    yield LIVE, live_text()
+    for name, text in base_files().items():
+        yield BASE / name, text
+    for name, text in take_over_files().items():
+        yield TAKE_OVER / name, text
+
+
+if __name__ == "__main__":
+    for path, text in generated():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        print(path.relative_to(PROJECT))

@@ -1,0 +1,71 @@
+"""The tables of the environment variables that the commands read, and of those that containers get."""
+
+from typing import Final
+
+from gpumgr.kubeapi.pods import SUBMITTER_VARIABLE
+from tools.docs.markdown import code, table
+
+#: Name -> the commands that read it, its meaning.
+READ: Final = {
+    "GPUMGR_<SECTION>_<KEY>": (
+        "all commands with settings",
+        "It overrides a key of the settings file: `GPUMGR_HTTP_PORT=9000`. Lists are separated by commas.",
+    ),
+    "NODE_NAME": ("all commands with settings", "It sets `node.name`; a DaemonSet sets it from the pod's node."),
+    "KUBERNETES_SERVICE_HOST": (
+        "`run`, `doctor`",
+        "It shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
+    ),
+    "NOTIFY_SOCKET": ("`run`", "systemd sets it to the socket that READY and the status are sent to."),
+    "WATCHDOG_USEC": ("`run`", "systemd sets it to the timeout of the watchdog."),
+    "WATCHDOG_PID": ("`run`", "systemd sets it to the process that the watchdog observes."),
+    "JOURNAL_STREAM": ("`run`", "systemd sets it if the log goes to the journal. The log then has fields such as `GPUMGR_POD`."),
+    "CC": (
+        "`--sim`, `demo`, backend `vcuda`",
+        "It sets the C compiler for the simulated driver, and for `gpu-client` if the package does not contain it.",
+    ),
+    "XDG_CACHE_HOME": ("`--sim`, `demo`", "It sets the folder of the simulated driver (default: `~/.cache`)."),
+}
+
+#: Name -> when a container gets it, its value.
+GIVEN: Final = {
+    "NVIDIA_VISIBLE_DEVICES": (
+        "always",
+        "It has the UUIDs of the granted GPUs for NVIDIA's container runtime; with `vcuda` it is `void`.",
+    ),
+    "LD_LIBRARY_PATH": (
+        "always",
+        "It is `/usr/local/nvidia/lib64`, where the driver's files are mounted if the node has a folder of them.",
+    ),
+    "CUDA_MPS_PIPE_DIRECTORY": (
+        "`mps`",
+        "It is the folder of the GPU's daemon, or of the container's namespace in it (protocol 3).",
+    ),
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": ("`mps`, protocol 2", "It limits the cores."),
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ("`mps`, protocol 2", "It limits the memory."),
+    "CUDA_DEVICE_SM_LIMIT_0": ("`hami-core`", "It limits the cores."),
+    "CUDA_DEVICE_MEMORY_LIMIT_0": ("`hami-core`", "It limits the memory."),
+    "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "It is the path of the container's region file."),
+    "GPU_CORE_UTILIZATION_POLICY": (
+        "`hami-core`",
+        "It is `force`: cores are limited independently of the content of the region.",
+    ),
+    "CUDA_DEVICE_ORDER": ("`hami-core`", "It is `PCI_BUS_ID`, which fixes the order of the GPUs."),
+    "LIBCUDA_LOG_LEVEL": ("`hami-core`", "It is `1`: the library logs errors only."),
+}
+
+#: Variables in the spec of a pod that the agent reads.
+IN_POD: Final = {
+    SUBMITTER_VARIABLE: "It names the user who submitted the pod (as with gpu-manager). `/usage` and `display.GPUDisplay` show it."
+}
+
+
+def read_table() -> str:
+    return table(("variable", "read by", "meaning"), ((code(name), by, about) for name, (by, about) in READ.items()))
+
+
+def given_table() -> str:
+    rows = [(code(name), when, what) for name, (when, what) in GIVEN.items()]
+    return table(
+        ("variable of a container", "given", "meaning"), [*rows, *((code(name), "read", what) for name, what in IN_POD.items())]
+    )

@@ -1,0 +1,37 @@
+"""The tables of exit codes, which `--help` of each command shows, too."""
+
+from collections.abc import Iterator, Mapping
+
+import click
+
+from gpumgr.cli import group
+from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
+from tools.docs.markdown import code, table
+
+
+def agent_table() -> str:
+    """The exit codes of `gpumgr run`."""
+    return table(("code", "why the agent ended"), ((str(number), why) for number, why in EXIT_CODES.items()))
+
+
+def commands_table() -> str:
+    """The exit codes of all other commands, which have only these three."""
+    rows = (
+        (code(name), *(codes.get(number, "") for number in range(3))) for name, codes in exits().items() if name != "gpumgr run"
+    )
+    return table(("command", "0", "1", "2"), rows)
+
+
+def exits() -> Mapping[str, Mapping[int, str]]:
+    """Every command that is not a group -> its exit codes, none if it does not define them."""
+    return dict(_exits(click.Context(group, info_name="gpumgr"), group))
+
+
+def _exits(context: click.Context, command: click.Command) -> Iterator[tuple[str, Mapping[int, str]]]:
+    if not isinstance(command, click.Group):
+        yield context.command_path, command.exit_codes if isinstance(command, ExitingCommand) else {}
+        return
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None, name
+        yield from _exits(click.Context(below, info_name=name, parent=context), below)

@@ -1,0 +1,157 @@
+"""The tables of the annotations, labels, node condition and events that the agent writes to the API server or reads from it."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from gpumgr.accounting.findings import OVER_LIMIT
+from gpumgr.agent.drain_evictions import EVICTED as DRAINED
+from gpumgr.allocator import annotations
+from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
+from gpumgr.allocator.history import Entry
+from gpumgr.app.node_enforcement import NODE_ANNOTATION
+from gpumgr.app.over_limit import EVICTED
+from gpumgr.kubeapi.publisher import condition, event_texts
+from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
+from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
+from gpumgr.topology.labels import MODEL
+from gpumgr.units import CORE_LIMIT_ANNOTATION, CORE_RESOURCE, MEMORY_RESOURCE
+from tools.docs.markdown import code, table
+
+ANNOTATIONS: Final = (
+    (
+        "pod",
+        annotations.ALLOCATIONS,
+        "written",
+        "It is JSON with one object per container: allocation, GPUs, cores, memory, mechanisms, reason.",
+    ),
+    ("pod", annotations.ASSIGNED, "written", "It is `true` once the pod has its GPUs (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_INDEX + "N", "written", "It has the device minors of app container N (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_NODE, "written", "It has the name of the node (as with gpu-manager)."),
+    ("pod", annotations.PREDICATE_TIME, "written", "It has the time of the grant in nanoseconds (as with gpu-manager)."),
+    (
+        "pod",
+        CORE_LIMIT_ANNOTATION,
+        "read",
+        "It sets the percentage of a GPU that a container may use while the others leave it idle (`vcuda`; as with gpu-manager).",
+    ),
+    (
+        "container",
+        CORE_RESOURCE,
+        "answered",
+        "It has the granted cores. This one and the three below are in the Allocate response (as with gpu-manager).",
+    ),
+    ("container", MEMORY_RESOURCE, "answered", "It has the granted memory in bytes."),
+    ("container", DEVICE_ANNOTATION, "answered", "It lists the device nodes."),
+    (
+        "container",
+        ENFORCEMENT_ANNOTATION,
+        "answered",
+        "It names the mechanisms that enforce the container's limits, joined by `+`.",
+    ),
+    ("node", NODE_ANNOTATION, "written", "It names the enforcement mechanisms of this node, with the reason."),
+    (
+        "node",
+        condition.LABELS_ANNOTATION,
+        "written",
+        "It lists the label keys that the agent has written, so that it can remove them.",
+    ),
+    ("event", ALLOCATION_ANNOTATION, "written", "It lists the allocations of the event."),
+)
+
+LABELS: Final = (
+    (MODEL, "The model of the GPUs (as with gpu-manager)."),
+    ("nvidia.com/gpu.count", "The number of GPUs of the most frequent model. The labels below describe the same model."),
+    ("nvidia.com/gpu.memory", "The memory of one GPU in MiB."),
+    ("nvidia.com/gpu.product", "The full name of the model."),
+    ("nvidia.com/gpu.family", "The architecture, if the model's compute capability is known."),
+    ("nvidia.com/gpu.compute.major", "The major version of the compute capability, if it is known."),
+    ("nvidia.com/gpu.compute.minor", "The minor version of the compute capability, if it is known."),
+    (
+        "nvidia.com/cuda.driver-version.full",
+        "The version of the driver. The labels with `.major`, `.minor` and `.revision` have its parts.",
+    ),
+    (
+        "nvidia.com/cuda.runtime-version.full",
+        "The newest CUDA version of the driver. The labels with `.major` and `.minor` have its parts.",
+    ),
+)
+
+#: Reasons of the condition, the most severe first; the first one that applies is used.
+CONDITION_REASONS: Final = (
+    ("DriverAway", "True", "NVML has not answered for 15 seconds or longer."),
+    ("GpuUnhealthy", "True", "A GPU has failed; the message names it and the cause."),
+    ("GpuCordoned", "True", "An operator has cordoned a GPU, which takes no new containers."),
+    ("NotRegistered", "True", "The kubelet has not had both resources registered for 15 seconds or longer."),
+    (condition.NO_TROUBLE, "False", "None of the reasons above applies."),
+)
+
+
+def _of_gpu(code: str) -> Event:
+    return event_texts.gpu_event("node", Entry(at=0.0, what="gpu", code=code, why=""), str)
+
+
+def _of_config(code: str) -> Event:
+    return event_texts.config_event("node", Entry(at=0.0, what="config", code=code, why=""))
+
+
+#: Object, reason, whether it is a warning, meaning.
+EVENTS: Final = (
+    (
+        "pod",
+        event_texts.PLACED,
+        False,
+        f"The pod was placed; the message has its GPUs and the reason. `{event_texts.NOT_ENFORCED}` in it names the containers without "
+        "enforced limits.",
+    ),
+    ("pod", event_texts.REFUSED, True, "The pod was refused; the message has the reason, as the kubelet's own event does."),
+    ("pod", OVER_LIMIT, True, "A container uses more memory than it was granted."),
+    ("pod", "GpuLimitTampered", True, "A container changed its limits, which the agent corrects."),
+    ("pod", "GpuLimitBypassed", True, "A process of a container bypasses the enforcement of its limits."),
+    ("pod", "GpuLimitBroken", True, "The enforcement mechanism of a container does not work."),
+    (
+        "pod",
+        EVICTED,
+        True,
+        "A container stayed over its memory limit, and the agent requested the eviction of the pod (`enforcement.evict`).",
+    ),
+    ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
+    ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),
+    *(
+        ("node", event.reason, event.warning, about)
+        for event, about in (
+            (_of_gpu("lost"), "A GPU is no longer listed, or the driver reports it as lost."),
+            (_of_gpu("unhealthy"), "A GPU has failed and takes no new containers."),
+            (
+                _of_gpu("not_readable"),
+                "The driver can't describe a GPU that it has not described since the agent started.",
+            ),
+            (_of_gpu("back"), "A GPU is healthy again."),
+            (_of_gpu("cordoned"), "An operator has cordoned a GPU, which takes no new containers."),
+            (_of_gpu("draining"), "An operator drains a GPU."),
+            (_of_gpu("uncordoned"), "An operator has uncordoned a GPU, which takes containers again."),
+            (
+                _of_config("reloaded"),
+                "The settings were read again; the message lists what was applied and what needs a restart.",
+            ),
+            (_of_config("rejected"), "The settings file is wrong; the previous settings stay in use."),
+        )
+    ),
+)
+
+
+def annotations_table() -> str:
+    return table(("on", "annotation", "", "meaning"), ((on, code(key), how, about) for on, key, how, about in ANNOTATIONS))
+
+
+def labels_table() -> str:
+    return table(("label of the node", "meaning"), ((code(key), about) for key, about in LABELS))
+
+
+def condition_table() -> str:
+    rows: Iterator[tuple[str, ...]] = ((code(reason), status, about) for reason, status, about in CONDITION_REASONS)
+    return table((f"reason of `{condition.TYPE}`", "status", "meaning"), rows)
+
+
+def events_table() -> str:
+    rows = ((on, code(reason), "Warning" if warning else "Normal", about) for on, reason, warning, about in EVENTS)
+    return table(("on", "reason", "type", "meaning"), rows)

@@ -1,0 +1,185 @@
+"""The table of log events: what each one means and what to do about it."""
+
+from typing import Final
+
+from tools.docs.log_calls import events
+from tools.docs.markdown import code, table
+
+MEANINGS: Final = {
+    # the kubelet
+    "starting": "The agent starts; `node` is the name of this node.",
+    "ready": "The node can take pods with GPUs; `seconds` is the duration of the start. If the driver or the kubelet is "
+    "unavailable, `status` says so, and the agent goes on connecting to it.",
+    "stopping": "The agent received SIGTERM or SIGINT.",
+    "stopped": "The agent has stopped in order.",
+    "stopped_at_once": "The agent received a second signal while it was stopping, and ended at once.",
+    "stop_cut_short": "Running calls or writes did not end within `process.stop_grace_seconds`. The ledger is not affected.",
+    "ended": "The process ended for the given reason, with the given exit code.",
+    "ended_by_bug": "A bug ended the process. Report it with the traceback.",
+    "registered": "The kubelet has registered the resource.",
+    "registration_failed": "The kubelet refused the registration or is unavailable. It is retried, at once when a new "
+    "kubelet.sock appears. For the backend `vcuda`: a bug occurred while a process registered, and the process was refused.",
+    "registration_waits": "No device is offered yet; `reason` has the cause and the remedy: gpu-manager still runs on this node, "
+    "or has left pods with GPUs that are not known. The agent checks again every two seconds.",
+    "registration_lost": "The kubelet has restarted or ended, or the agent's socket was removed. The agent registers again.",
+    "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
+    # decisions
+    "allocation_granted": "A container was granted GPUs, for the given reason. Each container has two such events, one per "
+    "resource.",
+    "refused": "A request was refused; `reason` is also in `kubectl describe pod`. `no_fit`: the node has the free capacity in "
+    "total, but no single GPU has it. `conflict`: the kubelet chose ids that another container holds; nothing was granted twice, "
+    "and the next pod of the owner can run.",
+    "allocation_freed": "The kubelet no longer lists the container, so its GPUs were freed.",
+    "allocation_adopted": "The kubelet lists a container that was missing in the ledger (after the checkpoint was lost); the "
+    "ledger has it now.",
+    "allocation_not_adopted": "The kubelet and the ledger contradict each other, as `problem` describes. Delete that pod.",
+    "allocation_renamed": "The ledger had another pod name for the allocation; it has the kubelet's now.",
+    "pod_resources_unavailable": "The kubelet's PodResources API does not answer. Requests are matched with pods by the order of "
+    "the calls.",
+    "name_not_remembered": "The checkpoint can't be written, so it lacks the name of a pod. The write is retried; check the free "
+    "space of the disk.",
+    "sweep_not_remembered": "The checkpoint can't be written, so nothing is freed. The write is retried; check the free space of "
+    "the disk.",
+    "gpus_not_remembered": "The checkpoint can't be written, so new GPUs are not offered. The write is retried; check the free "
+    "space of the disk.",
+    "failed_pod_deleted": "A refused pod was deleted (`kubernetes.delete_failed_pods`); its owner creates another one.",
+    "failed_pod_not_deleted": "The API server refused to delete a refused pod, or is unavailable. Check the agent's RBAC rules.",
+    # GPUs
+    "gpus_found": "The driver lists these GPUs; for those in `without_events` it reports no XIDs.",
+    "gpu_not_readable": "The driver lists a GPU but can't describe it. The other GPUs are offered.",
+    "gpus_given_out_twice": "Another device plugin on the node allocates the same GPUs. Run only one; `remedy` says how.",
+    "gpus_given_out_once": "The other device plugin has ended.",
+    "gpu_event": "The driver reported an XID or a double-bit error. It may take the GPU out of service.",
+    "gpu_health_changed": "The health of a GPU changed, for the given reason. Only that GPU is taken out of service; it is "
+    "offered again after several good readings.",
+    "gpu_quarantined": "Processes of an ended container still run on the GPU. It is offered again when they have ended.",
+    "gpu_released": "The processes of the ended container have ended, and the GPU is offered again.",
+    "nvml_down": "The driver does not answer. All ids are Unhealthy, running pods go on, and the agent retries.",
+    "nvml_close_failed": "The driver's library could not be closed. Nothing depends on it.",
+    "nvml_not_reopened": "The driver did not answer after `gpumgr gpu reset`. The agent retries.",
+    "device_node_missing": "`/dev/nvidiaN` does not exist. Run the command in the event.",
+    "device_node_back": "The missing device node exists again.",
+    "kernel_modules_loaded": "The agent ran `modprobe` (`nvml.load_kernel_modules`).",
+    "kernel_modules_not_loaded": "`modprobe` failed or hangs. The agent retries.",
+    "gpu_{code}": "An operator's request was carried out: `gpu_cordoned`, `gpu_draining`, `gpu_uncordoned`.",
+    "gpu_drain_evicts": "The agent evicts a pod on a GPU that is drained with `--evict`.",
+    "gpu_reset": "`gpumgr gpu reset` succeeded.",
+    "gpu_not_reset": "`gpumgr gpu reset` failed; `reason` is the output of nvidia-smi.",
+    # checkpoint and start
+    "checkpoint_set_aside": "The checkpoint was corrupt and is kept under the name in `path`. The ledger is rebuilt from the "
+    "kubelet (`allocation_adopted`).",
+    "cordons_lost": "The checkpoint was damaged, and the list of cordoned GPUs was lost. Check the GPUs, and cordon them again.",
+    "history_damaged": "Rows of the history can't be read and are skipped. The ledger is not affected.",
+    "history_not_saved": "The history can't be written; check the disk. The ledger is not affected.",
+    "reconciled_with_kubelet": "At the start, the ledger was compared with the kubelet: `adopted` allocations were added, "
+    "`rejected` entries could not be.",
+    "kubelet_checkpoint_unreadable": "The kubelet's checkpoint can't be read. The agent uses the PodResources API alone.",
+    "gpu_manager_checkpoint_unreadable": "gpu-manager's checkpoint can't be read. The agent reads it again at the next start.",
+    "taken_over_from_gpu_manager": "The records of gpu-manager's running pods were added to the ledger.",
+    "foreign_allocations": "`holders` run with GPUs from gpu-manager, and its checkpoint does not say which. No device is "
+    "offered, since their GPUs would be granted twice. Make the checkpoint readable for gpumgr and restart it, or delete those "
+    "pods.",
+    "not_taken_over": "The records of gpu-manager's pods can't be saved. The agent reads them again at the next start.",
+    "flag_without_effect": "A flag of gpu-manager has no effect here, for the given reason.",
+    "config_reloaded": "The settings file has changed. The event lists the keys that were applied and those that need a restart.",
+    "config_rejected": "The settings file is wrong, as `reason` describes. The previous settings stay in use.",
+    "node_description_removed": "`kubernetes.describe_node` is off (and `node_labels` is empty), so the agent removed its labels "
+    "and its condition from the node.",
+    "node_description_left": "The agent lacks the RBAC rules to check whether the node has its labels and condition. The "
+    "commands to remove them are under **Remove**.",
+    # the agent's own work
+    "daemon_retries": "A part of the agent met a transient error, in `error`, and retries.",
+    "daemon_failed": "A bug ended a part of the agent, which is restarted. Report it with the traceback.",
+    "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results until it answers.",
+    "background_call_failed": "A call that was running when the agent stopped has failed. Nothing depends on it.",
+    "unheard_failure": "A call failed after its caller had stopped waiting, for example after the kubelet cancelled it.",
+    # limits
+    "enforcement": "The mechanism that enforces the limits was chosen, at the start or after a change. `gpumgr doctor` says what "
+    "the others need.",
+    "not_enforced": "No mechanism enforces the limits of a share. Its pod has an event, too.",
+    "enforcement_finding": "A container changed or bypassed its limits, or its mechanism does not work (`code`). Its pod has an "
+    "event.",
+    "enforcement_finding_gone": "The finding no longer applies.",
+    "enforcement_not_recovered": "A mechanism could not take over its state from an earlier process of the agent. The agent retries.",
+    "enforcement_not_observed": "A mechanism could not check its containers. It is retried every second.",
+    "enforcement_not_adjusted": "A mechanism could not correct the limits of its containers. It is retried every second.",
+    "orphan_removed": "Files of an ended container were removed, after `enforcement.orphan_grace_seconds`.",
+    "orphan_not_removed": "Files of an ended container can't be removed. The agent retries.",
+    "orphans_kept": "The mounts of processes can't be read, so files of containers that may have ended are kept. `remedy` says "
+    "what to do.",
+    "orphans_not_listed": "The files of ended containers can't be listed. The agent retries.",
+    "container_over_limit": "The driver reports more memory for a container than it was granted. Its pod has an event and is "
+    "counted; it is evicted only if `enforcement.evict` is on.",
+    "container_within_limit": "The container is within its limit again.",
+    "not_evicted": "The eviction of a pod over its limit could not be requested, for the given reason.",
+    "pod_evicted": "The API server accepted the eviction of a pod.",
+    "eviction_cancelled": "An eviction is no longer needed and was cancelled.",
+    "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container.",
+    "gpu_stranger_gone": "The unattributed process has ended.",
+    "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
+    "hami_core_folder_not_listed": "The folder of the containers' regions can't be read. The agent retries.",
+    "region_repaired": "A container changed the limits in its region. The agent has corrected them.",
+    "mps_unavailable": "MPS can't be used on this node, for the given reason.",
+    "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`. It changes when they have ended.",
+    "mps_daemon_started": "The MPS daemon of a GPU was started.",
+    "mps_daemon_adopted": "The MPS daemon of a GPU was running before the restart of the agent and is used again.",
+    "mps_daemon_restarting": "The MPS daemon of a GPU has died, and its clients with it. A new daemon is started for new clients.",
+    "mps_daemon_stopped": "The MPS daemon of a GPU was stopped, `mps.idle_seconds` after its last container.",
+    "mps_daemon_trouble": "The MPS daemon of a GPU does not answer correctly. It is checked again.",
+    "mps_daemon_does_not_quit": "The MPS daemon of a GPU did not quit on request and was killed.",
+    "mps_daemon_not_ended": "The MPS daemon of a GPU could not be ended. The agent retries.",
+    "mps_daemon_not_checked": "A bug occurred in the check of an MPS daemon. The other daemons are checked.",
+    "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. The agent retries.",
+    "mps_limits_changed": "A process changed the limits of an MPS daemon over its control socket. The agent corrects them, and "
+    "the GPU's containers have a `tampered` finding.",
+    "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
+    "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
+    "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
+    "(`mps.exclusive_process`).",
+    "vcuda_not_kept": "The limits of a container can't be enforced, for the given reason.",
+    "vcuda_folder_not_listed": "The folder of the containers' files can't be read. The agent retries.",
+    "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
+    "registration_names_differ": "A process registers with another container name than the kernel's cgroups show. The kernel's "
+    "is used.",
+    "driver_files_mirrored": "The driver's files were copied for containers.",
+    "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
+    "driver_files_not_mirrored": "The driver's files can't be copied, so the backend `vcuda` can't be used. `error` has the cause.",
+    "driver_files_not_removed": "Files of an earlier driver can't be removed. The agent retries.",
+    "driver_files_removed": "Files of earlier drivers that no container uses were removed.",
+    "driver_files_damaged": "The copy of the driver's files was changed. It is kept under `kept`, and a new copy was made.",
+    "driver_folder_set_aside": "The path for the copy of the driver's files held something else, which is kept under `kept`.",
+    "driver_file_skipped": "The driver lacks a file that is in `vcuda.volume_conf`.",
+    # the container runtime
+    "cri_available": "The container runtime answers again.",
+    "cri_unavailable": "The container runtime does not answer. The agent uses its last list; new containers can't be observed yet.",
+    "container_not_located": "The cgroup of a container was not found, so the container can't be observed.",
+    "container_processes_unknown": "The processes of a container can't be read.",
+    # the API server
+    "api_server_retries": "The API server is unavailable or refuses the list or the watch, which is retried. Placement does not "
+    "wait for it.",
+    "api_object_unreadable": "A pod can't be parsed. Its last readable version, if any, is used.",
+    "credentials_not_renewed": "The token file can't be read. The previous token stays in use.",
+    "announcements_wait": "The API server is unavailable. The latest state is written when it answers again.",
+    "announcements_go_on": "The API server answers again.",
+    "announcement_refused": "RBAC or an admission policy forbids a write. `remedy` names the rule that is needed.",
+    "announcements_dropped": "Events arise faster than the API server accepts them. The oldest are dropped and counted.",
+    "announcements_left": "The agent stopped before everything was published. Labels and annotations are written at the next "
+    "start.",
+    # over HTTP
+    "web_listening": "The page and the metrics are served at this address.",
+    "loopback_not_served": "The port is in use on the loopback address, so `kubectl port-forward` does not work.",
+    "token_in_plain_http": "The token is sent unencrypted over the network. Set `http.tls_cert_file`.",
+    "token_read_again": "The token file has changed and was read again.",
+    "token_unusable": "The token file can't be read or is empty. No token is accepted until it is correct.",
+    "certificates_read_again": "The certificates have changed and were read again.",
+    "certificates_unusable": "The certificates can't be read. The previous ones stay in use.",
+    "page_failed": "A bug occurred in a page; the others are served. Report it with the traceback.",
+    "client_disconnected": "A client closed its connection before the response was complete.",
+    "display_not_served": "gpu-manager's socket is in use or can't be created. Check whether gpu-manager still runs.",
+}
+
+
+def log_events_table() -> str:
+    """All events by name. An event without a meaning has an empty cell, which a test reports."""
+    rows = ((code(name), level, MEANINGS.get(name, "")) for name, level in events().items())
+    return table(("event", "level", "meaning, and what to do"), rows)
