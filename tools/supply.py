@@ -5,12 +5,13 @@ permissive or accepted by name; both locks name no index; requirements.lock hold
 """
 
 import base64
+import csv
 import hashlib
 import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackagePath, distribution, version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,18 +76,19 @@ def package_problems(name: str, pin: Pin | None) -> Iterator[str]:
 
 def altered(name: str) -> Iterator[str]:
     """Files of an installed package that are not what its wheel held: missing, or of another hash."""
-    for file in distribution(name).files or ():
-        if file.hash is not None and not _is_whole(file):
-            yield str(file)
+    package = distribution(name)
+    # RECORD itself: `files` of a distribution leaves out missing files since Python 3.12.
+    for file, recorded_hash, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+        if recorded_hash and not _is_whole(Path(str(package.locate_file(file))), recorded_hash):
+            yield file
 
 
-def _is_whole(file: PackagePath) -> bool:
-    assert file.hash is not None
-    path = Path(str(file.locate()))
+def _is_whole(path: Path, recorded_hash: str) -> bool:
     if not path.is_file():
         return False
-    found = hashlib.new(file.hash.mode, path.read_bytes()).digest()
-    return base64.urlsafe_b64encode(found).rstrip(b"=").decode() == file.hash.value
+    mode, _, value = recorded_hash.partition("=")
+    found = hashlib.new(mode, path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(found).rstrip(b"=").decode() == value
 
 
 def main() -> None:

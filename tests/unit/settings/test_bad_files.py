@@ -21,7 +21,7 @@ SHIPPED = Path(__file__).parents[3] / "config" / "gpumgr.yaml"
 
 #: What stands in the file, and the beginning of what is said of it.
 BAD = {
-    'log: {level: "\\UFFFFFFFF"}': "FILE:1: no valid YAML: OverflowError(",
+    'log: {level: "\\UFFFFFFFF"}': "FILE:1: no valid YAML: ",
     'log:\n  level: "\\U00110000"': "FILE:2: no valid YAML: chr() arg not in range(0x110000)",
     f"%YAML 1.{'9' * 5000}\n---\n": "FILE:1: no valid YAML: Exceeds the limit (4300 digits) for integer string conversion",
     'http: {socket: "/run/\\uD800"}': "FILE:1: http.socket: '/run/\\ud800' is not allowed; allowed: an absolute path",
