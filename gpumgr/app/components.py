@@ -39,6 +39,7 @@ from gpumgr.metrics.registry import Metrics
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import HealthRules
 from gpumgr.nvml.monitor import Monitor
+from gpumgr.nvml.programs import load_modules
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
 from gpumgr.topology.devices import NodeSample
@@ -240,7 +241,7 @@ class Components:
             self.hardware_events,
             rules=_health_rules(self.settings),
             sample_period_seconds=self.settings.nvml.sample_period_seconds,
-            load_kernel_modules=self.settings.nvml.load_kernel_modules,
+            load_kernel_modules=load_modules if self.settings.nvml.load_kernel_modules else None,
             on_xid=self.metrics.xid,
             on_batch=self.metrics.batched,
             process_utilization=lambda: self.enforcement.recovered and self.memory_watcher.needs_process_utilization(),

@@ -1,10 +1,9 @@
 """Runs checks concurrently, each with a time limit."""
 
 import asyncio
-import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -52,21 +51,14 @@ def _finding(check: Check, task: "asyncio.Task[Finding]", limit_seconds: float) 
 
 async def aside(fn: Callable[[], T]) -> T:
     """Runs `fn` on a daemon thread, which delays neither the event loop nor the exit of the process, unlike asyncio.to_thread."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def settle(done: Callable[[], None]) -> None:
-        if not answer.done():
-            done()
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()  # from here on, a caller that is cancelled does not cancel it
 
     def work() -> None:
         try:
-            result = fn()
-            done = functools.partial(answer.set_result, result)
+            answer.set_result(fn())
         except Exception as failure:
-            done = functools.partial(answer.set_exception, failure)
-        with suppress(RuntimeError):  # the loop is already closed
-            loop.call_soon_threadsafe(settle, done)
+            answer.set_exception(failure)
 
     threading.Thread(target=work, name="doctor", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)

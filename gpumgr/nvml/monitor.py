@@ -32,7 +32,6 @@ from gpumgr.nvml.health import (
     new_health,
     step,
 )
-from gpumgr.nvml.modules import load_modules
 from gpumgr.topology.devices import GpuProcess, NodeSample, NodeSnapshot
 
 log = structlog.get_logger()
@@ -66,8 +65,7 @@ class Monitor:
         rules: HealthRules | None = None,
         sample_period_seconds: float = 5.0,
         retry_seconds: tuple[float, float] = (1.0, 60.0),
-        load_kernel_modules: bool = False,
-        load: Callable[[], Awaitable[bool]] = load_modules,
+        load_kernel_modules: Callable[[], Awaitable[bool]] | None = None,
         clock: Callable[[], float] = time.time,
         on_xid: Callable[[str | None, int], None] = lambda *_: None,
         on_batch: Callable[[float], None] = lambda _: None,
@@ -75,6 +73,7 @@ class Monitor:
     ) -> None:
         """`retry_seconds`: the first and the longest pause between two tries to reach the driver; it doubles from one to the other.
 
+        `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
         `on_xid` is called for every XID (UUID, None if the driver names no GPU), `on_batch` with the seconds that a sample took.
         `process_utilization` is called before each sample: whether the sample contains the utilization of each process.
         """
@@ -84,7 +83,7 @@ class Monitor:
         self._rules = rules or HealthRules()
         self._sample_period_seconds = sample_period_seconds
         self._retry_seconds = retry_seconds
-        self._load = load if load_kernel_modules else None
+        self._load_kernel_modules = load_kernel_modules
         self._clock = clock
         self._on_xid, self._on_batch = on_xid, on_batch
         self._health: dict[str, GpuHealth] = {}
@@ -169,12 +168,10 @@ class Monitor:
             except DriverMismatchError:
                 raise
             except NvmlError as exc:
-                message = str(exc)
-                absent = isinstance(exc, NvmlAbsent)
-            if not logged:
-                await self._mark_down(message)
-                if absent and self._load is not None:
-                    await self._load()
+                if not logged:
+                    await self._mark_down(str(exc))
+                    if isinstance(exc, NvmlAbsent) and self._load_kernel_modules is not None:
+                        await self._load_kernel_modules()
             logged = True
             await self._nvml.pause_or_recovery(pause)
             pause = min(pause * 2, longest)

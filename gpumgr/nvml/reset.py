@@ -1,17 +1,14 @@
 """Resets one GPU with nvidia-smi, since NVML has no call for it. No process may have the GPU open, this one included."""
 
-import asyncio
 import shutil
-from contextlib import suppress
 from typing import Final
 
 from gpumgr.errors import NvmlError
 from gpumgr.nvml.monitor import Monitor
+from gpumgr.nvml.programs import run_program
 
 #: The session is closed for a minute at most; the remaining time is for closing and reopening it.
 PROGRAM_SECONDS: Final = 45.0
-#: How long a killed program that is inside the driver may take to end; after that it is abandoned.
-_END_SECONDS: Final = 2.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
@@ -22,37 +19,17 @@ async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_second
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or name it with nvml.smi_program")
     async with monitor.without_session():
-        code, output = await _run(program, "--gpu-reset", "-i", uuid, timeout_seconds=timeout_seconds)
+        try:
+            code, output = await run_program(program, "--gpu-reset", "-i", uuid, timeout_seconds=timeout_seconds)
+        except TimeoutError as error:
+            raise NvmlError(
+                f"{program} did not end within {timeout_seconds:g} s and was killed; whether the GPU was reset is unknown"
+            ) from error
+        except OSError as error:
+            raise NvmlError(f"{program} can't be run: {error.strerror or error}") from error
     if code:
         raise NvmlError(f"{program} failed (exit code {code}): {output or 'no output'}{_advice(output, uuid, program)}")
     return output
-
-
-async def _run(program: str, *arguments: str, timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output. The program has a session of its own, so that Ctrl-C in our terminal does not end a reset."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            program,
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise NvmlError(f"{program} can't be run: {error.strerror or error}") from error
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            output, _ = await process.communicate()
-    except TimeoutError as error:
-        with suppress(ProcessLookupError, TimeoutError):
-            process.kill()
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-        raise NvmlError(
-            f"{program} did not end within {timeout_seconds:g} s and was killed; whether the GPU was reset is unknown"
-        ) from error
-    return process.returncode or 0, output.decode(errors="replace").strip()
 
 
 def _advice(output: str, uuid: str, program: str) -> str:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,12 +25,9 @@ T = TypeVar("T")
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Job:
     fn: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    answer: "asyncio.Future[Any]"
     timeout_seconds: float
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: "Future[Any]" = field(default_factory=Future)
     started: float | None = None
-    given_up: bool = False
     timed_out: bool = False
 
 
@@ -56,19 +54,16 @@ class NvmlWorker:
         wait for an earlier call that hangs."""
         if stuck := self.stuck_seconds:
             raise NvmlError(f"NVML has not answered for {stuck:.1f} s: the driver hangs")
-        loop = asyncio.get_running_loop()
-        job = _Job(fn=fn, loop=loop, answer=loop.create_future(), timeout_seconds=timeout_seconds)
+        job = _Job(fn=fn, timeout_seconds=timeout_seconds)
         self._start()
         self._jobs.put(job)
         try:
             async with asyncio.timeout(timeout_seconds):
-                result: T = await job.answer
+                result: T = await asyncio.wrap_future(job.answer)
                 return result
         except TimeoutError as exc:
             job.timed_out = True
             raise NvmlError(f"NVML gave no answer within {timeout_seconds:g} s: the driver hangs") from exc
-        finally:
-            job.given_up = True
 
     async def pause_or_recovery(self, seconds: float) -> None:
         """Sleeps for `seconds`, or until a hanging driver answers."""
@@ -76,9 +71,9 @@ class NvmlWorker:
         if job is None or not self.stuck_seconds:
             await asyncio.sleep(seconds)
             return
-        with suppress(TimeoutError):
+        with suppress(Exception):  # a timeout, or the error of the call, which is its caller's
             async with asyncio.timeout(seconds):
-                await job.ended.wait()
+                await asyncio.wrap_future(job.answer)
 
     def close(self) -> None:
         """Ends the thread after the calls that are queued."""
@@ -94,28 +89,17 @@ class NvmlWorker:
 
     def _work(self, jobs: "queue.SimpleQueue[_Job | None]") -> None:
         while (job := jobs.get()) is not None:
-            if not job.given_up:
+            if job.answer.set_running_or_notify_cancel():  # False: its caller has given up
                 job.started = time.monotonic()
                 self._running = job
                 self._do(job)
 
     def _do(self, job: _Job) -> None:
-        result: Any = None
-        error: BaseException | None = None
         try:
             result = job.fn()
         except BaseException as exc:  # every error is the caller's
-            error = exc
-        self._running = None
-        with suppress(RuntimeError):  # the loop has been closed
-            job.loop.call_soon_threadsafe(_settle, job, result, error)
-
-
-def _settle(job: _Job, result: Any, error: BaseException | None) -> None:
-    job.ended.set()
-    if job.answer.done():
-        return
-    if error is None:
-        job.answer.set_result(result)
-    else:
-        job.answer.set_exception(error)
+            self._running = None
+            job.answer.set_exception(exc)
+        else:
+            self._running = None
+            job.answer.set_result(result)

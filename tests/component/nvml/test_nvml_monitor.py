@@ -177,7 +177,7 @@ async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare, 
         return False
 
     with structlog.testing.capture_logs() as logs:
-        async with watched(sim, load_kernel_modules=True, load=load, kind=Counted) as (_, listener):
+        async with watched(sim, load_kernel_modules=load, kind=Counted) as (_, listener):
             await tried_often.wait()
             assert listener.snapshots == []
             sim.control.load_driver()
@@ -185,19 +185,6 @@ async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare, 
     assert listener.outages == ["the NVIDIA driver is not loaded (nvmlInit: NVML error 9)"]
     assert [line["event"] for line in logs].count("nvml_down") == 1
     assert len(loads) == 1
-
-
-async def test_kernel_modules_are_left_alone_by_default(node: Prepare, watched: Watch) -> None:
-    sim = node("mixed-2")
-    sim.control.unload_driver()
-
-    async def load() -> bool:
-        raise AssertionError("not asked for")
-
-    async with watched(sim, load=load) as (_, listener):
-        await listener.until(lambda: bool(listener.outages))
-        sim.control.load_driver()
-        await listener.rounds(1)
 
 
 async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_found(node: Prepare, watched: Watch) -> None:

@@ -45,22 +45,6 @@ async def test_errors_reach_the_caller_and_the_thread_continues() -> None:
     worker.close()
 
 
-async def test_a_hung_call_times_out_then_later_calls_fail_at_once_until_it_returns() -> None:
-    worker = NvmlWorker()
-    with blocked() as release:
-        while not worker.stuck_seconds:  # where its thread had no time to begin it, the call is not begun at all
-            with pytest.raises(NvmlError, match=r"no answer within 0.05 s"):
-                await worker.call(release.wait, timeout_seconds=0.05)
-        with pytest.raises(NvmlError, match="has not answered for"):
-            await worker.call(lambda: 1, timeout_seconds=3600)
-        resting = asyncio.create_task(worker.pause_or_recovery(20))
-        await asyncio.sleep(0)
-        release.set()
-        await resting
-    assert await worker.call(lambda: 2, timeout_seconds=5) == 2
-    worker.close()
-
-
 async def test_a_cancelled_call_is_not_started() -> None:
     worker = NvmlWorker()
     begun: list[str] = []
