@@ -18,6 +18,6 @@ def test_an_old_wheel_does_not_stay_beside_the_new_one(tmp_path: Path) -> None:
     for name in ("gpumgr-1-py3-none-any.whl", "gpumgr-1.tar.gz"):
         (tmp_path / "dist" / name).touch()
     # VENV is given, since the make that runs the tests may pass on its own.
-    command = ["make", "-f", PROJECT / "Makefile", "VENV=.venv", "wheel"]
+    command = ["make", "-f", str(PROJECT / "Makefile"), "VENV=.venv", "wheel"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == ["gpumgr-1.tar.gz", "gpumgr-2-py3-none-any.whl"]

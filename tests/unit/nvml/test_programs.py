@@ -14,7 +14,7 @@ from gpumgr.nvml.programs import load_modules
     ],
 )
 async def test_kernel_modules_are_loaded_or_the_reason_is_logged(
-    command: tuple[str, ...], event: str, reason: str | None
+    command: tuple[str, ...], seconds: float, event: str, reason: str | None
 ) -> None:
     with structlog.testing.capture_logs() as logs:
         assert await load_modules(command, timeout_seconds=seconds) == (reason is None)
