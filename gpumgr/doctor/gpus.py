@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from gpumgr.allocator.answer import CONTROL_NODES
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.driverfiles.manager import parse_proc_version
 from gpumgr.errors import GpumgrError
 from gpumgr.nvml.driver import Nvml
 from gpumgr.topology.devices import Gpu, NodeSnapshot
@@ -61,8 +62,7 @@ def _driver(proc_root: Path) -> Finding:
         text = file.read_text(errors="replace")
     except OSError:
         return error("driver", f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
-    version = re.search(r"Kernel Module.*?\s(\d+\.\d+(\.\d+)?)\s", text)
-    shown = version[1] if version else text.partition("\n")[0].strip()
+    shown = parse_proc_version(text) or text.partition("\n")[0].strip()
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from gpumgr.driverfiles.libraries import Library, find_binary, find_libraries
 from gpumgr.driverfiles.source import Source, inspect
-from gpumgr.driverfiles.version import version_of
 from gpumgr.driverfiles.volume_conf import Volume
-from gpumgr.driverfiles.volume_plan import COMPANION
+from gpumgr.driverfiles.volume_plan import COMPANION, version_of
 from gpumgr.errors import DriverFilesError
 
 _LIBCUDA = "libcuda.so"

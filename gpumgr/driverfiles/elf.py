@@ -57,7 +57,7 @@ class _Segment(NamedTuple):
 
 
 def read_elf(path: Path) -> Elf:
-    """Raises ElfError, also if the file can't be read."""
+    """Raises ElfError for everything that is not a well-formed program or library, also if the file can't be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -69,21 +69,11 @@ def read_elf(path: Path) -> Elf:
                 _check_bounds(offset, count, offset + len(content))
                 return content
 
-            return parse(read)
+            return _parse(read)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise ElfError(f"can't be read: {error.strerror or error}") from error
-
-
-def parse_bytes(content: bytes) -> Elf:
-    """Raises ElfError."""
-
-    def read(offset: int, count: int) -> bytes:
-        _check_bounds(offset, count, len(content))
-        return content[offset : offset + count]
-
-    return parse(read)
 
 
 def _check_bounds(offset: int, count: int, total: int) -> None:
@@ -91,8 +81,7 @@ def _check_bounds(offset: int, count: int, total: int) -> None:
         raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it refers to")
 
 
-def parse(read: Read) -> Elf:
-    """Raises ElfError for everything that is not a well-formed program or library."""
+def _parse(read: Read) -> Elf:
     if read(0, len(_MAGIC)) != _MAGIC:
         raise ElfError("is not an ELF file")
     ident = read(0, _IDENT_BYTES)

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,9 +15,8 @@ import structlog
 from gpumgr.driverfiles.discovery import DriverInstallation, VolumeSources, find_driver
 from gpumgr.driverfiles.mirror import VERSIONS, build, prune, switch
 from gpumgr.driverfiles.source import Source, inspect, sha256_of
-from gpumgr.driverfiles.version import parse_proc_version
 from gpumgr.driverfiles.volume_conf import CLIENT, SHARE, SHIM, WHOLE, Volume, VolumeConf, load
-from gpumgr.driverfiles.volume_plan import REPLACED_LIBRARIES, Overlay, VolumePlan, plan_volume
+from gpumgr.driverfiles.volume_plan import REPLACED_LIBRARIES, VERSION_NUMBER, Overlay, VolumePlan, plan_volume
 from gpumgr.errors import DriverFilesError, SettingsError
 from gpumgr.proc import mount_tables
 
@@ -28,6 +27,8 @@ _GRACE_SECONDS: Final = 600.0
 #: A version in the path, within its own file system, that a mount shows.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
 _ROOT_FIELD: Final = 3
+#: Its first dotted number is what libcuda-control.so uses as the suffix of the libraries that it loads.
+_PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
 _MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
 _log = structlog.get_logger(__name__)
@@ -50,12 +51,8 @@ class DriverFiles:
     problems: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """`link`, which containers get, points to the folder that the plan makes."""
-
-    link: Path
-    plan: VolumePlan
+#: By the link that containers get: the plan of the folder that it points to.
+_Wanted = dict[Path, VolumePlan]
 
 
 class DriverMirror:
@@ -117,7 +114,14 @@ class DriverMirror:
                 raise DriverFilesError(f"the driver's files can't be read: {error}; this is retried") from error
             self._bases |= {self._link_of(volume).parent for volume in conf.volumes}
             self._mirror(wanted, version)
-            return _answer(wanted, version, share_error, problems)
+            # As gpu-manager does, the last volume with another name than `nvidia` is the one for whole GPUs.
+            return DriverFiles(
+                driver_version=version,
+                share_dir=next((link for link, plan in wanted.items() if plan.volume == SHARE), None),
+                whole_dir=next((link for link, plan in reversed(wanted.items()) if plan.volume != SHARE), None),
+                share_error=share_error,
+                problems=tuple(problems),
+            )
 
     def _prune(self, grace_seconds: float) -> tuple[str, ...]:
         with self._lock:
@@ -157,11 +161,9 @@ class DriverMirror:
             raise DriverFilesError(f"{path} has no version in a line that begins with 'NVRM version:'; is it NVIDIA's driver?")
         return version
 
-    def _plan_all(
-        self, conf: VolumeConf, driver: DriverInstallation, version: str
-    ) -> tuple[list[_Wanted], str | None, list[str]]:
+    def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
         """Plans of the possible volumes, why the share volume can't be made (None if it can), and problems. Raises OSError."""
-        wanted: list[_Wanted] = []
+        wanted: _Wanted = {}
         problems = list(conf.warnings)
         share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
         for volume in conf.volumes:
@@ -186,7 +188,7 @@ class DriverMirror:
                 share_error = missing
                 continue
             link = self._link_of(volume)
-            wanted.append(_Wanted(link=link, plan=plan))
+            wanted[link] = plan
             problems += _problems(volume, plan, sources, conf, driver.root)
             if volume.base not in (link.parent, self._links[SHARE].parent):
                 problems.append(
@@ -214,30 +216,27 @@ class DriverMirror:
             raise DriverFilesError(f"vcuda.client_path is not set and no {CLIENT} is installed: {SHIM} can't register without it")
         return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))
 
-    def _mirror(self, wanted: Sequence[_Wanted], driver_version: str) -> None:
+    def _mirror(self, wanted: _Wanted, driver_version: str) -> None:
         """Makes all versions before it changes the first link."""
-        made = [each.plan.volume for each in wanted if build(each.plan, each.link.parent)]
-        switched = [each.plan.volume for each in wanted if switch(each.plan, each.link, now_seconds=self._wall_clock())]
+        made = [plan.volume for link, plan in wanted.items() if build(plan, link.parent)]
+        switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
         if made or switched:
             _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
-        for each in wanted if made else ():
-            for skipped in each.plan.skipped:
-                _log.debug("driver_file_skipped", volume=each.plan.volume, what=skipped.what, reason=skipped.reason)
+        for plan in wanted.values() if made else ():
+            for skipped in plan.skipped:
+                _log.debug("driver_file_skipped", volume=plan.volume, what=skipped.what, reason=skipped.reason)
+
+
+def parse_proc_version(text: str) -> str | None:
+    """The driver's version in the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it has none."""
+    found = _PROC_VERSION.search(text)
+    return found[1] if found else None
 
 
 def _supplied(path: Path, name: str, setting: str) -> Source:
     """A file of the operator. The copy in the mirror is readable for all, the file itself need not be."""
     try:
-        source = inspect(path, name)
-        return Source(
-            name=name,
-            path=path,
-            identity=source.identity,
-            mode=0o755,
-            elf=source.elf,
-            not_elf=source.not_elf,
-            sha256=sha256_of(path),
-        )
+        return replace(inspect(path, name), mode=0o755, sha256=sha256_of(path))
     except OSError as error:
         raise DriverFilesError(f"{setting} {path}: {error.strerror or error}") from error
 
@@ -259,18 +258,6 @@ def _problems(volume: Volume, plan: VolumePlan, sources: VolumeSources, conf: Vo
         for name, file in sorted(plan.unmet().items())
     ]
     return problems
-
-
-def _answer(wanted: Sequence[_Wanted], driver_version: str, share_error: str | None, problems: Sequence[str]) -> DriverFiles:
-    """As gpu-manager does, the last volume with another name than `nvidia` is the one for whole GPUs."""
-    folders = [(each.plan.volume, each.link) for each in wanted]
-    return DriverFiles(
-        driver_version=driver_version,
-        share_dir=next((folder for name, folder in reversed(folders) if name == SHARE), None),
-        whole_dir=next((folder for name, folder in reversed(folders) if name != SHARE), None),
-        share_error=share_error,
-        problems=tuple(problems),
-    )
 
 
 def versions_in(mountinfo: str) -> frozenset[str]:

@@ -4,13 +4,10 @@ import hashlib
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from gpumgr.driverfiles.elf import Elf, ElfError, read_elf
 from gpumgr.errors import DriverFilesError
 from gpumgr.files import FileIdentity
-
-_CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +41,5 @@ def inspect(path: Path, name: str) -> Source:
 
 def sha256_of(path: Path) -> str:
     """Hex digits. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

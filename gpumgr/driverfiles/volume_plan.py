@@ -18,7 +18,6 @@ from typing import Final
 
 from gpumgr.driverfiles.elf import Elf
 from gpumgr.driverfiles.source import Source
-from gpumgr.driverfiles.version import version_of
 from gpumgr.driverfiles.volume_conf import CLIENT, SHIM
 
 #: The libraries that the shim replaces.
@@ -26,6 +25,9 @@ REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
 #: A node's machine -> the 32-bit one, the programs of which it can run.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
+#: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as the text that file names end in.
+VERSION_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)+"
+_VERSION_IN_NAME: Final = re.compile(rf"\.so\.({VERSION_NUMBER})$")
 _VERSION_DIGITS: Final = 32
 _MAX_NAME_LENGTH: Final = 255
 _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
@@ -207,6 +209,12 @@ class _PlanBuilder:
 
     def _skip(self, source: Source, reason: str) -> None:
         self.skipped.append(Skipped(what=str(source.path), reason=reason))
+
+
+def version_of(library: str) -> str | None:
+    """From the name of a library's file: libcuda.so.470.82.01 -> 470.82.01. None for libcuda.so.1 and libcuda.so."""
+    found = _VERSION_IN_NAME.search(library)
+    return found[1] if found else None
 
 
 def _stem(name: str) -> str:

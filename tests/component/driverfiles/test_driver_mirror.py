@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from gpumgr.driverfiles.manager import DriverFiles
-from gpumgr.driverfiles.volume_conf import built_in
 from gpumgr.errors import DriverFilesError, SettingsError
 from tests.component.driverfiles.conftest import Mirror
 from tests.component.driverfiles.host import CUDA, DRIVER, MACHINE, ML, NEXT_DRIVER, PTX, SHIM, Driver, call_who, install_32_bit
@@ -228,12 +227,6 @@ async def test_two_volumes_in_one_place_are_refused(mirror: Mirror, tmp_path: Pa
     assert not same.exists()
 
 
-async def test_a_bad_list_is_refused(mirror: Mirror, tmp_path: Path) -> None:
-    (tmp_path / "volume.conf").write_text("{}")
-    with pytest.raises(SettingsError, match=r"volume\.conf: volume: allowed: a list"):
-        await mirror().ensure()
-
-
 async def test_without_a_driver_the_error_names_the_remedy(mirror: Mirror, proc: Path) -> None:
     version = proc / "driver" / "nvidia" / "version"
     version.write_text("something else\n")
@@ -249,7 +242,3 @@ async def test_a_base_that_cannot_be_written(mirror: Mirror, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(DriverFilesError, match=r"can't be mirrored in .*the folder must be writable"):
         await mirror(share_dir=tmp_path / "file" / "nvidia").ensure()
-
-
-def test_the_built_in_lists_fit_the_driver_that_the_tests_make() -> None:
-    assert {"libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so"} <= set(built_in(Path("/b")).volumes[1].libraries)

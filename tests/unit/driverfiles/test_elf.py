@@ -2,25 +2,33 @@
 
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.driverfiles.elf import ElfError, parse_bytes, read_elf
+from gpumgr.driverfiles.elf import Elf, ElfError, read_elf
 from tests.unit.driverfiles.elves import MACHINES, elf
+
+
+def parsed(content: bytes) -> Elf:
+    with NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return read_elf(Path(file.name))
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_reads_machine_names_and_abi(machine: str, order: str) -> None:
-    found = parse_bytes(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], abi=(2, 3, 99), order=order))
+    found = parsed(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], abi=(2, 3, 99), order=order))
     assert (found.machine, found.bits) == (machine, MACHINES[machine][1])
     assert (found.soname, found.needed, found.abi) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"), (2, 3, 99))
 
 
 def test_a_library_may_have_no_names_and_no_note() -> None:
-    found = parse_bytes(elf())
+    found = parsed(elf())
     assert (found.soname, found.needed, found.abi) == (None, (), None)
 
 
@@ -39,13 +47,13 @@ def test_a_library_may_have_no_names_and_no_note() -> None:
 )
 def test_says_what_is_wrong(content: bytes, said: str) -> None:
     with pytest.raises(ElfError, match=said):
-        parse_bytes(content)
+        parsed(content)
 
 
 @given(st.binary(max_size=400), st.sampled_from([b"", b"\x7fELF\x01\x01", b"\x7fELF\x02\x01", b"\x7fELF\x02\x02"]))
 def test_rubbish_raises_nothing_else(rubbish: bytes, start: bytes) -> None:
     with suppress(ElfError):
-        parse_bytes(start + rubbish)
+        parsed(start + rubbish)
 
 
 @given(
@@ -59,7 +67,7 @@ def test_a_damaged_file_raises_nothing_else(machine: str, damages: list[tuple[in
         at = place % len(content)
         content[at : at + len(damage)] = damage
     with suppress(ElfError):
-        found = parse_bytes(bytes(content[: 16 + length % len(content)]))
+        found = parsed(bytes(content[: 16 + length % len(content)]))
         assert found.bits in (32, 64)
 
 

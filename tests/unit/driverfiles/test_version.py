@@ -2,7 +2,8 @@
 
 import pytest
 
-from gpumgr.driverfiles.version import parse_proc_version, version_of
+from gpumgr.driverfiles.manager import parse_proc_version
+from gpumgr.driverfiles.volume_plan import version_of
 
 CLOSED = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021
 GCC version:  gcc version 9.4.0 (Ubuntu 9.4.0-1ubuntu1~20.04.1)
