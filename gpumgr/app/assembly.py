@@ -21,8 +21,7 @@ from gpumgr.app.recovery import SPECS_SECONDS
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
-from gpumgr.display.server import DisplayServer
-from gpumgr.display.service import GpuDisplay
+from gpumgr.display.server import DisplayServer, GpuDisplay
 from gpumgr.errors import AlreadyRunning, GpumgrError, InputError
 from gpumgr.nvml.reset import reset_gpu
 from gpumgr.settings import Settings

@@ -31,8 +31,7 @@ from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
 from gpumgr.migrate.gpu_manager_command import Command
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.objects import Object, checked, full_name, of_kind, read_objects
-from gpumgr.migrate.plan import Plan, settings_yaml, text_of
-from gpumgr.migrate.settings_file import write_settings
+from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
 from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES

@@ -13,9 +13,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from gpumgr.errors import InputError
-from gpumgr.migrate.documents import read_documents
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec
+from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.tree import legible
 

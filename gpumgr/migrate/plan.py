@@ -1,12 +1,17 @@
-"""A migration plan, for people and scripts."""
+"""A migration plan, for people and scripts, and its settings file."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
 import yaml
 
-from gpumgr.settings import Settings, load_settings
+from gpumgr.errors import InputError
+from gpumgr.files import replace_file
+from gpumgr.settings import Settings, check_settings, load_settings
 from gpumgr.settings.live import flat
 from gpumgr.settings.schema import plain, sections
 
@@ -32,16 +37,8 @@ class Plan:
 
     def written(self, write: Callable[[str], str]) -> "Plan":
         """The plan with each line transformed by `write`."""
-        return Plan(
-            settings=self.settings,
-            pods=tuple(map(write, self.pods)),
-            notes=tuple(map(write, self.notes)),
-            warnings=tuple(map(write, self.warnings)),
-            stop=tuple(map(write, self.stop)),
-            start=tuple(map(write, self.start)),
-            rollback=tuple(map(write, self.rollback)),
-            clean_up=tuple(map(write, self.clean_up)),
-        )
+        lines: dict[str, Any] = {name: tuple(map(write, getattr(self, name))) for name in _TITLES}
+        return replace(self, **lines)
 
     def document(self) -> dict[str, Any]:
         """The plan as a JSON document."""
@@ -106,3 +103,26 @@ def settings_yaml(values: Mapping[str, object]) -> str:
     """The text of a settings file with these settings."""
     document = nested(values)
     return yaml.safe_dump(document, sort_keys=False) if document else "{}\n"
+
+
+def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
+    """Creates the file, and missing folders above it. Raises InputError if a different file exists, which stays, or if the file cannot
+    be written."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text(encoding="utf-8") == text:
+                return "unchanged"
+            raise InputError(f"{path} is there already and says something else; move it away, or name another file with --to")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            replace_file(new, text)
+            problems = check_settings(new)
+            if problems:
+                raise InputError("\n".join(map(str, problems)))
+            os.link(new, path)  # unlike rename, link never replaces a file that was created in between
+        finally:
+            new.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be written: {error}; name another file with --to") from error
+    return "written"

@@ -22,9 +22,8 @@ import yaml
 from aiohttp import web
 
 from gpumgr.aio import LatestValue
-from gpumgr.sim.apiserver_pods import document_of
 from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of, status
-from gpumgr.sim.kubelet_pods import PodStatus, SimPod
+from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -124,7 +123,7 @@ class SimApiServer:
         """Sets the pod's status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
         before = self._pods.get(pod.uid)
         created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        document = document_of(pod, status, self.node_name, created, controlled=controlled)
+        document = _document_of(pod, status, self.node_name, created, controlled=controlled)
         document["metadata"]["annotations"] = before["metadata"]["annotations"] if before else {}
         self._pods[pod.uid] = document
         self._record("MODIFIED" if before else "ADDED", document)
@@ -265,6 +264,37 @@ class SimApiServer:
     async def _delay(self) -> None:
         if self.delay_seconds:
             await asyncio.sleep(self.delay_seconds)
+
+
+def _document_of(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:
+    """The pod as a document of the API server."""
+    said = {"phase": status.phase, "reason": status.reason, "message": status.message}
+    owners = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": pod.name, "uid": f"rs-{pod.uid}", "controller": True}]
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "namespace": pod.namespace,
+            "name": pod.name,
+            "uid": pod.uid,
+            "creationTimestamp": created,
+            **({"ownerReferences": owners} if controlled else {}),
+        },
+        "spec": {
+            "nodeName": node,
+            "initContainers": [_container(each) for each in pod.containers if each.kind != "app"],
+            "containers": [_container(each) for each in pod.containers if each.kind == "app"],
+        },
+        "status": {key: value for key, value in said.items() if value is not None},
+    }
+
+
+def _container(container: SimContainer) -> Document:
+    amounts = {resource: str(count) for resource, count in container.limits.items()}
+    document: Document = {"name": container.name, "resources": {"limits": amounts, "requests": amounts}}
+    if container.kind == "sidecar":
+        document["restartPolicy"] = "Always"
+    return document
 
 
 def _not_found(request: web.Request) -> web.Response:

@@ -17,7 +17,6 @@ from typing import Literal
 
 from gpumgr.sim.kubelet_answers import without_cdi
 from gpumgr.sim.kubelet_checkpoint import Holding, PodDevices
-from gpumgr.sim.kubelet_choice import Choice
 from gpumgr.sim.kubelet_numa import best_affinity, hints_for
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
@@ -36,6 +35,28 @@ class SimCall:
     container: str
     ids: frozenset[str]
     available: int = 0
+
+
+class Choice:
+    """Collects ids for one container and resource; marks each id as allocated when it is taken."""
+
+    def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
+        self.required = required
+        self.ids: set[str] = set()
+        self._mark = mark
+
+    @property
+    def needed(self) -> int:
+        return self.required - len(self.ids)
+
+    def take(self, ids: Iterable[str]) -> bool:
+        """Takes ids until there are enough; True if there are."""
+        for device_id in ids:
+            if self.needed == 0:
+                break
+            self.ids.add(device_id)
+        self._mark(self.ids)
+        return self.needed == 0
 
 
 class DeviceManager:

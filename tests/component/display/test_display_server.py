@@ -13,8 +13,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.display.server import DisplayServer
-from gpumgr.display.service import GpuDisplay
+from gpumgr.display.server import DisplayServer, GpuDisplay
 from tests.display_api import Empty, as_json, display_services
 
 DATA = Path(__file__).parents[2] / "data" / "display"

@@ -17,7 +17,7 @@ from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.display.messages import graph_message, usage_message, version_message
-from gpumgr.display.service import answer_of
+from gpumgr.display.server import answer_of
 from gpumgr.topology.devices import NodeSample
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import MemoryPods

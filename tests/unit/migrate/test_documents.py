@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpumgr.errors import InputError
-from gpumgr.migrate.documents import read_documents
+from gpumgr.migrate.objects import read_documents
 
 BOMBS = {
     "merge keys": "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{', '.join([f'*a{n}'] * 10)}]}}\n" for n in range(8)),
