@@ -75,24 +75,21 @@ def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT
     with asyncio.Runner() as runner:
         report = runner.run(examine(checks, limit_seconds=limit_seconds))
         if as_json:
-            click.echo(json.dumps([asdict(finding) for finding in report.findings], indent=2))
+            click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))
         else:
-            click.echo("\n".join(map(_line, sorted(report.findings, key=_last_if_error))))
+            # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
+            for name, finding in sorted(report.findings.items(), key=lambda found: found[1].state == "error"):
+                click.echo(_line(name, finding))
         if report.hung:
             sys.stdout.flush()
             os._exit(report.exit_code)  # a normal exit waits for threads that hang
     sys.exit(report.exit_code)
 
 
-def _last_if_error(finding: Finding) -> bool:
-    """Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output."""
-    return finding.state == "error"
-
-
-def _line(finding: Finding) -> str:
+def _line(name: str, finding: Finding) -> str:
     state = click.style(f"{finding.state:<9}", fg=_COLORS[finding.state])
     text = "; ".join(filter(None, (finding.message, finding.remedy)))
-    return f"{state}{finding.check:<14}{text}"
+    return f"{state}{name:<14}{text}"
 
 
 @contextmanager

@@ -22,25 +22,22 @@ async def look_at_mps(
     mps: MpsSettings, words: Collection[str], *, run_dir: Path, in_pod: bool, timeout_seconds: float
 ) -> Finding:
     """`words`: the backends that the settings name, "auto" included. `in_pod`: MPS is the host's, and its `run_dir` must be mounted."""
-    name = "mps"
     if not {"auto", "nvml-memory", "mps"} & set(words):
-        return skipped(name, f"not used: enforcement.backend is {' and '.join(sorted(words))}")
+        return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
     how = launcher.best_method(in_pod=in_pod)
     try:
         control = await find_control_program(mps.control_program, how, run_dir, timeout_seconds=timeout_seconds)
         features = await control.features()
     except MpsError as exception:
-        return error_of(name, exception, "reinstall the driver", "error" if "mps" in words else "warning")
+        return error_of(exception, "reinstall the driver", "error" if "mps" in words else "warning")
     return judge_mps(str(control.program), features, mps.protocol, in_pod=in_pod)
 
 
 def judge_mps(program: str, features: ControlFeatures, protocol: str, *, in_pod: bool = False) -> Finding:
     """`protocol`: the setting mps.protocol."""
-    name = "mps"
     protocols = " and ".join(map(str, sorted(features.protocols)))
     if protocol not in ("auto", *map(str, features.protocols)):
         return error(
-            name,
             f"{program} speaks protocol {protocols}, mps.protocol is {protocol}",
             "set mps.protocol to auto, or install driver r615 or newer",
         )
@@ -50,8 +47,8 @@ def judge_mps(program: str, features: ControlFeatures, protocol: str, *, in_pod:
     where = ", daemons are units of the host's systemd" if in_pod else ""
     message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}"
     if features.multiuser_option is None:
-        return warning(name, f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
-    return ok(name, f"{message}; mind: {known}")
+        return warning(f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
+    return ok(f"{message}; mind: {known}")
 
 
 async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> Finding:
@@ -60,10 +57,10 @@ async def look_at_library(backend: BackendName, path: Path | None, sha256: str |
     if path is None or sha256 is None:
         lacking = f"{section}.{'library_path' if path is None else 'library_sha256'} is not set"
         if path is None and backend not in words:
-            return skipped(backend, lacking)
-        return error(backend, lacking, f"set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
+            return skipped(lacking)
+        return error(lacking, f"set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
     try:
         found = await aside(lambda: operator_library.check(path, sha256))
     except LibraryError as exception:
-        return error_of(backend, exception, f"put the right file there, or change {section}.library_path and library_sha256")
-    return ok(backend, f"{found.path}, SHA-256 {found.sha256[:12]}…")
+        return error_of(exception, f"put the right file there, or change {section}.library_path and library_sha256")
+    return ok(f"{found.path}, SHA-256 {found.sha256[:12]}…")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.doctor.finding import Finding, error, ok, warning
 from gpumgr.doctor.gpus import Gpus
@@ -22,14 +21,12 @@ from gpumgr.settings import Settings
 from gpumgr.usage.containers import Container
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
-NAME: Final = "enforcement"
 
 
 async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Finding:
     """`in_pod`: the command runs in a pod, as the agent would."""
-    with tempfile.TemporaryDirectory(
-        prefix="gpumgr-doctor-"
-    ) as scratch:  # MPS records its protocol in its folder; a check must not do so in the real one
+    # MPS records its protocol in its folder; a check must not do so in the real one.
+    with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
         backends = _backends(settings, gpus, Path(scratch), in_pod=in_pod)
         obstacles: dict[str, str | None] = {}
         for backend in backends:
@@ -48,7 +45,6 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Findi
     lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
     if lost:
         return error(
-            NAME,
             f"enforcement.backend is {setting}, which this node can't carry: {_told(lost)}",
             "mend that, or choose another backend; until then containers that share a GPU are refused at their start",
         )
@@ -57,9 +53,9 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Findi
     if choice.mechanisms == NO_MECHANISM:
         unlimited = f"no backend enforces the limits of shares (enforcement.backend is {setting})"
         if setting != "auto":
-            return warning(NAME, unlimited, "set enforcement.backend to auto")
-        return warning(NAME, f"{unlimited}{beside}", "fix one of these")
-    return ok(NAME, f"{described}{beside}")
+            return warning(unlimited, "set enforcement.backend to auto")
+        return warning(f"{unlimited}{beside}", "fix one of these")
+    return ok(f"{described}{beside}")
 
 
 def _told(obstacles: Mapping[str, str]) -> str:
@@ -82,7 +78,7 @@ def _backends(settings: Settings, gpus: Gpus, scratch: Path, *, in_pod: bool) ->
             library_path=settings.vcuda.library_path,
             library_sha256=settings.vcuda.library_sha256,
             container_of=_nobody,
-            pids_of=_none,
+            pids_of=lambda _container: (),
         ),
         Mps(
             limits=("core", "memory"),
@@ -96,17 +92,9 @@ def _backends(settings: Settings, gpus: Gpus, scratch: Path, *, in_pod: bool) ->
             clock=time.monotonic,
             in_pod=in_pod,
         ),
-        Unlimited(_ignore),
+        Unlimited(lambda _tenant, _message: None),  # no container starts during a check
     )
 
 
 async def _nobody(_pid: int) -> Container | None:
     return None
-
-
-def _none(_container: Container) -> tuple[int, ...]:
-    return ()
-
-
-def _ignore(_tenant: GpuShare, _message: str) -> None:
-    """No container starts during a check."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`findings` are in the order of the checks. `hung`: a check did not end and may delay the exit of the process."""
+    """`findings` are by the checks' names, in their order. `hung`: a check did not end and may delay the exit of the process."""
 
-    findings: tuple[Finding, ...]
+    findings: Mapping[str, Finding]
     hung: bool
 
     @property
     def exit_code(self) -> int:
-        return int(any(finding.state == "error" for finding in self.findings))
+        return int(any(finding.state == "error" for finding in self.findings.values()))
 
 
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
@@ -33,20 +33,20 @@ async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECON
     _, hung = await asyncio.wait(tasks, timeout=limit_seconds) if tasks else ((), set())
     for task in hung:
         task.cancel()
-    findings = tuple(_finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True))
+    findings = {check.name: _finding(check, task, limit_seconds) for check, task in zip(checks, tasks, strict=True)}
     return Report(findings=findings, hung=bool(hung))
 
 
 def _finding(check: Check, task: "asyncio.Task[Finding]", limit_seconds: float) -> Finding:
     if not task.done() or task.cancelled():
-        return error(check.name, f"no answer within {limit_seconds:g} s", check.if_hung)
+        return error(f"no answer within {limit_seconds:g} s", check.if_hung)
     match task.exception():
         case None:
             return task.result()
         case GpumgrError() | OSError() as known:
-            return error_of(check.name, known, check.if_hung)
+            return error_of(known, check.if_hung)
         case unknown:
-            return error(check.name, f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
+            return error(f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
 
 
 async def aside(fn: Callable[[], T]) -> T:

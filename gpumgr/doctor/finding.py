@@ -1,4 +1,4 @@
-"""A check and its result. Pure."""
+"""A check and its finding. Pure."""
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ State = Literal["ok", "warning", "error", "skipped"]
 class Finding:
     """`message` states the fact, `remedy` what to do about it (None: nothing)."""
 
-    check: str
     state: State
     message: str
     remedy: str | None = None
@@ -22,7 +21,7 @@ class Finding:
 Look = Callable[[], Coroutine[Any, Any, Finding]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
 
@@ -34,24 +33,24 @@ class Check:
     if_hung: str
 
 
-def ok(check: str, message: str) -> Finding:
-    return Finding(check=check, state="ok", message=message)
+def ok(message: str) -> Finding:
+    return Finding(state="ok", message=message)
 
 
-def warning(check: str, message: str, remedy: str) -> Finding:
-    return Finding(check=check, state="warning", message=message, remedy=remedy)
+def warning(message: str, remedy: str) -> Finding:
+    return Finding(state="warning", message=message, remedy=remedy)
 
 
-def error(check: str, message: str, remedy: str) -> Finding:
-    return Finding(check=check, state="error", message=message, remedy=remedy)
+def error(message: str, remedy: str) -> Finding:
+    return Finding(state="error", message=message, remedy=remedy)
 
 
-def skipped(check: str, message: str) -> Finding:
-    return Finding(check=check, state="skipped", message=message)
+def skipped(message: str) -> Finding:
+    return Finding(state="skipped", message=message)
 
 
-def error_of(check: str, exception: Exception, remedy: str, state: State = "error") -> Finding:
+def error_of(exception: Exception, remedy: str, state: State = "error") -> Finding:
     """For an exception with the remedy in its text, after a semicolon; otherwise `remedy` is used."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
-    return Finding(check=check, state=state, message=message, remedy=said or remedy)
+    return Finding(state=state, message=message, remedy=said or remedy)

@@ -11,7 +11,6 @@ from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, ok
 from gpumgr.settings import Settings
 
-NAME: Final = "folders"
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
 _REMEDY: Final = "set them to folders on a file system that the agent may write to"
 _AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may write"
@@ -39,27 +38,27 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 async def look_at_folders(folders: Mapping[str, Path]) -> Finding:
     """`folders`: setting -> its folder. The check creates no folder and leaves no file."""
-    obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := _obstacle(path))])
+    obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := obstacle(path))])
     if obstacles:
         said = ", ".join(f"{what}: {why.sentence}" for what, why in obstacles)
         by_root = os.geteuid() != 0 and any(why.errno in _WANT_OF_RIGHTS for _, why in obstacles)
-        return error(NAME, f"can't be written: {said}", _AS_ROOT if by_root else _REMEDY)
-    return ok(NAME, f"{len(set(folders.values()))} folders can be written")
+        return error(f"can't be written: {said}", _AS_ROOT if by_root else _REMEDY)
+    return ok(f"{len(set(folders.values()))} folders can be written")
 
 
-class _Obstacle(NamedTuple):
+class Obstacle(NamedTuple):
     sentence: str
     errno: int | None
 
 
-def _obstacle(folder: Path) -> _Obstacle | None:
+def obstacle(folder: Path) -> Obstacle | None:
     """The reason why nothing can be created in the folder, or why the folder itself cannot be created."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         _write_in(nearest)
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return _Obstacle(reason if nearest == folder else f"it can't be made in {nearest}: {reason}", exception.errno)
+        return Obstacle(reason if nearest == folder else f"it can't be made in {nearest}: {reason}", exception.errno)
     return None
 
 

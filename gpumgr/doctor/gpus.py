@@ -52,7 +52,7 @@ class Gpus:
 async def look_at_driver(proc_root: Path, *, simulated: bool) -> Finding:
     """The kernel module, as the driver shows it under /proc."""
     if simulated:
-        return skipped("driver", "a simulated node has none")
+        return skipped("a simulated node has none")
     return await aside(lambda: _driver(proc_root))
 
 
@@ -61,34 +61,30 @@ def _driver(proc_root: Path) -> Finding:
     try:
         text = file.read_text(errors="replace")
     except OSError:
-        return error("driver", f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
+        return error(f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
     shown = parse_proc_version(text) or text.partition("\n")[0].strip()
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
         devices = ["nvidia-uvm"]  # the versions are not available
     if "nvidia-uvm" not in devices:
-        return warning(
-            "driver", f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`"
-        )
-    return ok("driver", shown)
+        return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
+    return ok(shown)
 
 
 async def look_at_nvml(gpus: Gpus) -> Finding:
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
-        return error_of("nvml", exception, INSTALL)
+        return error_of(exception, INSTALL)
     about = f"driver {snapshot.driver_version or 'unknown'}, CUDA {snapshot.cuda_version or 'unknown'}"
     trouble = list(_trouble(snapshot))
     if trouble:
         remedy = "these are not offered: reset or replace what failed (`nvidia-smi -q`), turn MIG off with `nvidia-smi -mig 0`"
-        return warning("nvml", f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
+        return warning(f"{about}, {len(snapshot.gpus)} GPUs; {'; '.join(trouble)}", remedy)
     if not snapshot.gpus:
-        return error(
-            "nvml", f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says"
-        )
-    return ok("nvml", f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}")
+        return error(f"{about}, but no GPU", "look whether `lspci -d 10de:` shows one and what `dmesg | grep -i nvrm` says")
+    return ok(f"{about}, {len(snapshot.gpus)} {_models(snapshot.gpus)}")
 
 
 def _trouble(snapshot: NodeSnapshot) -> Iterator[str]:
@@ -105,9 +101,8 @@ def _models(gpus: tuple[Gpu, ...]) -> str:
 
 async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool) -> Finding:
     """The device nodes that containers get: one per GPU that NVML shows, and the common ones."""
-    name = "device-nodes"
     if simulated:
-        return skipped(name, "a simulated node has none")
+        return skipped("a simulated node has none")
     try:
         minors = [gpu.minor for gpu in (await gpus.snapshot()).gpus if gpu.minor is not None]
     except GpumgrError:
@@ -117,16 +112,15 @@ async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool
 
 def _device_nodes(root: Path, minors: list[int] | None) -> Finding:
     """`minors` None: NVML does not report them; then at least one GPU's node must exist."""
-    name = "device-nodes"
     found = [entry for entry in _entries(root) if re.fullmatch(r"nvidia\d+", entry)]
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]
     missing = [f"{root}/{node}" for node in (*wanted, *CONTROL_NODES) if not _is_device(root / node)]
     if missing:
         modprobe = " && ".join(["nvidia-modprobe -u -c 0", *(f"nvidia-modprobe -c {minor}" for minor in minors or ())])
-        return error(name, f"missing or no devices: {', '.join(missing)}", f"run `{modprobe}`, or start nvidia-persistenced")
+        return error(f"missing or no devices: {', '.join(missing)}", f"run `{modprobe}`, or start nvidia-persistenced")
     if not wanted:
-        return error(name, f"no {root}/nvidia0 or another GPU's node", INSTALL)
-    return ok(name, f"{', '.join((*wanted, *CONTROL_NODES))} in {root}")
+        return error(f"no {root}/nvidia0 or another GPU's node", INSTALL)
+    return ok(f"{', '.join((*wanted, *CONTROL_NODES))} in {root}")
 
 
 def _entries(root: Path) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Final
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, ok, skipped
 
-NAME: Final = "host-paths"
 IF_HUNG: Final = "look whether the mounts of this container answer (`cat /proc/self/mountinfo`)"
 #: Part of the path of a volume that is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
@@ -26,7 +25,7 @@ class Mount:
 async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> Finding:
     """`folders`: setting -> its folder. `in_pod`: the command runs in a pod's container."""
     if not in_pod:
-        return skipped(NAME, "not in a pod")
+        return skipped("not in a pod")
     text = await aside((proc_root / "self/mountinfo").read_text)
     return judge_host_paths(folders, parse_mounts(text))
 
@@ -35,9 +34,8 @@ def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Fi
     by_point = {mount.point: mount for mount in mounts}  # of several mounts at one point the last one is visible
     own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, by_point)]
     if not own:
-        return ok(NAME, f"{len(folders)} folders are mounted from the host")
+        return ok(f"{len(folders)} folders are mounted from the host")
     return error(
-        NAME,
         f"not mounted from the host: {', '.join(own)}; what the agent writes there neither the host nor its next life finds",
         "add a hostPath volume for each of them, mounted at the same path",
     )

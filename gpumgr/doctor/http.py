@@ -13,7 +13,6 @@ from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.credentials import Certificates, TokenFile
 from gpumgr.web.listening import ListenError, listen_tcp
 
-NAME: Final = "http"
 IF_HUNG: Final = (
     "look whether the name in http.address can be resolved, and whether the file systems of the http section's files answer"
 )
@@ -28,9 +27,9 @@ async def look_at_http(http: HttpSettings) -> Finding:
     try:
         await aside(lambda: _read(http))
     except SettingsError as exception:
-        found = error_of(NAME, exception, f"look at {NAME} in the settings")
+        found = error_of(exception, "look at http in the settings")
         by_root = os.geteuid() != 0 and isinstance(exception.__cause__, PermissionError)
-        return Finding(check=NAME, state="error", message=found.message, remedy=_AS_ROOT) if by_root else found
+        return Finding(state="error", message=found.message, remedy=_AS_ROOT) if by_root else found
     place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
     scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
     try:
@@ -38,13 +37,13 @@ async def look_at_http(http: HttpSettings) -> Finding:
     except ListenError as exception:
         number = getattr(exception.__cause__, "errno", None)
         if number == errno.EADDRINUSE and await aside(lambda: _answered(http.socket)):
-            return ok(NAME, f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
+            return ok(f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
         if number == errno.EACCES and os.geteuid() != 0:
-            return Finding(check=NAME, state="error", message=error_of(NAME, exception, _AS_ROOT).message, remedy=_AS_ROOT)
-        return error_of(NAME, exception, "set http.address and http.port")
+            return Finding(state="error", message=error_of(exception, _AS_ROOT).message, remedy=_AS_ROOT)
+        return error_of(exception, "set http.address and http.port")
     for listener in listeners:
         listener.close()
-    return ok(NAME, f"{place} is free for {scheme}")
+    return ok(f"{place} is free for {scheme}")
 
 
 def _read(http: HttpSettings) -> None:

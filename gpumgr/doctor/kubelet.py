@@ -25,50 +25,39 @@ _GET: Final = "/v1.PodResourcesLister/Get"
 
 async def look_at_folder(folder: Path) -> Finding:
     """The agent must be able to create sockets in the folder, and the kubelet must listen at its own socket."""
-    name = "kubelet"
     if not await aside(folder.is_dir):
-        return error(
-            name,
-            f"{folder} is no folder",
-            f"start the kubelet, or {_FOLDER}",
-        )
+        return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
     if not await aside(lambda: os.access(folder, os.W_OK | os.X_OK)):
-        return error(name, f"{folder} is not writable", "run gpumgr as root")
+        return error(f"{folder} is not writable", "run gpumgr as root")
     socket = folder / "kubelet.sock"
     try:
         _, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return error(
-            name,
-            f"nobody answers at {socket} ({reason})",
-            f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}",
-        )
+        return error(f"nobody answers at {socket} ({reason})", f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}")
     writer.close()
-    return ok(name, f"listens at {socket}")
+    return ok(f"listens at {socket}")
 
 
 async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> Finding:
     """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
     since 1.28 with a feature gate, and by default since 1.29."""
-    name = "pod-resources"
     channel = UnixChannel(socket)
     try:
         await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
     except GRPCError as answer:
         if lacks_v1(answer):
-            return error_of(name, pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
+            return error_of(pod_resources_error("ask for the pod resources", socket, answer), "upgrade it to 1.20 or newer")
         if needs_cdi and answer.status is Status.UNIMPLEMENTED:
             return error(
-                name,
                 f"the kubelet at {socket} is older than 1.27 and does not take CDI devices: pods would start without their GPUs",
                 "set enforcement.injection to mounts, or upgrade the kubelet to 1.29 or newer",
             )
     except CALL_FAILURES as exception:
         known = pod_resources_error("ask for the pod resources", socket, exception)
         return error_of(
-            name, known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
+            known, "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
         )
     finally:
         channel.close()
-    return ok(name, f"answers at {socket}")
+    return ok(f"answers at {socket}")

@@ -13,7 +13,6 @@ from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error_of, ok, warning
 from gpumgr.errors import CheckpointError
 
-NAME: Final = "checkpoint"
 IF_HUNG: Final = "look whether the disk under checkpoint.dir answers (`df`)"
 _READ: Final = "run the agent, and this, as root, or set checkpoint.dir to a folder that it may read"
 
@@ -24,18 +23,15 @@ async def look_at_checkpoint(folder: Path) -> Finding:
         loaded = await aside(lambda: read_checkpoint(folder))
     except CorruptError as damaged:
         return warning(
-            NAME,
-            str(damaged),
-            "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows",
+            str(damaged), "nothing, or mend the disk: the agent sets the file aside and rebuilds from what the kubelet knows"
         )
     except CheckpointError as exception:
-        return error_of(NAME, exception, _READ)
+        return error_of(exception, _READ)
     if loaded.lost:
-        return ok(NAME, f"{loaded.why}: the agent makes one")
+        return ok(f"{loaded.why}: the agent makes one")
     if broken := loaded.ledger.broken_laws():
         return warning(
-            NAME,
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",
             "nothing: the agent sets the file aside and rebuilds from what the kubelet knows",
         )
-    return ok(NAME, f"{len(loaded.ledger.allocations)} allocations in {folder}")
+    return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")

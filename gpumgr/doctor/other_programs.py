@@ -14,34 +14,31 @@ IF_HUNG: Final = "look whether the file system of the device plugins' folder ans
 
 async def look_at_plugins(folder: Path) -> Finding:
     """Other device plugins for these GPUs."""
-    name = "plugins"
     if not await aside(folder.is_dir):
-        return skipped(name, f"{folder} is no folder")
+        return skipped(f"{folder} is no folder")
     found = await aside(lambda: answering(folder))
     if found:
-        return error(name, *problem_and_remedy(found))
-    return ok(name, f"no other plugin for NVIDIA's GPUs answers in {folder}")
+        return error(*problem_and_remedy(found))
+    return ok(f"no other plugin for NVIDIA's GPUs answers in {folder}")
 
 
 async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> Finding:
     """Whether a gpumgr agent runs on this node. `before_start`: one is about to start, so none may run."""
-    name = "agent"
     holder = await aside(lambda: _holder(lock_path))
     if holder is not None:
         running = f"runs on this node ({holder}holds {lock_path})"
         if not before_start:
-            return ok(name, f"it {running}")
+            return ok(f"it {running}")
         return error(
-            name,
             f"another gpumgr {running}",
             "let one go: `systemctl disable --now gpumgr`, or keep the DaemonSet off this node by its nodeSelector",
         )
     if await aside(lambda: _holder(folder)) is not None:
         message = f"another gpumgr with another process.lock_path than {lock_path} serves {folder}"
         if before_start:
-            return error(name, message, "let one of the two go, or they would take the kubelet's sockets from one another")
-        return warning(name, message, "ask with its settings: gpumgr doctor --config FILE")
-    return ok(name, "none runs on this node")
+            return error(message, "let one of the two go, or they would take the kubelet's sockets from one another")
+        return warning(message, "ask with its settings: gpumgr doctor --config FILE")
+    return ok("none runs on this node")
 
 
 def _holder(path: Path) -> str | None:

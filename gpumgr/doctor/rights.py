@@ -52,9 +52,8 @@ def for_drains(settings: Settings) -> Iterator[Right]:
 
 
 async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Finding:
-    name = "rbac"
     if not settings.kubernetes.enabled:
-        return skipped(name, "standalone: no API server is asked")
+        return skipped("standalone: no API server is asked")
     must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
     try:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
@@ -64,15 +63,15 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Findi
         finally:
             await server.close()
     except GpumgrError as exception:
-        return error_of(name, exception, _REACH)
+        return error_of(exception, _REACH)
     except (aiohttp.ClientError, TimeoutError, OSError) as exception:
         reason = " ".join(str(exception).split()) or "no answer in time"
-        return error(name, f"the API server can't be asked: {reason}", _REACH)
+        return error(f"the API server can't be asked: {reason}", _REACH)
     missing = [right for right in (*must, *wished) if right not in granted]
     if missing:
         finding = warning if granted.issuperset(must) else error
-        return finding(name, f"not allowed: {', '.join(map(str, missing))}", _GRANT)
+        return finding(f"not allowed: {', '.join(map(str, missing))}", _GRANT)
     without = "".join(
         f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
     )
-    return ok(name, ", ".join(str(right) for right in (*must, *wished, *drains) if right in granted) + without)
+    return ok(", ".join(str(right) for right in (*must, *wished, *drains) if right in granted) + without)

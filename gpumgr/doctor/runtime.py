@@ -1,6 +1,5 @@
 """The container runtime and what it uses: CRI, cgroups, CDI."""
 
-import os
 import re
 from pathlib import Path
 from typing import Final
@@ -10,6 +9,7 @@ from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import Runtime
 from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.folders import obstacle
 from gpumgr.errors import CriError
 
 IF_HUNG: Final = "the container runtime hangs: look at its log (`journalctl -u containerd`) and restart it"
@@ -30,21 +30,19 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> Finding:
     try:
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
-        return error_of("cri", exception, SET_SOCKET)
-    return ok("cri", f"{runtime.name} {runtime.version} at {socket}")
+        return error_of(exception, SET_SOCKET)
+    return ok(f"{runtime.name} {runtime.version} at {socket}")
 
 
 async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> Finding:
     """`needs_v2`: the settings name a backend that works with cgroup v2 only."""
-    name = "cgroups"
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
     except CriError as exception:
-        return error_of(name, exception, "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)")
+        return error_of(exception, "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)")
     if hierarchy.mode == "v2":
-        return ok(name, f"v2 at {hierarchy.root}")
+        return ok(f"v2 at {hierarchy.root}")
     return (error if needs_v2 else warning)(
-        name,
         f"{hierarchy.mode} at {hierarchy.root}: the driver's own memory limits (nvml-memory) need v2",
         "boot with systemd.unified_cgroup_hierarchy=1, or choose another enforcement.backend",
     )
@@ -52,51 +50,40 @@ async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path 
 
 async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> Finding:
     """`used`: containers get their devices by CDI (enforcement.injection)."""
-    name = "cdi"
     if not used:
-        return skipped(name, "not used: enforcement.injection is mounts")
-    if not await aside(lambda: _can_write(cdi_dir)):
-        return error(name, f"{cdi_dir} can't be written", "run gpumgr as root, or set enforcement.cdi_dir")
+        return skipped("not used: enforcement.injection is mounts")
+    if await aside(lambda: obstacle(cdi_dir)) is not None:
+        return error(f"{cdi_dir} can't be written", "run gpumgr as root, or set enforcement.cdi_dir")
     if not await aside(lambda: _is_usual(cdi_dir)):
         return warning(
-            name,
             f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {cdi_dir}",
             f"add {cdi_dir} to cdi_spec_dirs of the runtime's configuration, or set enforcement.cdi_dir to /var/run/cdi",
         )
     try:
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
-        return error_of(name, exception, SET_SOCKET)
+        return error_of(exception, SET_SOCKET)
     return judge_cdi(runtime, cdi_dir)
 
 
 def judge_cdi(runtime: Runtime, cdi_dir: Path) -> Finding:
     """Judges by the runtime's version. containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on."""
-    name, about = "cdi", f"{runtime.name} {runtime.version}"
+    about = f"{runtime.name} {runtime.version}"
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     version = (int(found[1]), int(found[2])) if found else None
     since = {"containerd": (1, 7), "cri-o": (1, 23)}.get(runtime.name)
     if version is None or since is None:
-        return warning(name, f"it can't be known whether {about} takes CDI devices", "look into its documentation")
+        return warning(f"it can't be known whether {about} takes CDI devices", "look into its documentation")
     if version < since:
         return error(
-            name,
-            f"{about} has no CDI",
-            f"use {runtime.name} {since[0]}.{since[1]} or newer, or set enforcement.injection to mounts",
+            f"{about} has no CDI", f"use {runtime.name} {since[0]}.{since[1]} or newer, or set enforcement.injection to mounts"
         )
     if runtime.name == "containerd" and version < (2, 0):
         return warning(
-            name,
             f"{about} has CDI, but off by default, and does not report whether it is on",
             'set enable_cdi = true under [plugins."io.containerd.grpc.v1.cri"] in /etc/containerd/config.toml and restart containerd',
         )
-    return ok(name, f"{about} has CDI on by default; specs go to {cdi_dir}")
-
-
-def _can_write(folder: Path) -> bool:
-    """Whether the folder, or the nearest existing one above it, is writable."""
-    nearest = next((each for each in (folder, *folder.parents) if each.exists()), folder)
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    return ok(f"{about} has CDI on by default; specs go to {cdi_dir}")
 
 
 def _is_usual(folder: Path) -> bool:

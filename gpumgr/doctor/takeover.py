@@ -22,7 +22,6 @@ from gpumgr.settings import Settings
 from gpumgr.units import RESOURCE_BY_NAME
 from gpumgr.usage.containers import Container
 
-NAME: Final = "take-over"
 IF_HUNG: Final = "look whether the disks under kubelet.device_plugin_dir and checkpoint.gpu_manager_checkpoint answer (`df`)"
 #: At most this many containers are named in a sentence.
 _NAMED: Final = 5
@@ -49,9 +48,7 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Fi
     try:
         entries = await read_kubelet_checkpoint(settings.kubelet.device_plugin_dir / FILE_NAME) or ()
     except KubeletError as exception:
-        return error_of(
-            NAME, exception, "run this as root; the agent starts without it, and knows of nobody who has GPUs", "warning"
-        )
+        return error_of(exception, "run this as root; the agent starts without it, and knows of nobody who has GPUs", "warning")
     records = await aside(lambda: _read_records(settings.checkpoint.gpu_manager_checkpoint, settings.checkpoint.dir, entries))
     return judge_take_over(records, await _containers(settings.cri.socket, timeout_seconds) if records.left else ())
 
@@ -59,10 +56,10 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Fi
 def judge_take_over(records: Records, containers: Sequence[Container] | None) -> Finding:
     """`containers`: all containers of this node; None if they are not known, which the check of the runtime reports."""
     if not records.left and records.unread is not None:
-        return error_of(NAME, records.unread, "nothing, if no pod of gpu-manager's runs", "warning")
+        return error_of(records.unread, "nothing, if no pod of gpu-manager's runs", "warning")
     if not records.left:
         known = f"{records.holders} containers have GPUs from gpu-manager, and it is known which" if records.holders else None
-        return ok(NAME, known or "the kubelet knows nobody who has GPUs from gpu-manager")
+        return ok(known or "the kubelet knows nobody who has GPUs from gpu-manager")
     why = (
         str(records.unread).partition("; ")[0]
         if records.unread is not None
@@ -70,14 +67,13 @@ def judge_take_over(records: Records, containers: Sequence[Container] | None) ->
     )
     if containers is None:
         listed = _listed(sorted(records.left), {})
-        return warning(NAME, f"{listed} had GPUs from gpu-manager, and {why}; whether they run still can't be known", _IF_ALIVE)
+        return warning(f"{listed} had GPUs from gpu-manager, and {why}; whether they run still can't be known", _IF_ALIVE)
     running = {each.pod_uid for each in containers if each.running}
     alive = [holder for holder in sorted(records.left) if holder[0] in running]
     listed = _listed(alive or sorted(records.left), {each.pod_uid: "/".join(each.pod) for each in containers})
     if alive:
-        return error(NAME, f"nothing would be offered: {listed} hold GPUs from gpu-manager, and {why}", _REMEDY)
+        return error(f"nothing would be offered: {listed} hold GPUs from gpu-manager, and {why}", _REMEDY)
     return warning(
-        NAME,
         f"{listed} had GPUs from gpu-manager, but no container of theirs runs; {why}",
         "nothing, if they have ended: the agent asks the kubelet, and offers nothing before",
     )

@@ -159,10 +159,10 @@ async def stuck():
     await asyncio.shield(asyncio.to_thread(time.sleep, 3600))
 
 async def well():
-    return ok("well", "as it should be")
+    return ok("as it should be")
 
 tell(
-    [Check(name="stuck", look=stuck, if_hung="reboot"), Check(name="well", look=well, if_hung="")],
+    [Check("stuck", stuck, "reboot"), Check("well", well, "")],
     as_json=True,
     limit_seconds=0.05,
 )

@@ -32,9 +32,7 @@ def taken() -> Iterator[int]:
 async def look(folder: Path, files: Mapping[str, str] | None = None, *, port: int = 0) -> Finding:
     """`files`: settings of section http -> names of files in the folder."""
     http = HttpSettings(port=port, socket=folder / "agent.sock")
-    found = await look_at_http(replace(http, **{key: folder / name for key, name in (files or {}).items()}))
-    assert found.check == "http"
-    return found
+    return await look_at_http(replace(http, **{key: folder / name for key, name in (files or {}).items()}))
 
 
 async def test_an_address_that_is_free_stays_free(folder: Path) -> None:

@@ -29,7 +29,7 @@ async def test_who_gives_out_the_same_gpus_is_an_error(names: tuple[str, ...], w
         for name in names:
             stack.enter_context(listening(folder / name))
         found = await look_at_plugins(folder)
-    assert (found.check, found.state) == ("plugins", "error")
+    assert found.state == "error"
     assert found.message.replace(str(folder), "DIR").startswith(who)
     assert "gpumgr migrate" in (found.remedy or "")
 
@@ -47,7 +47,7 @@ async def test_a_running_agent_is_ok_unless_another_one_is_to_start(folder: Path
     lock = folder / "agent.lock"
     for before_start in (False, True):
         found = await look_at_agent(lock, folder, before_start=before_start)
-        assert (found.check, found.state, found.message) == ("agent", "ok", "none runs on this node")
+        assert (found.state, found.message) == ("ok", "none runs on this node")
     with NodeLock(lock), lock_folder(folder):
         pid = lock.read_text().strip()
         found = await look_at_agent(lock, folder, before_start=False)

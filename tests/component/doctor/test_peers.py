@@ -19,7 +19,7 @@ from .conftest import GET_POD, VERSION, listening, serving, version_answer
 async def test_the_kubelet_listens_in_its_folder(folder: Path) -> None:
     with listening(folder / "kubelet.sock"):
         found = await look_at_folder(folder)
-    assert (found.check, found.state, found.message) == ("kubelet", "ok", f"listens at {folder}/kubelet.sock")
+    assert (found.state, found.message) == ("ok", f"listens at {folder}/kubelet.sock")
 
 
 async def test_a_socket_that_a_kubelet_left_behind(folder: Path) -> None:
@@ -44,11 +44,11 @@ async def test_pod_resources_that_answer(shape: KubeletShape, needs_cdi: bool, f
         socket = kubelet.pod_resources_socket
         found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=5)
     if needs_cdi and not shape.knows_cdi:
-        assert (found.check, found.state) == ("pod-resources", "error")
+        assert found.state == "error"
         assert "does not take CDI devices" in found.message
         assert "set enforcement.injection to mounts" in (found.remedy or "")
     else:
-        assert (found.check, found.state, found.message) == ("pod-resources", "ok", f"answers at {socket}")
+        assert (found.state, found.message) == ("ok", f"answers at {socket}")
 
 
 async def test_a_kubelet_that_is_too_old(folder: Path) -> None:
@@ -82,7 +82,7 @@ async def test_the_runtime_reports_its_version(folder: Path) -> None:
     socket = folder / "cri.sock"
     with serving(socket, {VERSION: version_answer("containerd", "v2.1.4")}):
         found = await look_at_runtime(socket, timeout_seconds=5)
-    assert (found.check, found.state, found.message) == ("cri", "ok", f"containerd v2.1.4 at {socket}")
+    assert (found.state, found.message) == ("ok", f"containerd v2.1.4 at {socket}")
 
 
 async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
@@ -131,7 +131,7 @@ MEMORY = "cgroup @/memory cgroup rw,memory 0 0"
 async def test_cgroups(mounts: tuple[str, ...], needs_v2: bool, state: State, message: str, tmp_path: Path) -> None:
     root = lay_out_cgroups(tmp_path, *mounts)
     found = await look_at_cgroups(root / "cgroup", needs_v2=needs_v2, proc_root=root / "proc")
-    assert (found.check, found.state) == ("cgroups", state)
+    assert found.state == state
     assert found.message.startswith(message)
     assert (found.remedy is None) == (state == "ok")
 
@@ -141,7 +141,7 @@ async def test_cgroups(mounts: tuple[str, ...], needs_v2: bool, state: State, me
 
 async def test_cdi_is_checked_only_if_it_is_used(folder: Path) -> None:
     found = await look_at_cdi(folder, folder / "cri.sock", used=False, timeout_seconds=5)
-    assert (found.check, found.state, found.message) == ("cdi", "skipped", "not used: enforcement.injection is mounts")
+    assert (found.state, found.message) == ("skipped", "not used: enforcement.injection is mounts")
 
 
 async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) -> None:
