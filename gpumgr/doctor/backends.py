@@ -8,7 +8,7 @@ from gpumgr.doctor.examine import aside
 from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
 from gpumgr.enforcement.mps import launcher
-from gpumgr.enforcement.mps.commands import CAVEATS, ControlFeatures, MpsProtocol
+from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import MpsError
@@ -30,11 +30,7 @@ async def look_at_mps(
         features = await control.features()
     except MpsError as exception:
         return error_of(exception, "reinstall the driver", "error" if "mps" in words else "warning")
-    return judge_mps(str(control.program), features, mps.protocol, in_pod=in_pod)
-
-
-def judge_mps(program: str, features: ControlFeatures, protocol: str, *, in_pod: bool = False) -> Finding:
-    """`protocol`: the setting mps.protocol."""
+    program, protocol = control.program, mps.protocol
     protocols = " and ".join(map(str, sorted(features.protocols)))
     if protocol not in ("auto", *map(str, features.protocols)):
         return error(

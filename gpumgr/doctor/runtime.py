@@ -63,11 +63,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
         return error_of(exception, SET_SOCKET)
-    return judge_cdi(runtime, cdi_dir)
-
-
-def judge_cdi(runtime: Runtime, cdi_dir: Path) -> Finding:
-    """Judges by the runtime's version. containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on."""
+    # containerd has CDI since 1.7, on by default since 2.0; CRI-O since 1.23, always on.
     about = f"{runtime.name} {runtime.version}"
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     version = (int(found[1]), int(found[2])) if found else None

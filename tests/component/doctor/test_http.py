@@ -1,6 +1,5 @@
 """The web server's files and address, as a look before its start finds them."""
 
-import json
 import os
 import shutil
 import socket
@@ -9,17 +8,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
 
-from gpumgr.cli.doctor import command
 from gpumgr.doctor.finding import Finding
 from gpumgr.doctor.http import look_at_http
 from gpumgr.settings.schema import HttpSettings
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import listening
-from .test_command import write_settings
+from .test_command import reported
 
 
 @pytest.fixture
@@ -130,11 +127,6 @@ async def test_who_may_not_read_them_is_sent_to_root(folder: Path, locked: str) 
 
 
 def test_the_doctor_command_reports_it_before_the_agent_starts(folder: Path) -> None:
-    path = write_settings(folder, http={"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"})
-    result = CliRunner().invoke(command, ["--config", str(path), "--sim", "pcie-a10-4", "--before-start", "--json"])
-    assert result.exit_code == 1
-    (found,) = (each for each in json.loads(result.stdout) if each["check"] == "http")
-    assert (found["state"], found["message"]) == (
-        "error",
-        f"http.token_file {folder}/none can't be read: No such file or directory",
-    )
+    http: dict[str, object] = {"port": 0, "socket": f"{folder}/agent.sock", "token_file": f"{folder}/none"}
+    expected = f"error    http          http.token_file {folder}/none can't be read: No such file or directory; "
+    assert reported(folder, "http", http=http).startswith(expected)

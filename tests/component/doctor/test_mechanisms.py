@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.doctor.backends import look_at_library, look_at_mps
 from gpumgr.doctor.finding import State
+from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.settings.schema import MpsSettings
 
 NEW = """#!/bin/sh
@@ -25,6 +27,16 @@ HUNG = "#!/bin/sh\nexec sleep 60\n"
 MACHINE = {"x86_64": 62, "aarch64": 183}[platform.machine()]
 
 
+#: What is said of the limits themselves, by protocol.
+MIND = {each: f"; mind: {'; '.join(CAVEATS[each])}" for each in CAVEATS}
+
+
+def put_nsenter(folder: Path, script: str, patch: pytest.MonkeyPatch) -> None:
+    (folder / "nsenter").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nsenter").chmod(0o755)
+    patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def program(folder: Path, text: str) -> MpsSettings:
     path = folder / "mps-control"
     path.write_text(text)
@@ -33,16 +45,24 @@ def program(folder: Path, text: str) -> MpsSettings:
 
 
 @pytest.mark.parametrize(
-    ("text", "state", "said"),
+    ("text", "protocol", "state", "said"),
     [
-        (NEW, "ok", "speaks protocol 2 and 3 (3 is used), one server for all users"),
-        (OLD, "warning", "speaks protocol 2 (2 is used), a server for one user at a time"),
+        (NEW, "auto", "ok", f"speaks protocol 2 and 3 (3 is used), one server for all users{MIND[3]}"),
+        (NEW, "2", "ok", f"speaks protocol 2 and 3 (2 is used), one server for all users{MIND[2]}"),
+        (
+            OLD,
+            "auto",
+            "warning",
+            f"speaks protocol 2 (2 is used), a server for one user at a time: containers of other users wait{MIND[2]}",
+        ),
+        (OLD, "3", "error", "speaks protocol 2, mps.protocol is 3"),
     ],
 )
-async def test_what_the_program_can(text: str, state: State, said: str, tmp_path: Path) -> None:
-    found = await look_at_mps(program(tmp_path, text), {"auto"}, **HERE)
-    assert found.state == state
-    assert said in found.message
+async def test_what_the_program_can(text: str, protocol: str, state: State, said: str, tmp_path: Path) -> None:
+    settings = replace(program(tmp_path, text), protocol=protocol)
+    found = await look_at_mps(settings, {"auto"}, **HERE)
+    assert (found.state, found.message) == (state, f"{settings.control_program} {said}")
+    assert (found.remedy is None) == (state == "ok")
 
 
 @pytest.mark.parametrize(("words", "state"), [({"auto"}, "warning"), ({"none", "mps"}, "error")])
@@ -58,12 +78,17 @@ async def test_a_program_that_hangs_or_is_missing(words: set[str], state: State,
 async def test_a_pod_that_may_not_enter_its_host(
     words: set[str], state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "nsenter").write_text("#!/bin/sh\necho 'nsenter: cannot open /proc/1/ns/mnt: Permission denied' >&2\nexit 1\n")
-    (tmp_path / "nsenter").chmod(0o755)
+    put_nsenter(tmp_path, "echo 'nsenter: cannot open /proc/1/ns/mnt: Permission denied' >&2\nexit 1", monkeypatch)
     found = await look_at_mps(program(tmp_path, NEW), words, **{**HERE, "in_pod": True})
     assert (found.state, "cannot open /proc/1/ns/mnt: Permission denied" in found.message) == (state, True)
     assert "privileged: true" in (found.remedy or "")
+
+
+async def test_in_a_pod_the_daemons_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nsenter(tmp_path, 'shift 4; exec "$@"', monkeypatch)
+    monkeypatch.setattr("gpumgr.enforcement.mps.control_program.obstacle", lambda *_: None)  # this host is no other host
+    found = await look_at_mps(program(tmp_path, NEW), {"auto"}, **{**HERE, "in_pod": True})
+    assert "one server for all users, daemons are units of the host's systemd; mind" in found.message
 
 
 async def test_mps_that_is_not_configured_is_skipped() -> None:

@@ -153,3 +153,27 @@ async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) 
         "warning",
         f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {folder}/new/cdi",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state", "word"),
+    [
+        ("containerd", "v2.1.4", "ok", "on by default"),
+        ("containerd", "2.0.0-rc.1", "ok", "on by default"),
+        ("containerd", "1.7.28", "warning", "off by default"),
+        ("containerd", "1.6.36", "error", "no CDI"),
+        ("cri-o", "1.33.1", "ok", "on by default"),
+        ("cri-o", "1.22.0", "error", "no CDI"),
+        ("cri-dockerd", "0.3.4", "warning", "can't be known"),
+        ("containerd", "main", "warning", "can't be known"),
+    ],
+)
+async def test_cdi_by_the_version_of_the_runtime(
+    name: str, version: str, state: State, word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumgr.doctor.runtime._CDI_DIRS", (folder / "cdi",))
+    with serving(folder / "cri.sock", {VERSION: version_answer(name, version)}):
+        found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=5)
+    assert found.state == state
+    assert word in found.message
+    assert (found.remedy is None) == (state == "ok")
