@@ -115,15 +115,6 @@ class SimControl:
     def set_memory_used(self, gpu: int, memory_bytes: int) -> None:
         self._set(("memory", str(gpu)), str(memory_bytes))
 
-    def set_utilization(self, gpu: int, *, gpu_percent: int, memory_percent: int = 0) -> None:
-        self._set(("utilization", str(gpu)), f"{gpu_percent} {memory_percent}")
-
-    def set_temperature(self, gpu: int, celsius: int) -> None:
-        self._set(("temperature", str(gpu)), str(celsius))
-
-    def set_power(self, gpu: int, watts: float) -> None:
-        self._set(("power", str(gpu)), str(round(watts * 1000)))
-
     def grow_processes(self, gpu: int, extra: int) -> None:
         """Number of processes that start between the call for the size of the list and the call that fetches it."""
         self._set(("grow", str(gpu)), str(extra))

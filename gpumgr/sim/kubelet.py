@@ -43,10 +43,8 @@ class SimKubelet:
         seed: int = 0,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
-        keeps_in_flight: bool = False,
         dial_timeout_seconds: float = 10.0,
     ) -> None:
-        """`keeps_in_flight` switches off the double assignment of ids (kubelet_devices), which real kubelets have."""
         self.plugin_folder = folder / "device-plugins"
         self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
         self.registration_socket = self.plugin_folder / "kubelet.sock"
@@ -57,9 +55,7 @@ class SimKubelet:
         self.register_hangs = False
         self.registrations: list[str] = []
         self._random = Random(seed)
-        self._devices = DeviceManager(
-            self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned, keeps_in_flight=keeps_in_flight
-        )
+        self._devices = DeviceManager(self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned)
         self._dial_timeout_seconds = dial_timeout_seconds
         self._pods: dict[str, SimPod] = {}
         self._admission = asyncio.Lock()

@@ -6,7 +6,7 @@ Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where G
 any available ids.
 2. Ids of ended pods are freed by the next `free_ended`: an admission, or a PodResources List.
 3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold: ids that were chosen for an Allocate
-call which has not returned are lost from it and are offered twice. `keeps_in_flight` repairs that for comparison.
+call which has not returned are lost from it and are offered twice.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -69,19 +69,16 @@ class DeviceManager:
         shape: KubeletShape = V1_35,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
-        keeps_in_flight: bool = False,
     ) -> None:
         self._random, self._shape = random, shape
         self._resource_order = resource_order
         self._numa_aligned = numa_aligned
-        self._keeps_in_flight = keeps_in_flight
         self.clients: dict[str, PluginClient] = {}
         self.devices: dict[str, DeviceList] = {}
         self.healthy: dict[str, set[str]] = {}
         self.allocated: dict[str, set[str]] = {}
         self.held: PodDevices = {}
         self.calls: list[SimCall] = []
-        self._in_flight: dict[str, set[str]] = {}
         self._reusable: dict[str, set[str]] = {}
         self._reusable_of: str | None = None
 
@@ -111,9 +108,6 @@ class DeviceManager:
         for uid in ended:
             del self.held[uid]
         self.allocated = self._held_ids()
-        if self._keeps_in_flight:
-            for resource, ids in self._in_flight.items():
-                self.allocated.setdefault(resource, set()).update(ids)
 
     async def allocate(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> bool:
         """Devices for one container; True if a plugin's Allocate was called. Raises SimKubeletError with the kubelet's text."""
@@ -159,15 +153,11 @@ class DeviceManager:
             raise SimKubeletError(f"unknown Device Plugin {resource}")
         ids = frozenset(chosen.ids)
         self.calls.append(SimCall(rpc="Allocate", resource=resource, pod=pod, container=container.name, ids=ids))
-        in_flight = self._in_flight.setdefault(resource, set())
-        in_flight |= ids
         try:
             answer = await client.allocate(self._any(ids))
         except SimKubeletError:
             self.allocated = self._held_ids()
             raise
-        finally:
-            in_flight -= ids
         if vanished := ids - self.devices[resource].keys():
             raise RuntimeError(f"a real kubelet crashes here: {min(vanished)} left ListAndWatch during its Allocate")
         kept = answer if self._shape.knows_cdi else without_cdi(answer)

@@ -66,14 +66,6 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
     )
 
 
-async def test_asking_leaves_the_lock_free(folder: Path) -> None:
-    with NodeLock(folder / "agent.lock"):
-        pass
-    assert (await look_at_agent(folder / "agent.lock", folder, before_start=True)).state == "ok"
-    with NodeLock(folder / "agent.lock"), lock_folder(folder):
-        assert (await look_at_agent(folder / "agent.lock", folder, before_start=False)).state == "ok"
-
-
 def test_an_init_container_stops_what_would_be_the_second_agent(folder: Path) -> None:
     with NodeLock(folder / "agent.lock"):
         told = reported(folder, "agent")

@@ -6,7 +6,7 @@ import pytest
 
 from gpumgr.nvml.driver import Nvml
 from gpumgr.nvml.health import DoubleBitError, Failed, HealthReading, Observation, Xid
-from gpumgr.sim.control import SimProcess
+from gpumgr.sim.control import SimProcess, SimWork
 from gpumgr.topology.devices import GpuProcess, GpuSample
 
 from .conftest import Open, Prepare
@@ -36,10 +36,8 @@ async def test_an_idle_gpu(node: Prepare, opened: Open) -> None:
 
 async def test_scripted_work(node: Prepare, opened: Open) -> None:
     sim = node("hgx-h100-8")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None)])
-    sim.control.set_utilization(0, gpu_percent=87, memory_percent=12)
-    sim.control.set_temperature(0, 66)
-    sim.control.set_power(0, 512.5)
+    processes = (SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None))
+    sim.control.set_work({0: SimWork(processes=processes, gpu_percent=87, memory_percent=12, celsius=66, watts=512.5)})
     async with opened(sim) as nvml:
         sample = await first_sample(nvml)
         assert sample.processes == (GpuProcess(pid=3, memory_bytes=None), GpuProcess(pid=20, memory_bytes=300 * MIB))

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.sim.control import SimControl, SimProcess
+from gpumgr.sim.control import SimControl
 from gpumgr.topology.devices import MemoryLimit
 
 
@@ -15,13 +15,6 @@ def facts(control: SimControl) -> set[str]:
     return set(control.path.read_text().splitlines())
 
 
-def test_a_later_fact_replaces_an_earlier_one_about_the_same(control: SimControl) -> None:
-    control.set_utilization(0, gpu_percent=10)
-    control.set_utilization(1, gpu_percent=20, memory_percent=5)
-    control.set_utilization(0, gpu_percent=30)
-    assert facts(control) == {"utilization 0 30 0", "utilization 1 20 5"}
-
-
 def test_restoring_concerns_one_gpu(control: SimControl) -> None:
     control.lose_gpu(1)
     control.lose_gpu(11)
@@ -30,26 +23,12 @@ def test_restoring_concerns_one_gpu(control: SimControl) -> None:
     assert facts(control) == {"lost 11 1"}
 
 
-def test_processes_are_replaced_as_a_whole(control: SimControl) -> None:
-    control.set_processes(0, [SimProcess(pid=1, memory_bytes=5), SimProcess(pid=2, memory_bytes=None, sm_percent=7)])
-    assert facts(control) == {"process 0 1 5 0", "process 0 2 -1 7"}
-    control.set_processes(0, [SimProcess(pid=3)])
-    assert facts(control) == {"process 0 3 0 0"}
-
-
 def test_events_are_numbered_and_the_oldest_are_dropped(control: SimControl) -> None:
     for number in range(40):
         control.xid(0, number)
     events = sorted(facts(control), key=lambda fact: int(fact.split()[1]))
     assert len(events) == 32
     assert events[-1] == "event 40 0 8 39"
-
-
-def test_results_are_taken_back_with_zero(control: SimControl) -> None:
-    control.set_result("nvmlDeviceGetName", 999, gpu=2)
-    control.set_result("nvmlDeviceGetName", 3)
-    control.set_result("nvmlDeviceGetName", 0, gpu=2)
-    assert facts(control) == {"result nvmlDeviceGetName -1 3"}
 
 
 def test_clearing_keeps_what_must_not_happen_twice(control: SimControl) -> None:
