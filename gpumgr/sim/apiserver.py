@@ -12,7 +12,7 @@ Events, the node and access reviews are in `apiserver_written`.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,9 +164,8 @@ class SimApiServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         watch = request.query.get("watch") in ("true", "1")
         verb = "watch" if watch else "list"
-        self.requests.append(verb)
-        if (verb, "pods") in self.forbidden:
-            return failure(403, "Forbidden", f"pods is forbidden: the client cannot {verb} resource pods")
+        if refused := self.written.refused(request, verb, verb, "pods"):
+            return refused
         return await self._watch(request) if watch else self._list(request)
 
     def _list(self, request: web.Request) -> web.Response:
@@ -207,14 +206,16 @@ class SimApiServer:
         return sent
 
     async def _delete(self, request: web.Request) -> web.Response:
-        self.requests.append("delete")
+        if refused := self.written.refused(request, "delete", "delete", "pods"):
+            return refused
         body = await request.json() if request.can_read_body else {}
-        return self._end(request, "delete", "pods", body.get("preconditions"))
+        return self._end(request, body.get("preconditions"))
 
     async def _evict(self, request: web.Request) -> web.Response:
-        self.requests.append("evict")
+        if refused := self.written.refused(request, "evict", "create", "pods/eviction"):
+            return refused
         body = await request.json()
-        return self._end(request, "create", "pods/eviction", (body.get("deleteOptions") or {}).get("preconditions"))
+        return self._end(request, (body.get("deleteOptions") or {}).get("preconditions"), protected=self.protected)
 
     async def _patch(self, request: web.Request) -> web.Response:
         """The UID in a patch is a precondition, like every immutable field."""
@@ -240,16 +241,16 @@ class SimApiServer:
         named = [pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
 
-    def _end(self, request: web.Request, verb: str, resource: str, preconditions: Document | None) -> web.Response:
+    def _end(
+        self, request: web.Request, preconditions: Document | None, protected: Collection[str] = frozenset()
+    ) -> web.Response:
         """Deletes or evicts a pod."""
-        if (verb, resource) in self.forbidden:
-            return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
         if (pod := self._named(request)) is None:
             return _not_found(request)
         uid = pod["metadata"]["uid"]
         if (expected := (preconditions or {}).get("uid", uid)) != uid:
             return _conflict(expected, uid)
-        if resource == "pods/eviction" and uid in self.protected:
+        if uid in protected:
             message = "Cannot evict pod as it would violate the pod's disruption budget."
             return failure(429, "TooManyRequests", message, {"Retry-After": "10"})
         self.remove(uid)

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,6 @@ PERIOD_SECONDS = 0.01
 RETRY_SECONDS = (0.01, 0.02)
 
 Prepare = Callable[[str], SimNode]
-Open = Callable[..., AbstractAsyncContextManager[Nvml]]
-Watch = Callable[..., AbstractAsyncContextManager[tuple[Monitor, "Listener"]]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,21 +55,16 @@ def node(tmp_path: Path) -> Iterator[Prepare]:
         each.control.clear()
 
 
-@pytest.fixture
-def opened() -> Open:
+@asynccontextmanager
+async def opened(node: SimNode) -> AsyncIterator[Nvml]:
     """An open session with a node's library."""
-
-    @asynccontextmanager
-    async def open_nvml(node: SimNode, *, timeout_seconds: float = 10.0) -> AsyncIterator[Nvml]:
-        nvml = Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds)
-        await nvml.open()
-        try:
-            yield nvml
-        finally:
-            node.control.clear()
-            await nvml.close()
-
-    return open_nvml
+    nvml = Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=10.0)
+    await nvml.open()
+    try:
+        yield nvml
+    finally:
+        node.control.clear()
+        await nvml.close()
 
 
 class Listener:
@@ -124,24 +118,16 @@ class Listener:
             self._changed.notify_all()
 
 
-@pytest.fixture
-def watched() -> Watch:
+@asynccontextmanager
+async def watched(node: SimNode, *, kind: type[Nvml] = Nvml, **settings: Any) -> AsyncIterator[tuple[Monitor, Listener]]:
     """A monitor that runs over a node, quickly, and its listener."""
-
-    @asynccontextmanager
-    async def watch(
-        node: SimNode, *, timeout_seconds: float = 10.0, kind: type[Nvml] = Nvml, **settings: object
-    ) -> AsyncIterator[tuple[Monitor, Listener]]:
-        listener = Listener()
-        nvml = kind(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds)
-        quick: dict[str, object] = {"sample_period_seconds": PERIOD_SECONDS, "retry_seconds": RETRY_SECONDS, **settings}
-        monitor = Monitor(nvml, listener, **quick)  # type: ignore[arg-type]
-        task = asyncio.create_task(monitor.run())
-        try:
-            yield monitor, listener
-        finally:
-            node.control.clear()
-            task.cancel()
-            await asyncio.wait([task])
-
-    return watch
+    listener = Listener()
+    nvml = kind(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=10.0)
+    monitor = Monitor(nvml, listener, **{"sample_period_seconds": PERIOD_SECONDS, "retry_seconds": RETRY_SECONDS, **settings})
+    task = asyncio.create_task(monitor.run())
+    try:
+        yield monitor, listener
+    finally:
+        node.control.clear()
+        task.cancel()
+        await asyncio.wait([task])

@@ -13,7 +13,7 @@ from gpumgr.nvml.reset import reset_gpu
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
 
-from .conftest import Prepare, Watch, give_up_after
+from .conftest import Prepare, give_up_after, watched
 from .smi import install_smi
 
 WELL = ("healthy", None)
@@ -32,7 +32,7 @@ async def cordon(monitor: Monitor, uuid: str) -> None:
     await monitor.publish_health()
 
 
-async def test_a_reset_repairs_the_gpu_and_later_events_are_received(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_a_reset_repairs_the_gpu_and_later_events_are_received(node: Prepare, smi: Smi) -> None:
     sim = node("pcie-a10-4")
     sim.control.lose_gpu(2)
     uuid = sim.description.uuid_of(2)
@@ -52,7 +52,7 @@ async def test_a_reset_repairs_the_gpu_and_later_events_are_received(node: Prepa
 
 
 async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_calls_wait(
-    node: Prepare, watched: Watch, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Prepare, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = node("mixed-2")
     gate = tmp_path / "gate"
@@ -87,7 +87,7 @@ async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_ca
     assert len(listener.snapshots) == 2
 
 
-async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, smi: Smi) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     sim.control.set_processes(0, [SimProcess(pid=7, memory_bytes=3 * MIB)])
@@ -106,7 +106,7 @@ async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, watched:
     assert listener.outages == []
 
 
-async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, smi: Smi) -> None:
     """A shared lock stands for every process that has NVML open: a second one holds it, as DCGM would."""
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
@@ -127,7 +127,7 @@ async def test_another_monitor_is_in_the_way_and_we_are_not(node: Prepare, watch
 
 
 async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
-    node: Prepare, watched: Watch, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Prepare, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
@@ -143,7 +143,7 @@ async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
     assert listener.outages == []
 
 
-async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, watched: Watch, smi: Smi) -> None:
+async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, smi: Smi) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     async with watched(sim) as (monitor, listener):
@@ -159,7 +159,7 @@ async def test_a_gpu_is_not_reset_while_the_driver_hangs(node: Prepare, watched:
         assert "successfully" in await reset_gpu(monitor, uuid, program=smi(sim))
 
 
-async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(node: Prepare, watched: Watch) -> None:
+async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.unload_driver()
     uuid = sim.description.uuid_of(1)

@@ -13,7 +13,7 @@ from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
 from gpumgr.topology.devices import GpuProcess, MemoryLimit
 
-from .conftest import Open, Prepare, Watch
+from .conftest import Prepare, opened, watched
 from .new_driver import NEW_NODE, lay_out_cgroups
 
 MIB = 1024 * 1024
@@ -41,7 +41,7 @@ async def ratios(nvml: Nvml) -> list[tuple[int, float | None]]:
 # -- utilisation -------------------------------------------------------------------------------------------------------------
 
 
-async def test_how_busy_each_process_keeps_its_gpu(node: Prepare, opened: Open) -> None:
+async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
     async with opened(sim) as nvml:
@@ -52,7 +52,7 @@ async def test_how_busy_each_process_keeps_its_gpu(node: Prepare, opened: Open) 
         assert (await nvml.sample()).gpus[uuid].processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
-async def test_no_samples_are_no_error_and_mean_idle(node: Prepare, opened: Open) -> None:
+async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
     sim.control.set_result(UTILIZATION, 6)
@@ -65,7 +65,7 @@ async def test_no_samples_are_no_error_and_mean_idle(node: Prepare, opened: Open
 
 
 @pytest.mark.parametrize("code", [3, 13, 7, 999])
-async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepare, opened: Open, code: int) -> None:
+async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepare, code: int) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
     sim.control.set_result(UTILIZATION, code)
@@ -74,7 +74,7 @@ async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepar
     assert sample.processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
-async def test_the_monitor_watches_processes_when_configured(node: Prepare, watched: Watch) -> None:
+async def test_the_monitor_watches_processes_when_configured(node: Prepare) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
@@ -97,7 +97,7 @@ async def test_the_monitor_watches_processes_when_configured(node: Prepare, watc
 # -- compute mode ------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_compute_mode_is_kept_by_the_driver(node: Prepare, opened: Open) -> None:
+async def test_the_compute_mode_is_kept_by_the_driver(node: Prepare) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(1)
     async with opened(sim) as nvml:
@@ -114,7 +114,7 @@ async def test_the_compute_mode_is_kept_by_the_driver(node: Prepare, opened: Ope
         assert await nvml.compute_mode(uuid) == 0
 
 
-async def test_errors_name_the_function_and_the_gpu(node: Prepare, opened: Open) -> None:
+async def test_errors_name_the_function_and_the_gpu(node: Prepare) -> None:
     sim = node("mixed-2")
     uuid = sim.description.uuid_of(0)
     async with opened(sim) as nvml:
@@ -140,7 +140,7 @@ def test_the_layouts_agree_with_the_binding_of_13_615() -> None:
         assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
 
 
-async def test_limits_are_set_and_read_back(new_node: SimNode, opened: Open, cgroups: Path) -> None:
+async def test_limits_are_set_and_read_back(new_node: SimNode, cgroups: Path) -> None:
     uuid, cgroup = new_node.description.uuid_of(1), str(cgroups / "kubepods/container")
     limit = MemoryLimit(soft_bytes=256 * MIB, hard_bytes=512 * MIB)
     async with opened(new_node) as nvml:
@@ -155,7 +155,7 @@ async def test_limits_are_set_and_read_back(new_node: SimNode, opened: Open, cgr
     assert new_node.control.memory_limits(1) == {cgroup: MemoryLimit()}
 
 
-async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, opened: Open, cgroups: Path) -> None:
+async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, cgroups: Path) -> None:
     uuid = new_node.description.uuid_of(0)
     async with opened(new_node) as nvml:
         for place in ("kubepods/container/child", "nowhere"):
@@ -169,7 +169,7 @@ async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, opened: Open,
         )
 
 
-async def test_an_old_driver_has_no_limits(node: Prepare, opened: Open, cgroups: Path) -> None:
+async def test_an_old_driver_has_no_limits(node: Prepare, cgroups: Path) -> None:
     sim = node("hgx-h100-8")
     uuid, cgroup = sim.description.uuid_of(0), str(cgroups / "kubepods")
     async with opened(sim) as nvml:
@@ -190,7 +190,7 @@ def node_without_symbols(new_node: SimNode) -> SimNode:
     return new_node
 
 
-async def test_a_library_without_the_symbols(node_without_symbols: SimNode, opened: Open) -> None:
+async def test_a_library_without_the_symbols(node_without_symbols: SimNode) -> None:
     uuid = node_without_symbols.description.uuid_of(0)
     async with opened(node_without_symbols) as nvml:
         obstacle = await nvml.memory_limits_supported()
@@ -210,7 +210,7 @@ async def test_a_driver_whose_limits_are_off(new_node: SimNode, cgroups: Path) -
         assert (obstacle is not None and "keeps no limits in cgroups" in obstacle) is told
 
 
-async def test_gpus_with_mig_are_left_out(new_node: SimNode, opened: Open) -> None:
+async def test_gpus_with_mig_are_left_out(new_node: SimNode) -> None:
     async with opened(new_node) as nvml:
         new_node.control.set_mig(0, enabled=True)
         assert await nvml.memory_limits_supported() is None

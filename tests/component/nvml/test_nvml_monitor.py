@@ -13,12 +13,12 @@ from gpumgr.nvml.monitor import Monitor
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import prepare
 
-from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, Watch, give_up_after
+from .conftest import PERIOD_SECONDS, RETRY_SECONDS, Listener, Prepare, give_up_after, watched
 
 WELL = ("healthy", None)
 
 
-async def test_a_healthy_node_is_reported_and_sampled(node: Prepare, watched: Watch) -> None:
+async def test_a_healthy_node_is_reported_and_sampled(node: Prepare) -> None:
     async with watched(node("mixed-2")) as (monitor, listener):
         await listener.rounds(3)
     assert len(listener.snapshots) == 1
@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[Callable[[SimControl], None], Callable[[SimControl], Non
 
 
 @pytest.mark.parametrize("name", FAULTS)
-async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, watched: Watch, name: str) -> None:
+async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, name: str) -> None:
     sim = node("hgx-h100-8")
     breaks, heals, reason = FAULTS[name]
     async with watched(sim) as (_, listener):
@@ -61,7 +61,7 @@ async def test_a_fault_marks_one_gpu_until_it_is_gone(node: Prepare, watched: Wa
     assert listener.outages == []
 
 
-async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Prepare, watched: Watch) -> None:
+async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     async with watched(sim) as (_, listener):
         await listener.rounds(1)
@@ -72,7 +72,7 @@ async def test_an_xid_withdraws_a_gpu_and_successful_checks_restore_it(node: Pre
         await listener.until(lambda: listener.states[2] == WELL)
 
 
-async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare, watched: Watch) -> None:
+async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_result("nvmlDeviceGetFieldValues", 13)
     async with watched(sim) as (_, listener):
@@ -85,7 +85,7 @@ async def test_a_memory_error_keeps_the_gpu_away_until_its_reset(node: Prepare, 
         await listener.until(lambda: listener.states[0] == WELL)
 
 
-async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> None:
+async def test_an_operator_holds_and_releases(node: Prepare) -> None:
     sim = node("mixed-2")
     async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
@@ -98,14 +98,14 @@ async def test_an_operator_holds_and_releases(node: Prepare, watched: Watch) -> 
         await listener.until(lambda: listener.states[0] == WELL)
 
 
-async def test_a_shorter_period_counts_at_once(node: Prepare, watched: Watch) -> None:
+async def test_a_shorter_period_counts_at_once(node: Prepare) -> None:
     async with watched(node("mixed-2"), sample_period_seconds=3600.0) as (monitor, listener):
         await listener.rounds(1)
         monitor.apply(rules=HealthRules(), sample_period_seconds=PERIOD_SECONDS)
         await listener.rounds(2)
 
 
-async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare, watched: Watch) -> None:
+async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_mig(0, enabled=True)
     async with watched(sim) as (_, listener):
@@ -115,7 +115,7 @@ async def test_a_mig_gpu_is_withdrawn_in_the_first_report(node: Prepare, watched
     assert listener.snapshots[0].gpus[0].mig_enabled
 
 
-async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare, watched: Watch) -> None:
+async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     async with watched(sim) as (monitor, listener):
         await listener.rounds(1)
@@ -129,7 +129,7 @@ async def test_a_hang_withdraws_all_gpus_and_its_end_brings_them_back(node: Prep
     assert listener.snapshots[0] == listener.snapshots[-1]
 
 
-async def test_a_driver_reload(node: Prepare, watched: Watch) -> None:
+async def test_a_driver_reload(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     async with watched(sim) as (_, listener):
         await listener.rounds(1)
@@ -157,7 +157,7 @@ async def test_a_driver_of_another_version_ends_the_monitor(node: Prepare) -> No
         await task
 
 
-async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare, watched: Watch) -> None:
+async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.unload_driver()
     loads: list[None] = []
@@ -187,7 +187,7 @@ async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare, 
     assert len(loads) == 1
 
 
-async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_found(node: Prepare, watched: Watch) -> None:
+async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_found(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     folder = sim.sysfs_root.parent
     source = "about: two of four\ndriver_version: 535.183.01\ncuda_version: 12.2\n"
@@ -211,7 +211,7 @@ async def test_a_gpu_that_no_longer_is_listed_is_missing_and_one_that_comes_is_f
         assert len(listener.snapshots[-1].gpus) == 4
 
 
-async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare, watched: Watch) -> None:
+async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     sim.control.lose_gpu(2)
     async with watched(sim) as (_, listener):
@@ -222,7 +222,7 @@ async def test_a_gpu_that_could_not_be_read_at_first_joins_when_it_can(node: Pre
     assert len(listener.snapshots) == 2
 
 
-async def test_a_lost_gpu_does_not_cause_snapshot_after_snapshot(node: Prepare, watched: Watch) -> None:
+async def test_a_lost_gpu_does_not_cause_snapshot_after_snapshot(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     async with watched(sim) as (_, listener):
         await listener.rounds(1)

@@ -9,7 +9,7 @@ from gpumgr.nvml.health import DoubleBitError, Failed, HealthReading, Observatio
 from gpumgr.sim.control import SimProcess, SimWork
 from gpumgr.topology.devices import GpuProcess, GpuSample
 
-from .conftest import Open, Prepare
+from .conftest import Prepare, opened
 
 MIB = 1024 * 1024
 
@@ -19,7 +19,7 @@ async def first_sample(nvml: Nvml) -> GpuSample:
     return (await nvml.sample()).gpus[uuid]
 
 
-async def test_an_idle_gpu(node: Prepare, opened: Open) -> None:
+async def test_an_idle_gpu(node: Prepare) -> None:
     async with opened(node("hgx-h100-8")) as nvml:
         sample = await first_sample(nvml)
     assert sample == GpuSample(
@@ -34,7 +34,7 @@ async def test_an_idle_gpu(node: Prepare, opened: Open) -> None:
     )
 
 
-async def test_scripted_work(node: Prepare, opened: Open) -> None:
+async def test_scripted_work(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     processes = (SimProcess(pid=20, memory_bytes=300 * MIB), SimProcess(pid=3, memory_bytes=None))
     sim.control.set_work({0: SimWork(processes=processes, gpu_percent=87, memory_percent=12, celsius=66, watts=512.5)})
@@ -48,7 +48,7 @@ async def test_scripted_work(node: Prepare, opened: Open) -> None:
         assert (await first_sample(nvml)).memory_used_bytes == 1000 * MIB
 
 
-async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(node: Prepare, opened: Open) -> None:
+async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(node: Prepare) -> None:
     sim = node("pcie-p40-7")
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
     async with opened(sim) as nvml:
@@ -58,7 +58,7 @@ async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(
     assert sample.temperature_celsius == 24.0
 
 
-async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare, opened: Open) -> None:
+async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare) -> None:
     sim = node("mixed-2")
     for function, code in (
         ("nvmlDeviceGetUtilizationRates", 3),
@@ -77,7 +77,7 @@ async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare, o
 
 
 @pytest.mark.peer_bug("B38: it reads at most 64 processes of a GPU")
-async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare, opened: Open) -> None:
+async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20)])
     sim.control.grow_processes(0, 100)
@@ -87,7 +87,7 @@ async def test_processes_that_start_between_size_and_fetch_are_fetched_again(nod
     assert len(processes) == 101
 
 
-async def test_a_list_that_never_fits_is_unknown(node: Prepare, opened: Open) -> None:
+async def test_a_list_that_never_fits_is_unknown(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 7)
     sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", 13)
@@ -95,7 +95,7 @@ async def test_a_list_that_never_fits_is_unknown(node: Prepare, opened: Open) ->
         assert (await first_sample(nvml)).processes is None
 
 
-async def test_a_failing_gpu_is_missing_from_a_sample_alone(node: Prepare, opened: Open) -> None:
+async def test_a_failing_gpu_is_missing_from_a_sample_alone(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     uuids = [sim.description.uuid_of(index) for index in range(4)]
     async with opened(sim) as nvml:
@@ -108,7 +108,7 @@ async def test_a_failing_gpu_is_missing_from_a_sample_alone(node: Prepare, opene
     assert "NVML error 15" in sample.failures[uuids[1]]
 
 
-async def test_looks(node: Prepare, opened: Open) -> None:
+async def test_looks(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     uuids = [sim.description.uuid_of(index) for index in range(8)]
     async with opened(sim) as nvml:
@@ -148,7 +148,7 @@ class Events:
             return await self.queue.get()
 
 
-async def test_events_are_delivered_once_and_old_ones_never(node: Prepare, opened: Open) -> None:
+async def test_events_are_delivered_once_and_old_ones_never(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     uuids = [sim.description.uuid_of(index) for index in range(8)]
     sim.control.xid(0, 13)
@@ -165,7 +165,7 @@ async def test_events_are_delivered_once_and_old_ones_never(node: Prepare, opene
     assert events.queue.empty()
 
 
-async def test_gpus_without_events_are_named(node: Prepare, opened: Open) -> None:
+async def test_gpus_without_events_are_named(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     uuids = [sim.description.uuid_of(index) for index in range(4)]
     events = Events()
@@ -180,7 +180,7 @@ async def test_gpus_without_events_are_named(node: Prepare, opened: Open) -> Non
         assert await nvml.watch_events(events) == set(uuids)
 
 
-async def test_errors_of_the_wait_are_waited_out(node: Prepare, opened: Open) -> None:
+async def test_errors_of_the_wait_are_waited_out(node: Prepare) -> None:
     sim = node("mixed-2")
     events = Events()
     sim.control.set_result("nvmlEventSetWait_v2", 999)

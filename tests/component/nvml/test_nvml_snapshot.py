@@ -11,12 +11,12 @@ from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import prepare
 from gpumgr.topology.devices import Level, NodeSnapshot
 
-from .conftest import Open, Prepare, give_up_after
+from .conftest import Prepare, give_up_after, opened
 
 MIB = 1024 * 1024
 
 
-async def look(prepare_node: Prepare, opened: Open, name: str) -> NodeSnapshot:
+async def look(prepare_node: Prepare, name: str) -> NodeSnapshot:
     async with opened(prepare_node(name)) as nvml:
         return await nvml.snapshot()
 
@@ -40,8 +40,8 @@ def halves(inner: str, outer: str, size: int) -> list[str]:
     ]
 
 
-async def test_hgx_h100_8(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "hgx-h100-8")
+async def test_hgx_h100_8(node: Prepare) -> None:
+    snapshot = await look(node, "hgx-h100-8")
     assert cells(snapshot) == halves("NV18+NODE", "NV18+SYS", 4)
     assert (snapshot.driver_version, snapshot.nvml_version, snapshot.cuda_version) == ("550.90.07", "12.550.90.07", "12.4")
     assert snapshot.failures == ()
@@ -53,8 +53,8 @@ async def test_hgx_h100_8(node: Prepare, opened: Open) -> None:
     assert len({gpu.uuid[4:12] for gpu in snapshot.gpus}) == 8
 
 
-async def test_dgx1_v100_8(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "dgx1-v100-8")
+async def test_dgx1_v100_8(node: Prepare) -> None:
+    snapshot = await look(node, "dgx1-v100-8")
     assert cells(snapshot) == [
         "X NV1+PIX NV1+PHB NV2+PHB NV2+SYS SYS SYS SYS",
         "NV1+PIX X NV2+PHB NV1+PHB SYS NV2+SYS SYS SYS",
@@ -68,20 +68,20 @@ async def test_dgx1_v100_8(node: Prepare, opened: Open) -> None:
     assert {(gpu.memory_blocks, gpu.mig_enabled) for gpu in snapshot.gpus} == {(128, None)}
 
 
-async def test_hgx_16(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "hgx-16")
+async def test_hgx_16(node: Prepare) -> None:
+    snapshot = await look(node, "hgx-16")
     assert cells(snapshot) == halves("NV6+NODE", "NV6+SYS", 8)
     assert {gpu.memory_blocks for gpu in snapshot.gpus} == {128}
 
 
-async def test_pcie_a10_4(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "pcie-a10-4")
+async def test_pcie_a10_4(node: Prepare) -> None:
+    snapshot = await look(node, "pcie-a10-4")
     assert cells(snapshot) == halves("NODE", "SYS", 2)
     assert {gpu.memory_blocks for gpu in snapshot.gpus} == {89}
 
 
-async def test_pcie_p40_7_with_its_old_driver(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "pcie-p40-7")
+async def test_pcie_p40_7_with_its_old_driver(node: Prepare) -> None:
+    snapshot = await look(node, "pcie-p40-7")
     three, four = {0, 1, 2}, {3, 4, 5, 6}
     expected = [
         " ".join("X" if a == b else "PIX" if {a, b} <= three or {a, b} <= four else "PHB" for b in range(7)) for a in range(7)
@@ -90,8 +90,8 @@ async def test_pcie_p40_7_with_its_old_driver(node: Prepare, opened: Open) -> No
     assert {(gpu.memory_blocks, gpu.numa_node, gpu.model) for gpu in snapshot.gpus} == {(95, 0, "Tesla P40")}
 
 
-async def test_mixed_2(node: Prepare, opened: Open) -> None:
-    snapshot = await look(node, opened, "mixed-2")
+async def test_mixed_2(node: Prepare) -> None:
+    snapshot = await look(node, "mixed-2")
     assert cells(snapshot) == ["X PHB", "PHB X"]
     assert [(gpu.model, gpu.memory_blocks, gpu.mig_enabled) for gpu in snapshot.gpus] == [
         ("NVIDIA A100-PCIE-40GB", 160, False),
@@ -99,7 +99,7 @@ async def test_mixed_2(node: Prepare, opened: Open) -> None:
     ]
 
 
-async def test_functions_that_a_driver_lacks_leave_unknowns(node: Prepare, opened: Open) -> None:
+async def test_functions_that_a_driver_lacks_leave_unknowns(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     for function in (
         "nvmlSystemGetDriverVersion",
@@ -130,7 +130,7 @@ async def test_functions_that_a_driver_lacks_leave_unknowns(node: Prepare, opene
     assert cells(snapshot) == halves("SYS", "SYS", 4)
 
 
-async def test_nvlinks_without_a_remote_type_are_identified_by_bus_id(node: Prepare, opened: Open) -> None:
+async def test_nvlinks_without_a_remote_type_are_identified_by_bus_id(node: Prepare) -> None:
     sim = node("dgx1-v100-8")
     sim.control.set_result("nvmlDeviceGetNvLinkRemoteDeviceType", 13)
     async with opened(sim) as nvml:
@@ -148,7 +148,7 @@ async def test_numa_node_from_nvml_where_sysfs_is_hidden(node: Prepare, tmp_path
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNvLinkState"]
 )
-async def test_a_failing_gpu_marks_only_itself(node: Prepare, opened: Open, function: str) -> None:
+async def test_a_failing_gpu_marks_only_itself(node: Prepare, function: str) -> None:
     sim = node("hgx-h100-8")
     sim.control.set_result(function, 999, gpu=2)
     async with opened(sim) as nvml:
@@ -161,7 +161,7 @@ async def test_a_failing_gpu_marks_only_itself(node: Prepare, opened: Open, func
     assert "Unknown Error (NVML error 999)" in failure.reason
 
 
-async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(node: Prepare, opened: Open) -> None:
+async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(node: Prepare) -> None:
     sim = node("mixed-2")
     async with opened(sim) as nvml:
         before = await nvml.snapshot()
@@ -173,7 +173,7 @@ async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(node: Prepare, opened:
     assert [gpu.uuid for gpu in after.gpus] == [before.gpus[1].uuid]
 
 
-async def test_a_gpu_that_fails_while_pairs_are_read_is_left_out_of_the_matrix(node: Prepare, opened: Open) -> None:
+async def test_a_gpu_that_fails_while_pairs_are_read_is_left_out_of_the_matrix(node: Prepare) -> None:
     sim = node("pcie-a10-4")
     sim.control.set_result("nvmlDeviceGetTopologyCommonAncestor", 999, gpu=3)
     async with opened(sim) as nvml:
@@ -182,7 +182,7 @@ async def test_a_gpu_that_fails_while_pairs_are_read_is_left_out_of_the_matrix(n
     assert unsettled.failures == ()
 
 
-async def test_a_board_of_several_gpus_and_a_driver_that_reports_it_wrongly(node: Prepare, opened: Open, tmp_path: Path) -> None:
+async def test_a_board_of_several_gpus_and_a_driver_that_reports_it_wrongly(node: Prepare, tmp_path: Path) -> None:
     text = """
 about: two boards of two GPUs
 driver_version: {version}
@@ -195,13 +195,13 @@ gpus:
     found = []
     for version in ("390.157", "396.26"):
         (tmp_path / f"{version}.yaml").write_text(text.format(version=version))
-        found.append(cells(await look(node, opened, str(tmp_path / f"{version}.yaml")))[0])
+        found.append(cells(await look(node, str(tmp_path / f"{version}.yaml")))[0])
     assert found == ["X PSB", "X PIX"]
 
 
-async def test_a_node_without_gpus(node: Prepare, opened: Open, tmp_path: Path) -> None:
+async def test_a_node_without_gpus(node: Prepare, tmp_path: Path) -> None:
     (tmp_path / "none.yaml").write_text("{about: none, driver_version: 1.2, cuda_version: 12.2, cards: {}, gpus: []}")
-    snapshot = await look(node, opened, str(tmp_path / "none.yaml"))
+    snapshot = await look(node, str(tmp_path / "none.yaml"))
     assert (snapshot.gpus, len(snapshot.topology)) == ((), 0)
 
 
@@ -210,9 +210,9 @@ async def test_a_library_that_is_not_there() -> None:
         await Nvml(library_path="/nonexistent/libnvidia-ml.so.1").open()
 
 
-async def test_a_machine_without_a_driver(node: Prepare, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_machine_without_a_driver(node: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a simulated library was in use in the same process."""
-    await look(node, opened, "mixed-2")
+    await look(node, "mixed-2")
     monkeypatch.setattr("pynvml.CDLL", refuse)
     with pytest.raises(NvmlAbsent, match=r"^libnvidia-ml\.so\.1 is not found: the NVIDIA driver is not installed$"):
         await Nvml().open()
@@ -222,7 +222,7 @@ def refuse(name: str) -> None:
     raise OSError(f"{name}: cannot open shared object file")
 
 
-async def test_a_driver_older_than_init_with_flags(node: Prepare, opened: Open) -> None:
+async def test_a_driver_older_than_init_with_flags(node: Prepare) -> None:
     sim = node("mixed-2")
     sim.control.set_result("nvmlInitWithFlags", 13)
     async with opened(sim) as nvml:
@@ -233,7 +233,7 @@ async def test_a_driver_older_than_init_with_flags(node: Prepare, opened: Open) 
         await Nvml(library_path=sim.library_path).open()
 
 
-async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare, opened: Open) -> None:
+async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare) -> None:
     sim = node("hgx-h100-8")
     async with opened(sim) as nvml:
         before = await nvml.snapshot()
@@ -252,7 +252,7 @@ async def test_a_hang_in_the_middle_of_a_snapshot(node: Prepare, opened: Open) -
         assert await nvml.snapshot() == before
 
 
-async def test_preparing_a_folder_again_changes_the_node(tmp_path: Path, opened: Open) -> None:
+async def test_preparing_a_folder_again_changes_the_node(tmp_path: Path) -> None:
     for name, size in (("mixed-2", 2), ("pcie-a10-4", 4)):
         async with opened(prepare(name, tmp_path / "node")) as nvml:
             assert len((await nvml.snapshot()).gpus) == size
