@@ -30,7 +30,7 @@ from gpumgr.kubeapi.client import ApiServer, answer_error
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
 from gpumgr.migrate.gpu_manager_command import Command
 from gpumgr.migrate.hami_config import read_config
-from gpumgr.migrate.objects import Object, checked, full_name, of_kind, read_objects
+from gpumgr.migrate.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
@@ -187,7 +187,7 @@ async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, 
 
 
 def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
-    return {str((pod.get("metadata") or {}).get("uid")): full_name(pod) for pod in of_kind(objects, "Pod")}
+    return {pod.metadata.uid: pod.full_name for pod in of_type(objects, Pod) if pod.metadata.uid is not None}
 
 
 # -- HAMi --------------------------------------------------------------------------------------------------------------------
@@ -247,8 +247,8 @@ async def _asked(kubeconfig: Path, node: str) -> tuple[Object, ...]:
     try:
         pods = await _get(server, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={node}"})
         return (
-            checked({**await _get(server, f"/api/v1/nodes/{node}", {}), "kind": "Node"}, _API_SERVER),
-            *(checked({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
+            parse_object({**await _get(server, f"/api/v1/nodes/{node}", {}), "kind": "Node"}, _API_SERVER),
+            *(parse_object({**pod, "kind": "Pod"}, _API_SERVER) for pod in pods["items"]),
         )
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
         raise GpumgrError(f"the API server can't be reached: {' '.join(str(error).split()) or type(error).__name__}") from error

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from gpumgr.errors import InputError
-from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, of_kind, pod_spec
+from gpumgr.migrate.objects import Container, Object, Workload, of_type
 from gpumgr.settings.gpu_manager_flags import split_flags
 
 PROGRAM: Final = "gpu-manager"
@@ -94,34 +94,29 @@ def from_process(proc_root: Path = Path("/proc")) -> Command | None:
 
 def from_objects(objects: Sequence[Object]) -> Command | None:
     """The flags of its DaemonSet or pod in a manifest; None if there is none among the objects. Raises SettingsError, InputError."""
-    for workload in of_kind(objects, *WORKLOADS):
-        spec = pod_spec(workload)
-        for container in containers(spec):
-            words, resolved = _command_words(container), environment(container)
+    for workload in of_type(objects, Workload):
+        for container in workload.pod_spec.all_containers:
+            words = _command_words(container)
             if words is not None:
-                metadata = workload.get("metadata") or {}
-                flags, notes = _resolved(words, resolved)
-                return Command(
-                    flags=flags,
-                    notes=notes,
-                    daemon_set=DaemonSet(
-                        namespace=str(metadata.get("namespace") or "kube-system"),
-                        name=str(metadata.get("name") or DaemonSet().name),
-                        selector=spec.get("nodeSelector") or {},
-                    ),
+                flags, notes = _resolved(words, container.environment)
+                daemon_set = DaemonSet(
+                    namespace=workload.metadata.namespace or DaemonSet().namespace,
+                    name=workload.metadata.name or DaemonSet().name,
+                    selector=workload.pod_spec.node_selector,
                 )
+                return Command(flags=flags, notes=notes, daemon_set=daemon_set)
     return None
 
 
-def _command_words(container: Object) -> list[str] | None:
+def _command_words(container: Container) -> list[str] | None:
     """Its flags as the container's command contains them; None if the container runs another program."""
-    given = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
+    given = container.words
     for number, word in enumerate(given):
         if PurePosixPath(word).name == PROGRAM:
             return given[number + 1 :]
         if in_script := _IN_SCRIPT.search(word):
             return _words(_SHELL.split(word[in_script.end() :])[0])
-    return _START_SH.split(" ") if not given and _IMAGE.search(str(container.get("image") or "")) else None
+    return _START_SH.split(" ") if not given and _IMAGE.search(container.image) else None
 
 
 def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:

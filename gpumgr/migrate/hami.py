@@ -5,14 +5,14 @@ The resources differ, so pods cannot be taken over: pods that HAMi placed end be
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, Final
+from typing import Final
 
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
-from gpumgr.migrate.objects import Object, containers, full_name, of_kind, pod_spec
+from gpumgr.migrate.objects import Node, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
 #: The node label that HAMi's DaemonSet selects by default.
@@ -45,21 +45,14 @@ class Found:
     library: tuple[Path, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Pod:
-    name: str
-    spec: Object
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-
-
 def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
-    node = next((each for each in of_kind(found.objects, "Node") if (each.get("metadata") or {}).get("name") == found.node), None)
-    metadata = (node or {}).get("metadata") or {}
-    pods = [pod for pod in _pods_on(found) if [*wishes(pod.spec, pod.annotations, config.names)]]
+    node = next((node for node in of_type(found.objects, Node) if node.metadata.name == found.node), None)
+    annotations = node.metadata.annotations if node is not None else {}
+    pods = [pod for pod in _pods_on(found) if [*wishes(pod.spec, pod.metadata.annotations, config.names)]]
     return Plan(
         settings=differing(config.settings),
-        pods=tuple(_told(pods, config, metadata.get("annotations") or {})) or ("no pod of this node has a GPU from HAMi",),
-        notes=(*config.notes, *_notes(found, metadata.get("annotations") or {})),
+        pods=tuple(_told(pods, config, annotations)) or ("no pod of this node has a GPU from HAMi",),
+        notes=(*config.notes, *_notes(found, annotations)),
         warnings=tuple(_warnings(pods, found, node)),
         stop=tuple(_stop(pods, config, found.node)),
         start=(
@@ -68,34 +61,32 @@ def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
             "systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet:",
             f"{HELM_INSTALL}    # your values, too; kustomize: config/kustomize/base",
             f"kubectl label node {quote(found.node)} {NODE_LABEL}=enable --overwrite",
-            *_cordons(metadata.get("annotations") or {}),
+            *_cordons(annotations),
             f"kubectl uncordon {quote(found.node)}",
         ),
         rollback=tuple(_rollback(config, found.node)),
-        clean_up=tuple(_clean_up(found, metadata.get("annotations"))),
+        clean_up=tuple(_clean_up(found, annotations)),
     )
 
 
-def _pods_on(found: Found) -> Iterator[_Pod]:
-    for each in of_kind(found.objects, "Pod"):
-        spec, phase = pod_spec(each), (each.get("status") or {}).get("phase")
-        if spec.get("nodeName") == found.node and phase not in ("Succeeded", "Failed"):
-            yield _Pod(full_name(each), spec, (each.get("metadata") or {}).get("annotations") or {})
+def _pods_on(found: Found) -> Iterator[Pod]:
+    ended = ("Succeeded", "Failed")
+    return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
 
-def _told(pods: Sequence[_Pod], config: Config, annotations: Mapping[str, Any]) -> Iterator[str]:
+def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -> Iterator[str]:
     gpu_mebibytes = min(gpu_sizes(annotations, config.memory_scaling).values(), default=None)
     for pod in pods:
-        for container, wish in wishes(pod.spec, pod.annotations, config.names):
-            yield f"{pod.name} ({container}): {advise(wish, gpu_mebibytes).describe()}"
-        if unknown := [key for key in _USERS if key in pod.annotations]:
-            yield f"{pod.name}: gpumgr does not read {', '.join(unknown)}"
-        if any(switched_off(container) for container in containers(pod.spec)):
-            namespace = pod.name.partition("/")[0]
-            yield f"{pod.name}: CUDA_DISABLE_CONTROL does nothing; the operator can set enforcement.overrides: [{namespace}=none]"
+        for container, wish in wishes(pod.spec, pod.metadata.annotations, config.names):
+            yield f"{pod.full_name} ({container}): {advise(wish, gpu_mebibytes).describe()}"
+        if unknown := [key for key in _USERS if key in pod.metadata.annotations]:
+            yield f"{pod.full_name}: gpumgr does not read {', '.join(unknown)}"
+        if any(switched_off(container) for container in pod.spec.all_containers):
+            override = f"enforcement.overrides: [{pod.metadata.namespace or 'default'}=none]"
+            yield f"{pod.full_name}: CUDA_DISABLE_CONTROL does nothing; the operator can set {override}"
 
 
-def _notes(found: Found, annotations: Mapping[str, Any]) -> Iterator[str]:
+def _notes(found: Found, annotations: Mapping[str, str]) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
     yield "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
     if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
@@ -111,21 +102,21 @@ def _notes(found: Found, annotations: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _warnings(pods: Sequence[_Pod], found: Found, node: Object | None) -> Iterator[str]:
+def _warnings(pods: Sequence[Pod], found: Found, node: Node | None) -> Iterator[str]:
     if found.answering:
         yield f"HAMi's or NVIDIA's plugin answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
-    running = [pod.name for pod in pods if ALLOCATED in pod.annotations]
+    running = [pod.full_name for pod in pods if ALLOCATED in pod.metadata.annotations]
     if running:
         yield f"gpumgr can't know of GPUs that HAMi gave out, and must not start before these have ended: {', '.join(running)}"
     if node is None:
         yield f"the Node object {found.node} was not given: its GPUs, annotations and labels are not looked at"
 
 
-def _stop(pods: Sequence[_Pod], config: Config, node: str) -> Iterator[str]:
+def _stop(pods: Sequence[Pod], config: Config, node: str) -> Iterator[str]:
     node = quote(node)
     yield f"kubectl cordon {node}"
     for pod in pods:
-        namespace, _, name = pod.name.partition("/")
+        namespace, _, name = pod.full_name.partition("/")
         yield f"kubectl -n {quote(namespace)} delete pod {quote(name)}    # its owner makes it again, with the requests of above"
     keys = " ".join(quote(f"{key}-") for key in config.selector or _LABEL)
     yield f"kubectl label node {node} {keys}    # HAMi's plugin leaves this node, and only this one"
@@ -142,17 +133,17 @@ def _rollback(config: Config, node: str) -> Iterator[str]:
     yield f"kubectl uncordon {node}"
 
 
-def _cordoned(annotations: Mapping[str, Any]) -> list[str]:
+def _cordoned(annotations: Mapping[str, str]) -> list[str]:
     return [part.strip() for part in str(annotations.get(_CORDON) or "").split(",") if part.strip()]
 
 
-def _cordons(annotations: Mapping[str, Any]) -> Iterator[str]:
+def _cordons(annotations: Mapping[str, str]) -> Iterator[str]:
     for uuid in filter(_UUID.fullmatch, _cordoned(annotations)):
         yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
 
 
-def _clean_up(found: Found, annotations: Mapping[str, Any] | None) -> Iterator[str]:
-    keys = [REGISTER] if annotations is None else sorted(key for key in annotations if key.startswith(_PREFIX))
+def _clean_up(found: Found, annotations: Mapping[str, str]) -> Iterator[str]:
+    keys = sorted(key for key in annotations if key.startswith(_PREFIX)) if annotations else [REGISTER]
     if keys:
         yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"
     for folder in found.folders:

@@ -14,7 +14,7 @@ import msgspec
 
 from gpumgr.errors import InputError
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import WORKLOADS, Object, containers, environment, full_name, of_kind, pod_spec, read_documents
+from gpumgr.migrate.objects import ConfigMap, Object, Workload, of_type, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.tree import legible
 
@@ -118,15 +118,12 @@ def _node_config(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
     return {}
 
 
-def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[Object, str]]:
-    for config_map in of_kind(objects, "ConfigMap"):
-        text = (config_map.get("data") or {}).get(name)
-        if isinstance(text, str):
-            yield config_map, text
+def _files(objects: Sequence[Object], name: str) -> Iterator[tuple[ConfigMap, str]]:
+    return ((config_map, config_map.data[name]) for config_map in of_type(objects, ConfigMap) if name in config_map.data)
 
 
-def _parsed(config_map: Object, key: str, text: str, shape: type[_Shape]) -> _Shape:
-    where = f"ConfigMap {full_name(config_map)}, {key},"
+def _parsed(config_map: ConfigMap, key: str, text: str, shape: type[_Shape]) -> _Shape:
+    where = f"ConfigMap {config_map.full_name}, {key},"
     try:
         documents = read_documents(text)
     except InputError as error:
@@ -153,23 +150,21 @@ def _names(nvidia: Mapping[str, Any]) -> Names:
 
 def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Environment and nodeSelector of the device plugin's DaemonSet."""
-    for workload in of_kind(objects, "DaemonSet"):
-        spec = pod_spec(workload)
-        for container in containers(spec):
-            if "hami" in str(container.get("image")) and container.get("name") == "device-plugin":
-                return environment(container), spec.get("nodeSelector") or {}
+    for workload in of_type(objects, Workload):
+        for container in workload.pod_spec.all_containers if workload.kind == "DaemonSet" else ():
+            if "hami" in container.image and container.name == "device-plugin":
+                return container.environment, workload.pod_spec.node_selector
     return {}, {}
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
     """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
-    for workload in of_kind(objects, *WORKLOADS):
-        for container in containers(pod_spec(workload)):
-            words = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
-            for word in words:
+    for workload in of_type(objects, Workload):
+        for container in workload.pod_spec.all_containers:
+            for word in container.words:
                 if word.startswith(f"{_POLICY}="):
                     return word.partition("=")[2]
-            if "hami" in str(container.get("image")) and container.get("name") == "vgpu-scheduler-extender":
+            if "hami" in container.image and container.name == "vgpu-scheduler-extender":
                 return "spread"
     return None
 

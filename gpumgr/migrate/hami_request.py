@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, Final
 
 from gpumgr.kubeapi.pods import parse_quantity
-from gpumgr.migrate.objects import Object, containers, environment
+from gpumgr.migrate.objects import Container, PodSpec
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 _BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
@@ -60,14 +60,14 @@ class Advice:
         return ", ".join(parts) + "".join(f"; {remark}" for remark in self.remarks)
 
 
-def wishes(pod_spec: Object, annotations: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Wish]]:
+def wishes(pod_spec: PodSpec, annotations: Mapping[str, Any], names: Names) -> Iterator[tuple[str, Wish]]:
     """(container, request) of the containers that request GPUs. The amounts that HAMi granted (annotation) override the requested ones."""
     granted = decode_allocated(str(annotations.get(ALLOCATED) or ""))
-    for number, container in enumerate(containers(pod_spec)):
+    for number, container in enumerate(pod_spec.all_containers):
         wish = _asked(container, names)
         if wish is not None:
             given = granted[number] if number < len(granted) else ()
-            yield str(container.get("name") or "?"), _as_granted(wish, given)
+            yield container.name or "?", _as_granted(wish, given)
 
 
 def decode_allocated(text: str) -> list[list[tuple[str, int, int]]]:
@@ -128,9 +128,8 @@ def _blocks(mebibytes: int | None, gpu_mebibytes: int | None) -> int | None:
     return min(blocks, gpu_mebibytes // _BLOCK_MEBIBYTES) if gpu_mebibytes else blocks
 
 
-def _asked(container: Object, names: Names) -> Wish | None:
-    resources = container.get("resources") or {}
-    wanted = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+def _asked(container: Container, names: Names) -> Wish | None:
+    wanted = {**container.resources.requests, **container.resources.limits}
     amount = {
         name: _quantity(wanted[name]) for name in (names.count, names.memory, names.percentage, names.cores) if name in wanted
     }
@@ -160,6 +159,6 @@ def _quantity(text: object) -> int:
         return 0
 
 
-def switched_off(container: Object) -> bool:
+def switched_off(container: Container) -> bool:
     """Whether the container disabled HAMi's library."""
-    return environment(container).get("CUDA_DISABLE_CONTROL", "").lower() in ("1", "t", "true")
+    return container.environment.get("CUDA_DISABLE_CONTROL", "").lower() in ("1", "t", "true")

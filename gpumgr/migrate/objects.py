@@ -3,19 +3,17 @@
 The files are not trusted: what is read from a text is never much larger than the text.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import yaml
 
 from gpumgr.errors import InputError
 
-Object = Mapping[str, Any]
+T = TypeVar("T", bound="Object")
 
-#: Kinds that contain a pod template.
-WORKLOADS: Final = ("DaemonSet", "Deployment", "StatefulSet", "Pod")
 _MAX_BYTES: Final = 64 << 20
 #: Exceptions of YAML loaders for invalid texts: a value that does not match its tag raises any of these.
 _NO_YAML: Final = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -31,73 +29,120 @@ _Key = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*\Z")]
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
 
 
-class _Metadata(msgspec.Struct):
+class Metadata(msgspec.Struct):
     name: _Name | None = None
     namespace: _Name | None = None
     uid: str | None = None
-    annotations: dict[_Key, str | None] | None = None
+    annotations: dict[_Key, str] = {}
 
 
-class _Resources(msgspec.Struct):
-    limits: dict[str, str | int | float | None] | None = None
-    requests: dict[str, str | int | float | None] | None = None
+class Resources(msgspec.Struct):
+    limits: dict[str, str | int | float] = {}
+    requests: dict[str, str | int | float] = {}
 
 
-class _Variable(msgspec.Struct):
+class Variable(msgspec.Struct):
     name: str | None = None
     value: _Word | None = None
 
 
-class _Container(msgspec.Struct):
+class Container(msgspec.Struct):
     name: str | None = None
-    image: str | None = None
-    command: list[_Word] | None = None
-    args: list[_Word] | None = None
-    env: list[_Variable] | None = None
-    resources: _Resources | None = None
+    image: str = ""
+    command: list[_Word] = []
+    args: list[_Word] = []
+    env: list[Variable] = []
+    resources: Resources = msgspec.field(default_factory=Resources)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line, as far as it is given."""
+        return [*self.command, *self.args]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment variables with literal values."""
+        return {each.name: each.value for each in self.env if each.name is not None and each.value is not None}
 
 
-class _PodSpec(msgspec.Struct, rename="camel"):
+class PodSpec(msgspec.Struct, rename="camel"):
     node_name: str | None = None
-    node_selector: dict[_Key, str] | None = None
-    init_containers: list[_Container] | None = None
-    containers: list[_Container] | None = None
+    node_selector: dict[_Key, str] = {}
+    init_containers: list[Container] = []
+    containers: list[Container] = []
+
+    @property
+    def all_containers(self) -> list[Container]:
+        """In the order in which the kubelet allocates."""
+        return [*self.init_containers, *self.containers]
 
 
-class _Status(msgspec.Struct):
+class Status(msgspec.Struct):
     phase: str | None = None
 
 
-class _Named(msgspec.Struct):
-    metadata: _Metadata | None = None
+class Object(msgspec.Struct):
+    """Any Kubernetes object; of kinds without a class below nothing else is read."""
+
+    kind: str
 
 
-class _Pod(_Named):
-    spec: _PodSpec | None = None
-    status: _Status | None = None
+class Named(Object):
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.metadata.namespace or 'default'}/{self.metadata.name or '?'}"
+
+
+class Node(Named):
+    pass
+
+
+class ConfigMap(Named):
+    data: dict[str, str] = {}
+
+
+class Workload(Named):
+    """An object with containers."""
+
+    @property
+    def pod_spec(self) -> PodSpec:
+        raise NotImplementedError
+
+
+class Pod(Workload):
+    spec: PodSpec = msgspec.field(default_factory=PodSpec)
+    status: Status = msgspec.field(default_factory=Status)
+
+    @property
+    def pod_spec(self) -> PodSpec:
+        return self.spec
 
 
 class _Template(msgspec.Struct):
-    spec: _PodSpec | None = None
+    spec: PodSpec = msgspec.field(default_factory=PodSpec)
 
 
 class _WorkloadSpec(msgspec.Struct):
-    template: _Template | None = None
+    template: _Template = msgspec.field(default_factory=_Template)
 
 
-class _Workload(_Named):
-    spec: _WorkloadSpec | None = None
+class _Templated(Workload):
+    """An object with a pod template."""
+
+    spec: _WorkloadSpec = msgspec.field(default_factory=_WorkloadSpec)
+
+    @property
+    def pod_spec(self) -> PodSpec:
+        return self.spec.template.spec
 
 
-class _ConfigMap(_Named):
-    data: dict[str, str] | None = None
-
-
-_SHAPES: Final[Mapping[str, type[_Named]]] = {
-    "Node": _Named,
-    "ConfigMap": _ConfigMap,
-    **dict.fromkeys(WORKLOADS, _Workload),
-    "Pod": _Pod,
+_CLASSES: Final[Mapping[str, type[Object]]] = {
+    "Node": Node,
+    "ConfigMap": ConfigMap,
+    "Pod": Pod,
+    **dict.fromkeys(("DaemonSet", "Deployment", "StatefulSet"), _Templated),
 }
 
 
@@ -120,49 +165,29 @@ def read_objects(path: Path) -> tuple[Object, ...]:
     return objects
 
 
-def checked(each: Object, source: object) -> Object:
-    """The object, if the parts that are read have the shape that Kubernetes defines. Raises InputError that names the `source`, the
-    object and the key."""
-    shape = _SHAPES.get(each["kind"])
-    if shape is not None:
-        try:
-            msgspec.convert(each, type=shape)
-        except (msgspec.ValidationError, RecursionError) as error:
-            metadata = each.get("metadata")
-            name = metadata.get("name") if isinstance(metadata, dict) else None
-            raise InputError(
-                f"{source}: {each['kind']} {name if isinstance(name, str) else '?'} is none of Kubernetes' objects: {error}"
-            ) from error
-    return each
+def parse_object(document: Mapping[str, Any], source: object) -> Object:
+    """Raises InputError that names the `source`, the object and the key, if a part that is read has not the shape that Kubernetes
+    defines."""
+    kind = document["kind"]
+    try:
+        return msgspec.convert(_without_nulls(document), type=_CLASSES.get(kind, Object))
+    except (msgspec.ValidationError, RecursionError) as error:
+        metadata = document.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, dict) else None
+        raise InputError(
+            f"{source}: {kind} {name if isinstance(name, str) else '?'} is none of Kubernetes' objects: {error}"
+        ) from error
 
 
-def of_kind(objects: Sequence[Object], *kinds: str) -> Iterator[Object]:
-    return (each for each in objects if each["kind"] in kinds)
+def _without_nulls(value: Any) -> Any:
+    """To Kubernetes a key with the value null is a missing key."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def full_name(each: Object) -> str:
-    metadata = each.get("metadata") or {}
-    return f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}"
-
-
-def pod_spec(workload: Object) -> Object:
-    """The spec of a pod, or of the pods that a workload creates."""
-    spec = workload.get("spec") or {}
-    if workload["kind"] != "Pod":
-        spec = (spec.get("template") or {}).get("spec") or {}
-    return spec
-
-
-def containers(spec: Object) -> list[Object]:
-    """In the order in which the kubelet allocates."""
-    return [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
-
-
-def environment(container: Object) -> Mapping[str, str]:
-    """The environment variables with literal values."""
-    return {
-        str(each["name"]): str(each["value"] or "") for each in container.get("env") or () if "name" in each and "value" in each
-    }
+def of_type(objects: Iterable[Object], kind: type[T]) -> Iterator[T]:
+    return (each for each in objects if isinstance(each, kind))
 
 
 def _flat(document: object, path: Path) -> Iterator[Object]:
@@ -170,11 +195,11 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
         raise InputError(f"{path} has something that is no Kubernetes object; give what `kubectl get ... -o json` prints")
     kind, items = document["kind"], document.get("items")
     if not (kind.endswith("List") and isinstance(items, list)):
-        yield checked(document, path)
+        yield parse_object(document, path)
         return
     for item in items:  # items of a typed list (PodList) may omit their kind
         if isinstance(item, dict) and isinstance(item.setdefault("kind", kind.removesuffix("List")), str):
-            yield checked(item, path)
+            yield parse_object(item, path)
         else:
             raise InputError(
                 f"{path}: {kind} has an item that is no Kubernetes object; give what `kubectl get ... -o json` prints"

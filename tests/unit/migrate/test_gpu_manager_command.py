@@ -7,11 +7,13 @@ import pytest
 
 from gpumgr.errors import InputError, SettingsError
 from gpumgr.migrate.gpu_manager_command import Command, DaemonSet, from_objects, from_process, from_text
+from gpumgr.migrate.objects import Object, parse_object
 
 
-def daemon_set(container: dict[str, Any], **spec: Any) -> dict[str, Any]:
+def daemon_set(container: dict[str, Any], **spec: Any) -> Object:
     metadata = {"namespace": "gpu", "name": "gm"}
-    return {"kind": "DaemonSet", "metadata": metadata, "spec": {"template": {"spec": {"containers": [container], **spec}}}}
+    template = {"spec": {"containers": [container], **spec}}
+    return parse_object({"kind": "DaemonSet", "metadata": metadata, "spec": {"template": template}}, "a test")
 
 
 SHIPPED = {
@@ -45,7 +47,7 @@ def test_what_is_no_command_line() -> None:
 
 
 def test_the_shipped_daemon_set_runs_the_images_script() -> None:
-    found = from_objects([{"kind": "Service"}, daemon_set(SHIPPED, nodeSelector={"nvidia-device-enable": "enable"})])
+    found = from_objects([Object(kind="Service"), daemon_set(SHIPPED, nodeSelector={"nvidia-device-enable": "enable"})])
     assert found is not None
     flags = dict(found.flags)
     assert (flags["share-mode"], flags["query-addr"], flags["query-port"], flags["v"]) == ("true", "0.0.0.0", "5679", "4")

@@ -11,6 +11,7 @@ from gpumgr.errors import InputError
 from gpumgr.migrate.hami import Found, plan_hami
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, Names
+from gpumgr.migrate.objects import Node, Pod, Workload, parse_object
 from gpumgr.migrate.plan import Plan
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
@@ -49,7 +50,8 @@ def workload(kind: str, container: dict[str, Any], **spec: Any) -> dict[str, Any
     return {"kind": kind, "metadata": {}, "spec": {"template": {"spec": {"containers": [container], **spec}}}}
 
 
-def plan(*objects: dict[str, Any], **found: Any) -> Plan:
+def plan(*documents: dict[str, Any], **found: Any) -> Plan:
+    objects = [parse_object(each, "a test") for each in documents]
     return plan_hami(read_config(objects, "gpu-7"), Found(node="gpu-7", objects=objects, **found), to=TO)
 
 
@@ -163,9 +165,8 @@ def test_xids_that_it_passed_over() -> None:
 
 
 def test_names_of_resources_are_read() -> None:
-    config = read_config(
-        [config_map("device-config.yaml", "nvidia: {resourceCountName: x.io/g, resourceMemoryName: x.io/m}")], "gpu-7"
-    )
+    names = config_map("device-config.yaml", "nvidia: {resourceCountName: x.io/g, resourceMemoryName: x.io/m}")
+    config = read_config([parse_object(names, "a test")], "gpu-7")
     assert config.names == Names(count="x.io/g", memory="x.io/m")
 
 
@@ -200,15 +201,25 @@ def test_what_yaml_has_and_json_has_not_is_shown_all_the_same() -> None:
 
 
 def test_commands_take_nothing_from_files_as_shell_text() -> None:
+    """Also if the checks of names had let it pass."""
     evil = "x; reboot #"
-    metadata = {"name": "gpu-7", "annotations": {"hami.io/device-cordon": f"GPU-1; reboot #, {UUIDS[0]}", f"hami.io/{evil}": ""}}
-    plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}
-    made = plan(
-        {"kind": "Node", "metadata": metadata},
-        pod(evil, gpu="1"),
-        workload("DaemonSet", plugin, nodeSelector={evil: evil}),
-        folders=[Path(f"/tmp/{evil}")],
+    node, doomed, plugin = (
+        parse_object(each, "a test")
+        for each in (
+            {"kind": "Node", "metadata": {"name": "gpu-7"}},
+            pod("a", gpu="1"),
+            workload("DaemonSet", {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}),
+        )
     )
+    assert isinstance(node, Node)
+    assert isinstance(doomed, Pod)
+    assert isinstance(plugin, Workload)
+    node.metadata.annotations = {"hami.io/device-cordon": f"GPU-1; reboot #, {UUIDS[0]}", f"hami.io/{evil}": ""}
+    doomed.metadata.name = evil
+    plugin.pod_spec.node_selector = {evil: evil}
+    objects = [node, doomed, plugin]
+    found = Found(node="gpu-7", objects=objects, folders=[Path(f"/tmp/{evil}")])
+    made = plan_hami(read_config(objects, "gpu-7"), found, to=TO)
     words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
     assert ["kubectl", "-n", "team", "delete", "pod", evil] in words
     assert ["kubectl", "label", "node", "gpu-7", f"{evil}-"] in words

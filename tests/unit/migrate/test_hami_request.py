@@ -1,8 +1,9 @@
 """What containers asked of HAMi, and what they ask of gpumgr."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from gpumgr.migrate.hami_request import (
@@ -17,8 +18,14 @@ from gpumgr.migrate.hami_request import (
     switched_off,
     wishes,
 )
+from gpumgr.migrate.objects import Container, PodSpec
 
 GPU = 16384
+T = TypeVar("T")
+
+
+def parsed(kind: type[T], document: dict[str, Any]) -> T:
+    return msgspec.convert(document, type=kind)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,9 @@ def container(**limits: Any) -> dict[str, Any]:
     ],
 )
 def test_the_request_is_converted(limits: dict[str, Any], wish: Wish | None) -> None:
-    assert [found for _, found in wishes({"containers": [container(**limits)]}, {}, Names())] == ([wish] if wish else [])
+    assert [found for _, found in wishes(parsed(PodSpec, {"containers": [container(**limits)]}), {}, Names())] == (
+        [wish] if wish else []
+    )
 
 
 def test_what_was_granted_is_more_exact() -> None:
@@ -91,14 +100,14 @@ def test_what_was_granted_is_more_exact() -> None:
         "containers": [container(gpu="1", gpumem_percentage="50"), {"name": "side"}, container(gpu="2")],
     }
     text = ";GPU-a,NVIDIA,8000,30:;;GPU-a,NVIDIA,16384,100:GPU-b,NVIDIA,16384,100:;"
-    granted = [wish for _, wish in wishes(spec, {ALLOCATED: text}, Names())]
+    granted = [wish for _, wish in wishes(parsed(PodSpec, spec), {ALLOCATED: text}, Names())]
     assert granted == [Wish(gpus=1, memory_mebibytes=8000, cores=30), Wish(gpus=2, cores=100)]
 
 
 def test_resources_under_other_names() -> None:
     spec = {"containers": [{"name": "main", "resources": {"requests": {"x.io/vgpu": "1", "x.io/mem": "256"}}}]}
     names = Names(count="x.io/vgpu", memory="x.io/mem")
-    assert [*wishes(spec, {}, names)] == [("main", Wish(gpus=1, memory_mebibytes=256))]
+    assert [*wishes(parsed(PodSpec, spec), {}, names)] == [("main", Wish(gpus=1, memory_mebibytes=256))]
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "GPU-a,NVIDIA,3000:;", "GPU-a,NVIDIA,x,0:;", "GPU-a,NVIDIA,-1,0:;"])
@@ -115,5 +124,7 @@ def test_sizes_of_the_nodes_gpus() -> None:
 
 
 def test_a_container_without_hamis_library() -> None:
-    assert switched_off({"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "true"}]})
-    assert not switched_off({"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "0"}, {"name": "A", "valueFrom": {}}]})
+    assert switched_off(parsed(Container, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "true"}]}))
+    assert not switched_off(
+        parsed(Container, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "0"}, {"name": "A", "valueFrom": {}}]})
+    )
