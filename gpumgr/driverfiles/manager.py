@@ -223,8 +223,8 @@ class DriverMirror:
         if made or switched:
             _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
         for plan in wanted.values() if made else ():
-            for skipped in plan.skipped:
-                _log.debug("driver_file_skipped", volume=plan.volume, what=skipped.what, reason=skipped.reason)
+            for what, reason in plan.skipped.items():
+                _log.debug("driver_file_skipped", volume=plan.volume, what=what, reason=reason)
 
 
 def parse_proc_version(text: str) -> str | None:
@@ -242,7 +242,9 @@ def _supplied(path: Path, name: str, setting: str) -> Source:
 
 
 def _missing_originals(plan: VolumePlan, driver_version: str) -> str | None:
-    names = [f"{stem}.so.{driver_version}" for stem in REPLACED_LIBRARIES if not plan.has(f"lib64/{stem}.so.{driver_version}")]
+    names = [
+        f"{stem}.so.{driver_version}" for stem in REPLACED_LIBRARIES if f"lib64/{stem}.so.{driver_version}" not in plan.files
+    ]
     if not names:
         return None
     return f"volume {plan.volume!r} has no {' and no '.join(names)}: name them in volume.conf; {SHIM} can't work without them"

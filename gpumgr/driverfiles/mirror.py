@@ -95,10 +95,10 @@ def is_current(place: Path, plan: VolumePlan) -> bool:
     volume = place / plan.volume
     try:
         files = all(
-            is_file(volume / file.target) and (volume / file.target).lstat().st_size == file.source.identity.size_bytes
-            for file in plan.files
+            is_file(volume / target) and (volume / target).lstat().st_size == file.source.identity.size_bytes
+            for target, file in plan.files.items()
         )
-        return files and all(os.readlink(volume / link.target) == link.to for link in plan.links)
+        return files and all(os.readlink(volume / target) == to for target, to in plan.links.items())
     except OSError:
         return False
 
@@ -152,10 +152,10 @@ def _fill(plan: VolumePlan, fresh: Path) -> None:
     volume = fresh / plan.volume
     for folder in (fresh, volume, *(volume / name for name in _FOLDERS)):
         _folder(folder)
-    for file in plan.files:
-        _place(file, volume / file.target)
-    for link in plan.links:
-        (volume / link.target).symlink_to(link.to)
+    for target, file in plan.files.items():
+        _place(file, volume / target)
+    for target, to in plan.links.items():
+        (volume / target).symlink_to(to)
     for folder in (*(volume / name for name in _FOLDERS), volume, fresh):
         sync_folder(folder)
 

@@ -12,7 +12,7 @@ libcuda-control.so opens the real libraries by their names with the driver's ver
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,27 +40,10 @@ _TLS_ABI: Final = (2, 3, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """`target` is relative to the volume. `copied`: never a hard link, so that writing to the source has no effect."""
+    """`copied`: never a hard link, so that writing to the source has no effect."""
 
-    target: str
     source: Source
     copied: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """`to` is a name in the folder of `target`."""
-
-    target: str
-    to: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A file that matched the lists and is not mirrored, or a link that is not made."""
-
-    what: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +56,21 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumePlan:
-    """One volume. `version` depends on the content alone."""
+    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `skipped`: files that
+    match the lists and are not mirrored, and links that are not made -> the reason. `version` depends on the content alone."""
 
     volume: str
     version: str
-    files: tuple[File, ...]
-    links: tuple[Link, ...]
-    skipped: tuple[Skipped, ...]
-
-    def has(self, target: str) -> bool:
-        return any(file.target == target for file in self.files)
+    files: dict[str, File]
+    links: dict[str, str]
+    skipped: dict[str, str]
 
     def unmet(self) -> dict[str, str]:
         """Libraries of the driver that the volume's files need and that are missing -> the first file that needs it."""
-        there = {target.rpartition("/")[2] for target in (*(f.target for f in self.files), *(link.target for link in self.links))}
+        there = {target.rpartition("/")[2] for target in (*self.files, *self.links)}
         return {
-            name: file.target
-            for file in reversed(self.files)
+            name: target
+            for target, file in reversed(self.files.items())
             for name in (file.source.elf.needed if file.source.elf else ())
             if name.startswith("libnvidia-") and name not in there
         }
@@ -112,14 +93,8 @@ def plan_volume(
         builder.library(source)
     for source in binaries:
         builder.binary(source)
-    files, links = tuple(builder.files.values()), tuple(builder.links.values())
-    return VolumePlan(
-        volume=volume,
-        version=_version(volume, driver_version, files, links),
-        files=files,
-        links=links,
-        skipped=tuple(builder.skipped),
-    )
+    version = _version(volume, driver_version, builder.files, builder.links)
+    return VolumePlan(volume=volume, version=version, files=builder.files, links=builder.links, skipped=builder.skipped)
 
 
 @dataclass
@@ -130,8 +105,8 @@ class _PlanBuilder:
     driver_version: str
     shared: Overlay | None
     files: dict[str, File] = field(default_factory=dict)
-    links: dict[str, Link] = field(default_factory=dict)
-    skipped: list[Skipped] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def overlay(self, overlay: Overlay) -> None:
         self._file(f"lib64/{SHIM}", overlay.shim, copied=True)
@@ -184,7 +159,7 @@ class _PlanBuilder:
         if soname == source.name:
             return
         if "/" in soname or soname in (".", "..") or len(soname) > _MAX_NAME_LENGTH:
-            self.skipped.append(Skipped(what=f"link {soname!r} to {source.path}", reason="its SONAME is not a file name"))
+            self.skipped[f"link {soname!r} to {source.path}"] = "its SONAME is not a file name"
             return
         names = [soname, _TRAILING_NUMBERS.sub("", soname)]
         if soname.startswith("libGLX_nvidia."):
@@ -199,16 +174,16 @@ class _PlanBuilder:
         if holder is not None:
             self._skip(source, f"{target} is {holder.source.path} already")
             return False
-        self.files[target] = File(target=target, source=source, copied=copied)
+        self.files[target] = File(source=source, copied=copied)
         self.links.pop(target, None)
         return True
 
     def _link(self, target: str, to: str) -> None:
         if target not in self.files:
-            self.links.setdefault(target, Link(target=target, to=to))
+            self.links.setdefault(target, to)
 
     def _skip(self, source: Source, reason: str) -> None:
-        self.skipped.append(Skipped(what=str(source.path), reason=reason))
+        self.skipped[str(source.path)] = reason
 
 
 def version_of(library: str) -> str | None:
@@ -221,11 +196,12 @@ def _stem(name: str) -> str:
     return name.partition(".so")[0]
 
 
-def _version(volume: str, driver_version: str, files: Sequence[File], links: Sequence[Link]) -> str:
+def _version(volume: str, driver_version: str, files: Mapping[str, File], links: Mapping[str, str]) -> str:
     """Hex digits of a hash of the volume's parts."""
     parts: list[object] = [volume, driver_version]
     parts += [
-        (file.target, file.source.sha256 or (str(file.source.path), file.source.identity[1:]), file.copied) for file in files
+        (target, file.source.sha256 or (str(file.source.path), file.source.identity[1:]), file.copied)
+        for target, file in files.items()
     ]
-    parts += [(link.target, link.to) for link in links]
+    parts += links.items()
     return hashlib.sha256(repr(parts).encode(errors="surrogateescape")).hexdigest()[:_VERSION_DIGITS]

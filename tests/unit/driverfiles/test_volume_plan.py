@@ -52,15 +52,7 @@ def draw(*libraries: Source, binaries: tuple[Source, ...] = (), share: bool = Fa
 
 
 def files(drawn: VolumePlan) -> dict[str, str]:
-    return {file.target: str(file.source.path) for file in drawn.files}
-
-
-def links(drawn: VolumePlan) -> dict[str, str]:
-    return {link.target: link.to for link in drawn.links}
-
-
-def reasons(drawn: VolumePlan) -> dict[str, str]:
-    return {skipped.what: skipped.reason for skipped in drawn.skipped}
+    return {target: str(file.source.path) for target, file in drawn.files.items()}
 
 
 def test_a_whole_volume_has_the_driver_as_it_is() -> None:
@@ -70,7 +62,7 @@ def test_a_whole_volume_has_the_driver_as_it_is() -> None:
         f"lib/libcuda.so.{DRIVER}": f"/lib32/libcuda.so.{DRIVER}",
         "bin/nvidia-smi": "/usr/bin/nvidia-smi",
     }
-    assert links(drawn) == {
+    assert drawn.links == {
         f"{folder}/{name}": f"libcuda.so.{DRIVER}" for folder in ("lib", "lib64") for name in ("libcuda.so.1", "libcuda.so")
     }
 
@@ -86,27 +78,27 @@ def test_a_share_volume_has_the_shim_over_64_bit_libraries_only() -> None:
     }
     shim = ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", "libnvidia-ml.so")
     real = {"lib/libcuda.so.1": f"libcuda.so.{DRIVER}", "lib/libcuda.so": f"libcuda.so.{DRIVER}"}
-    assert links(drawn) == {f"lib64/{name}": "libcuda-control.so" for name in shim} | real
-    assert {file.target for file in drawn.files if file.copied} == {"lib64/libcuda-control.so", "bin/gpu-client"}
+    assert drawn.links == {f"lib64/{name}": "libcuda-control.so" for name in shim} | real
+    assert {target for target, file in drawn.files.items() if file.copied} == {"lib64/libcuda-control.so", "bin/gpu-client"}
 
 
 def test_the_real_libraries_have_the_drivers_version_in_their_name() -> None:
     drawn = draw(library("libcuda.so.1", soname="libcuda.so.1"), share=True)
     assert files(drawn)[f"lib64/libcuda.so.{DRIVER}"] == "/lib64/libcuda.so.1"
-    assert links(drawn)["lib64/libcuda.so.1"] == "libcuda-control.so"
+    assert drawn.links["lib64/libcuda.so.1"] == "libcuda-control.so"
 
 
 def test_another_drivers_library_never_stands_behind_the_shim() -> None:
     old = library("libcuda.so.470.82.01", soname="libcuda.so.1")
     drawn = draw(old, CUDA, share=True)
     assert files(drawn)[f"lib64/libcuda.so.{DRIVER}"] == f"/lib64/libcuda.so.{DRIVER}"
-    assert reasons(drawn) == {"/lib64/libcuda.so.470.82.01": "is not of the loaded driver 535.54.03"}
+    assert drawn.skipped == {"/lib64/libcuda.so.470.82.01": "is not of the loaded driver 535.54.03"}
 
 
 def test_the_loaded_drivers_library_has_the_links() -> None:
     drawn = draw(library("libcuda.so.470.82.01", soname="libcuda.so.1"), CUDA)
-    assert drawn.has("lib64/libcuda.so.470.82.01")
-    assert links(drawn)["lib64/libcuda.so.1"] == f"libcuda.so.{DRIVER}"
+    assert "lib64/libcuda.so.470.82.01" in drawn.files
+    assert drawn.links["lib64/libcuda.so.1"] == f"libcuda.so.{DRIVER}"
 
 
 def test_arm64_is_a_machine_like_others() -> None:
@@ -117,14 +109,14 @@ def test_arm64_is_a_machine_like_others() -> None:
         machine="aarch64",
     )
     assert set(files(drawn)) == {f"lib64/libcuda.so.{DRIVER}", f"lib/libnvidia-cfg.so.{DRIVER}"}
-    assert reasons(drawn) == {f"/lib64/libnvidia-fbc.so.{DRIVER}": "is for x86-64, this node is aarch64"}
+    assert drawn.skipped == {f"/lib64/libnvidia-fbc.so.{DRIVER}": "is for x86-64, this node is aarch64"}
 
 
 @pytest.mark.parametrize("name", ["libEGL.so.1.1.0", "libGLESv1_CM.so.1.2.0", "libGLESv2.so.2.1.0", "libGL.so.1.7.0"])
 def test_mesas_libraries_are_not_the_drivers(name: str) -> None:
     assert not draw(library(name, needed=("libglapi.so.0",))).files
     for needed in (f"libnvidia-glcore.so.{DRIVER}", f"libnvidia-eglcore.so.{DRIVER}", "libGLdispatch.so.0"):
-        assert draw(library(name, needed=(needed,))).has(f"lib64/{name}")
+        assert f"lib64/{name}" in draw(library(name, needed=(needed,))).files
 
 
 def test_their_namesakes_are_no_mesa() -> None:
@@ -135,13 +127,13 @@ def test_of_two_tls_libraries_the_one_with_the_right_note_counts() -> None:
     name = f"libnvidia-tls.so.{DRIVER}"
     drawn = draw(library(name, abi=(2, 2, 5)), library(name, folder="/lib64/tls", abi=(2, 3, 99)))
     assert files(drawn) == {f"lib64/{name}": f"/lib64/tls/{name}"}
-    assert reasons(drawn) == {f"/lib64/{name}": "its ABI note is not 2.3.99"}
-    assert draw(library(name)).has(f"lib64/{name}")
+    assert drawn.skipped == {f"/lib64/{name}": "its ABI note is not 2.3.99"}
+    assert f"lib64/{name}" in draw(library(name)).files
 
 
 def test_glx_has_a_link_for_indirect_rendering() -> None:
     drawn = draw(library(f"libGLX_nvidia.so.{DRIVER}", soname="libGLX_nvidia.so.0"))
-    assert set(links(drawn)) == {"lib64/libGLX_nvidia.so.0", "lib64/libGLX_nvidia.so", "lib64/libGLX_indirect.so.0"}
+    assert set(drawn.links) == {"lib64/libGLX_nvidia.so.0", "lib64/libGLX_nvidia.so", "lib64/libGLX_indirect.so.0"}
 
 
 def test_a_script_is_a_program_and_no_library() -> None:
@@ -150,25 +142,25 @@ def test_a_script_is_a_program_and_no_library() -> None:
     )
     drawn = draw(script, binaries=(program("nvidia-debugdump", None), program("nvidia-smi", "aarch64")))
     assert files(drawn) == {"bin/nvidia-debugdump": "/usr/bin/nvidia-debugdump"}
-    assert reasons(drawn) == {"/x": "is not an ELF file", "/usr/bin/nvidia-smi": "is for aarch64, this node is x86-64"}
+    assert drawn.skipped == {"/x": "is not an ELF file", "/usr/bin/nvidia-smi": "is for aarch64, this node is x86-64"}
 
 
 def test_one_name_is_given_once() -> None:
     drawn = draw(library("libnvcuvid.so.1"), library("libnvcuvid.so.1", folder="/other"))
-    assert reasons(drawn) == {"/other/libnvcuvid.so.1": "lib64/libnvcuvid.so.1 is /lib64/libnvcuvid.so.1 already"}
+    assert drawn.skipped == {"/other/libnvcuvid.so.1": "lib64/libnvcuvid.so.1 is /lib64/libnvcuvid.so.1 already"}
 
 
 def test_a_file_displaces_a_link() -> None:
     drawn = draw(library("libnvoptix.so.2", soname="libnvoptix.so.1"), library("libnvoptix.so.1"))
-    assert drawn.has("lib64/libnvoptix.so.1")
-    assert links(drawn) == {"lib64/libnvoptix.so": "libnvoptix.so.2"}
+    assert "lib64/libnvoptix.so.1" in drawn.files
+    assert drawn.links == {"lib64/libnvoptix.so": "libnvoptix.so.2"}
 
 
 @pytest.mark.parametrize("soname", ["../../etc/passwd", "..", "x" * 300])
 def test_a_soname_cannot_lead_out_of_its_folder(soname: str) -> None:
     drawn = draw(library("libnvcuvid.so.1", soname=soname))
-    assert drawn.links == ()
-    assert [skipped.reason for skipped in drawn.skipped] == ["its SONAME is not a file name"]
+    assert drawn.links == {}
+    assert [*drawn.skipped.values()] == ["its SONAME is not a file name"]
 
 
 def test_only_the_given_shim_and_client_are_taken() -> None:
