@@ -16,8 +16,7 @@ import click
 from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.doctor.checks import Host, checks_for
-from gpumgr.doctor.examine import LIMIT_SECONDS, examine
-from gpumgr.doctor.finding import Check, Finding
+from gpumgr.doctor.examine import LIMIT_SECONDS, Check, Finding, examine
 from gpumgr.log import configure_log
 from gpumgr.settings import Settings
 

@@ -4,8 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
 from gpumgr.enforcement.mps import launcher
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol

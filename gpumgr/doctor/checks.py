@@ -19,8 +19,7 @@ from gpumgr.doctor import (
     runtime,
     takeover,
 )
-from gpumgr.doctor.examine import LIMIT_SECONDS
-from gpumgr.doctor.finding import Check
+from gpumgr.doctor.examine import LIMIT_SECONDS, Check
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
 

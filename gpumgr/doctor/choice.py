@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.cri.cgroups import Cgroups
-from gpumgr.doctor.finding import Finding, error, ok, warning
+from gpumgr.doctor.examine import Finding, error, ok, warning
 from gpumgr.doctor.gpus import Gpus
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, ok
+from gpumgr.doctor.examine import Finding, aside, error, ok
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"

@@ -1,16 +1,13 @@
 """Checks of the driver: its kernel module, its library, its device nodes."""
 
 import asyncio
-import os
 import re
-import stat
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
 from gpumgr.allocator.answer import CONTROL_NODES
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
 from gpumgr.driverfiles.manager import parse_proc_version
 from gpumgr.errors import GpumgrError
 from gpumgr.nvml.driver import Nvml
@@ -112,26 +109,12 @@ async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool
 
 def _device_nodes(root: Path, minors: list[int] | None) -> Finding:
     """`minors` None: NVML does not report them; then at least one GPU's node must exist."""
-    found = [entry for entry in _entries(root) if re.fullmatch(r"nvidia\d+", entry)]
+    found = sorted(path.name for path in root.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]
-    missing = [f"{root}/{node}" for node in (*wanted, *CONTROL_NODES) if not _is_device(root / node)]
+    missing = [f"{root}/{node}" for node in (*wanted, *CONTROL_NODES) if not (root / node).is_char_device()]
     if missing:
         modprobe = " && ".join(["nvidia-modprobe -u -c 0", *(f"nvidia-modprobe -c {minor}" for minor in minors or ())])
         return error(f"missing or no devices: {', '.join(missing)}", f"run `{modprobe}`, or start nvidia-persistenced")
     if not wanted:
         return error(f"no {root}/nvidia0 or another GPU's node", INSTALL)
     return ok(f"{', '.join((*wanted, *CONTROL_NODES))} in {root}")
-
-
-def _entries(root: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(root))
-    except OSError:
-        return []
-
-
-def _is_device(path: Path) -> bool:
-    try:
-        return stat.S_ISCHR(path.stat().st_mode)
-    except OSError:
-        return False

@@ -1,25 +1,15 @@
 """In a pod: whether the folders that must be the host's are mounted from it."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, ok, skipped
+from gpumgr.doctor.examine import Finding, aside, error, ok, skipped
 
 IF_HUNG: Final = "look whether the mounts of this container answer (`cat /proc/self/mountinfo`)"
 #: Part of the path of a volume that is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
-    """A line of /proc/PID/mountinfo: the part of a file system (`root`) that is mounted at `point`."""
-
-    point: str
-    root: str
 
 
 async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> Finding:
@@ -30,9 +20,9 @@ async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in
     return judge_host_paths(folders, parse_mounts(text))
 
 
-def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Finding:
-    by_point = {mount.point: mount for mount in mounts}  # of several mounts at one point the last one is visible
-    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, by_point)]
+def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> Finding:
+    """`mounts`: by the mount point, the part of the file system that is mounted there."""
+    own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mounts)]
     if not own:
         return ok(f"{len(folders)} folders are mounted from the host")
     return error(
@@ -41,21 +31,20 @@ def judge_host_paths(folders: Mapping[str, Path], mounts: Iterable[Mount]) -> Fi
     )
 
 
-def parse_mounts(text: str) -> list[Mount]:
-    """Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped."""
-    mounts = []
-    for line in text.splitlines():
-        fields = line.split()
-        if len(fields) >= 5:
-            mounts.append(Mount(point=_plain(fields[4]), root=_plain(fields[3])))
-    return mounts
+def parse_mounts(text: str) -> Mapping[str, str]:
+    """Mount point -> the mounted part of the file system; of several mounts at one point the last one, which is the visible one.
+
+    Source: proc(5), /proc/PID/mountinfo. Lines that cannot be parsed are skipped.
+    """
+    lines = (line.split() for line in text.splitlines())
+    return {_plain(fields[4]): _plain(fields[3]) for fields in lines if len(fields) >= 5}
 
 
-def _is_own(path: Path, by_point: Mapping[str, Mount]) -> bool:
+def _is_own(path: Path, mounts: Mapping[str, str]) -> bool:
     """Whether the folder is in the container's own file system, or in a volume of its pod."""
     places = [str(path), *map(str, PurePosixPath(path).parents)]
-    mount = next((by_point[place] for place in places if place in by_point), None)
-    return mount is None or mount.point == "/" or _EMPTY_DIR in f"{mount.root}/"
+    point = next((place for place in places if place in mounts), "/")
+    return point == "/" or _EMPTY_DIR in f"{mounts[point]}/"
 
 
 def _plain(text: str) -> str:

@@ -6,8 +6,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error_of, ok
+from gpumgr.doctor.examine import Finding, aside, error_of, ok
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.credentials import Certificates, TokenFile

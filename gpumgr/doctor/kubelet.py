@@ -9,8 +9,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.deviceplugin.podresources import lacks_v1, pod_resources_error
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, error_of, ok
+from gpumgr.doctor.examine import Finding, aside, error, error_of, ok
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"

@@ -9,8 +9,7 @@ from typing import Final
 
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error_of, ok, warning
+from gpumgr.doctor.examine import Finding, aside, error_of, ok, warning
 from gpumgr.errors import CheckpointError
 
 IF_HUNG: Final = "look whether the disk under checkpoint.dir answers (`df`)"

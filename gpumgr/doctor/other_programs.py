@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.deviceplugin.other_plugins import answering, problem_and_remedy
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, ok, skipped, warning
+from gpumgr.doctor.examine import Finding, aside, error, ok, skipped, warning
 
 IF_HUNG: Final = "look whether the file system of the device plugins' folder answers"
 

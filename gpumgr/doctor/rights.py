@@ -6,7 +6,7 @@ from typing import Final
 
 import aiohttp
 
-from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import Finding, error, error_of, ok, skipped, warning
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import ApiServer

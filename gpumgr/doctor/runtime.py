@@ -7,8 +7,7 @@ from typing import Final
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.codec import Runtime
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
 from gpumgr.doctor.folders import obstacle
 from gpumgr.errors import CriError
 

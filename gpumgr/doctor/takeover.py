@@ -15,8 +15,7 @@ from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cri.client import CriClient
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
-from gpumgr.doctor.examine import aside
-from gpumgr.doctor.finding import Finding, error, error_of, ok, warning
+from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, warning
 from gpumgr.errors import CheckpointError, CriError, InputError, KubeletError
 from gpumgr.settings import Settings
 from gpumgr.units import RESOURCE_BY_NAME

@@ -66,7 +66,6 @@ class Monitor:
         sample_period_seconds: float = 5.0,
         retry_seconds: tuple[float, float] = (1.0, 60.0),
         load_kernel_modules: Callable[[], Awaitable[bool]] | None = None,
-        clock: Callable[[], float] = time.time,
         on_xid: Callable[[str | None, int], None] = lambda *_: None,
         on_batch: Callable[[float], None] = lambda _: None,
         process_utilization: Callable[[], bool] = lambda: False,
@@ -84,7 +83,6 @@ class Monitor:
         self._sample_period_seconds = sample_period_seconds
         self._retry_seconds = retry_seconds
         self._load_kernel_modules = load_kernel_modules
-        self._clock = clock
         self._on_xid, self._on_batch = on_xid, on_batch
         self._health: dict[str, GpuHealth] = {}
         self._published: dict[str, GpuHealth] = {}
@@ -209,7 +207,7 @@ class Monitor:
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
         readable = {gpu.uuid for gpu in snapshot.gpus}
         for uuid in sorted((readable | failed) - self._health.keys()):
-            self._health[uuid] = new_health(self._clock())
+            self._health[uuid] = new_health(time.time())
             if uuid in self._cordons:
                 self._observe(uuid, Cordoned(message=self._cordons[uuid]))
         unmonitored = await self._nvml.watch_events(self._on_event)
@@ -253,7 +251,7 @@ class Monitor:
     def _observe(self, uuid: str, observation: Observation) -> None:
         health = self._health.get(uuid)
         if health is not None:
-            self._health[uuid] = step(health, observation, self._clock(), self._rules)
+            self._health[uuid] = step(health, observation, time.time(), self._rules)
 
     def _log_changes(self) -> None:
         """Logs each GPU with a state or a reason that differs from the published one, except a new GPU that is offered."""

@@ -9,7 +9,7 @@ may be set back. Only plausible and new entries count.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,15 +49,14 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs. For the worker's thread only. `clock` is the wall clock, in seconds."""
+    """The state of all GPUs. For the worker's thread only."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}
 
     def read(self, nvml: Binding, uuid: str, handle: Handle) -> Mapping[int, float] | None:
         """The utilization (0..1) by pid, without idle processes; None if the driver can't report it."""
-        now = int(self._clock() * 1_000_000)
+        now = int(time.time() * 1_000_000)
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         samples = _fetch(nvml, handle, before.since(now))
         if samples is None:

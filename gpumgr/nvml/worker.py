@@ -34,8 +34,7 @@ class _Job:
 class NvmlWorker:
     """The thread starts with the first call and ends with `close` (or with the process)."""
 
-    def __init__(self, *, name: str = "nvml") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._running: _Job | None = None
@@ -84,7 +83,7 @@ class NvmlWorker:
     def _start(self) -> None:
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
-            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="nvml", daemon=True)
             self._thread.start()
 
     def _work(self, jobs: "queue.SimpleQueue[_Job | None]") -> None:

@@ -43,7 +43,6 @@ class SimKubelet:
         seed: int = 0,
         resource_order: ResourceOrder = "random",
         numa_aligned: bool = False,
-        dial_timeout_seconds: float = 10.0,
     ) -> None:
         self.plugin_folder = folder / "device-plugins"
         self.pod_resources_socket = folder / "pod-resources" / "kubelet.sock"
@@ -56,7 +55,7 @@ class SimKubelet:
         self.registrations: list[str] = []
         self._random = Random(seed)
         self._devices = DeviceManager(self._random, shape=shape, resource_order=resource_order, numa_aligned=numa_aligned)
-        self._dial_timeout_seconds = dial_timeout_seconds
+        self._dial_timeout_seconds = 10.0
         self._pods: dict[str, SimPod] = {}
         self._admission = asyncio.Lock()
         self._sources_ready = True

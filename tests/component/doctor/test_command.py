@@ -161,7 +161,7 @@ def test_wrong_settings_are_an_input_error(folder: Path) -> None:
 STUCK = """
 import asyncio, time
 from gpumgr.cli.doctor import tell
-from gpumgr.doctor.finding import Check, ok
+from gpumgr.doctor.examine import Check, ok
 
 async def stuck():
     await asyncio.shield(asyncio.to_thread(time.sleep, 3600))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.doctor.finding import State
+from gpumgr.doctor.examine import State
 from gpumgr.doctor.gpus import Gpus, look_at_device_nodes, look_at_driver, look_at_nvml
 from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import SimNode

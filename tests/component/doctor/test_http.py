@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.doctor.finding import Finding
+from gpumgr.doctor.examine import Finding
 from gpumgr.doctor.http import look_at_http
 from gpumgr.settings.schema import HttpSettings
 from tests.component.web.scene import CERTIFICATES

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.doctor.backends import look_at_library, look_at_mps
-from gpumgr.doctor.finding import State
+from gpumgr.doctor.examine import State
 from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.settings.schema import MpsSettings
 

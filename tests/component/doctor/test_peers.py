@@ -5,7 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpumgr.doctor.finding import State
+from gpumgr.doctor.examine import State
 from gpumgr.doctor.kubelet import look_at_folder, look_at_pod_resources
 from gpumgr.doctor.runtime import look_at_cdi, look_at_cgroups, look_at_runtime
 from gpumgr.sim.kubelet import SimKubelet

@@ -13,7 +13,7 @@ import pytest
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.store import SqliteCheckpoint
-from gpumgr.doctor.finding import Finding
+from gpumgr.doctor.examine import Finding
 from gpumgr.doctor.folders import look_at_folders
 from gpumgr.doctor.ledger import look_at_checkpoint
 

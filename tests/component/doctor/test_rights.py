@@ -8,7 +8,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from gpumgr.doctor.finding import State
+from gpumgr.doctor.examine import State
 from gpumgr.doctor.rights import for_drains, for_people, look_at_rights, needed
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings

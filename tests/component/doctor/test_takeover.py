@@ -10,7 +10,7 @@ import pytest
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
-from gpumgr.doctor.finding import Finding
+from gpumgr.doctor.examine import Finding
 from gpumgr.doctor.takeover import look_at_take_over
 from gpumgr.settings import load_settings
 from gpumgr.units import CORE_RESOURCE

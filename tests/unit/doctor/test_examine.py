@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.doctor.examine import Report, aside, examine
-from gpumgr.doctor.finding import Check, Finding, Look, State, ok, skipped
+from gpumgr.doctor.examine import Check, Finding, Look, Report, State, aside, examine, ok, skipped
 from gpumgr.errors import CriError
 
 

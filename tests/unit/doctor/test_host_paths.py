@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.doctor.finding import Finding
-from gpumgr.doctor.host_paths import Mount, judge_host_paths, parse_mounts
+from gpumgr.doctor.examine import Finding
+from gpumgr.doctor.host_paths import judge_host_paths, parse_mounts
 
 FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
 OVERLAY = "641 540 0:53 / / rw,relatime master:1 - overlay overlay rw,lowerdir=/a:/b"
@@ -33,7 +33,7 @@ def test_what_is_the_containers_or_the_pods_own_is_named(lines: tuple[str, ...])
 
 
 def test_mounts_are_read_as_the_kernel_writes_them() -> None:
-    assert parse_mounts(f"garbage\n\n{LEDGER}\n1 2 8:1 /a\\040b /c\\134d rw - ext4 dev rw\n1 2 3 /") == [
-        Mount(point="/var/lib/gpumgr", root="/var/lib/gpumgr"),
-        Mount(point="/c\\d", root="/a b"),
-    ]
+    assert parse_mounts(f"garbage\n\n{LEDGER}\n1 2 8:1 /a\\040b /c\\134d rw - ext4 dev rw\n1 2 3 /") == {
+        "/var/lib/gpumgr": "/var/lib/gpumgr",
+        "/c\\d": "/a b",
+    }

@@ -3,7 +3,7 @@
 import pytest
 
 from gpumgr.doctor.choice import judge_choice
-from gpumgr.doctor.finding import State
+from gpumgr.doctor.examine import State
 from gpumgr.enforcement.mechanism_choice import MechanismChoice
 
 NO_PROGRAM = {"mps": "no program"}

@@ -81,7 +81,7 @@ async def test_a_cancelled_caller_does_not_make_the_driver_stuck() -> None:
 
 
 def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served() -> None:
-    worker = NvmlWorker(name="orphan")
+    worker = NvmlWorker()
     with blocked() as release:
 
         async def give_up() -> None:
@@ -89,10 +89,10 @@ def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served() ->
                 await worker.call(release.wait, timeout_seconds=0.01)
 
         asyncio.run(give_up())
+    thread = worker._thread
+    assert thread is not None
     worker.close()
-    for thread in threading.enumerate():
-        if thread.name == "orphan":
-            thread.join()
+    thread.join()
 
     async def again() -> int:
         return await worker.call(lambda: 4, timeout_seconds=5)
