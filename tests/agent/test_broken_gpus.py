@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 
 from gpumgr.demo.node import Node
+from gpumgr.units import CORE_RESOURCE
+from tests.component.nvml.smi import install_smi
 
 from .stage import app, running, stage
 
@@ -79,3 +81,27 @@ async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_un
         node.control.restore_gpu(1)
         await until(lambda: condition(node)["status"] == "False")
         assert "gpumgr_gpus_not_readable 0\n" in await asked(node, "/metrics")
+
+
+async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_reset(folder: Path) -> None:
+    program = install_smi(folder)
+    environ = {"FAKE_SMI_NODE": str(folder / "gpus")}
+    async with running(folder, environ=environ, settings={"nvml": {"smi_program": program}}) as node:
+        (name,) = (name for name, index in node.indices.items() if index == 2)
+
+        def offered() -> bool:
+            return any(healthy for device_id, (healthy, _) in node.kubelet.devices(CORE_RESOURCE).items() if name in device_id)
+
+        await node.order("cordon", name, reason="falls off the bus")
+        await until(lambda: not offered())
+        await node.agent.kill()
+        node.control.lose_gpu(2)
+        await node.start_agent(environ)
+        assert not offered()
+        assert "successfully reset" in (await node.order("reset", name))["said"]
+        await until(lambda: condition(node).get("message") == f"GPU2 ({name}) is cordoned: falls off the bus")
+        assert not offered()
+        await node.order("uncordon", name)
+        await until(offered)
+        codes = [entry["code"] for entry in (await asked(node, "/api/state"))["history"]]
+    assert codes == ["uncordoned", "reset", "not_readable", "cordoned"]

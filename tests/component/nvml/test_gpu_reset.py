@@ -24,7 +24,11 @@ Smi = Callable[[SimNode], str]
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    return lambda sim: install_smi(tmp_path, sim, monkeypatch)
+    def install(sim: SimNode) -> str:
+        monkeypatch.setenv("FAKE_SMI_NODE", str(sim.sysfs_root.parent))
+        return install_smi(tmp_path)
+
+    return install
 
 
 async def cordon(monitor: Monitor, uuid: str) -> None:
