@@ -189,7 +189,7 @@ class SimKubelet:
 
     def held(self, uid: str, container: str, resource: str) -> frozenset[str]:
         """The ids that a container holds."""
-        holding = self._devices.held.get(uid, {}).get(container, {}).get(resource)
+        holding = self._devices.holding(uid, container, resource)
         return holding.ids if holding is not None else frozenset()
 
     async def until(self, condition: Callable[[], bool]) -> None:

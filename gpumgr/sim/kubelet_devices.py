@@ -82,6 +82,9 @@ class DeviceManager:
         self._reusable: dict[str, set[str]] = {}
         self._reusable_of: str | None = None
 
+    def holding(self, uid: str, container: str, resource: str) -> Holding | None:
+        return self.held.get(uid, {}).get(container, {}).get(resource)
+
     def update(self, resource: str, devices: DeviceList) -> None:
         """A ListAndWatch message: the whole list."""
         self.devices[resource] = devices
@@ -131,7 +134,7 @@ class DeviceManager:
                 raise SimKubeletError(f"endpoint not found in cache for a registered resource: {resource}")
             if not client.options.pre_start_required:
                 continue
-            holding = self.held.get(pod.uid, {}).get(container.name, {}).get(resource)
+            holding = self.holding(pod.uid, container.name, resource)
             if holding is None:
                 raise SimKubeletError(
                     f"no devices found allocated in local cache for pod {pod.uid}, container {container.name}, resource {resource}"
@@ -193,7 +196,7 @@ class DeviceManager:
 
     def _has_already(self, pod: SimPod, container: SimContainer, resource: str, required: int) -> bool:
         """Whether nothing is needed, by the checks that come before any choice. Raises SimKubeletError."""
-        holding = self.held.get(pod.uid, {}).get(container.name, {}).get(resource)
+        holding = self.holding(pod.uid, container.name, resource)
         if holding is not None and len(holding.ids) != required:
             raise SimKubeletError(
                 f'pod "{pod.uid}" container "{container.name}" changed request for resource "{resource}" '
@@ -260,7 +263,7 @@ class DeviceManager:
         free_ended()
         hints = []
         for resource, count in container.limits.items():
-            if self.held.get(pod.uid, {}).get(container.name, {}).get(resource) is None and resource in self.healthy:
+            if self.holding(pod.uid, container.name, resource) is None and resource in self.healthy:
                 devices = {device_id: nodes for device_id, (_, nodes) in self.devices.get(resource, {}).items()}
                 available = self.healthy[resource] - self.allocated.get(resource, set())
                 hints.append(hints_for(devices, available, self._reusable.get(resource, set()), count))

@@ -68,14 +68,6 @@ async def test_no_driver_is_an_error_with_a_sentence(tmp_path: Path) -> None:
     assert found.remedy
 
 
-async def test_a_driver_that_is_not_loaded(sim_node: Prepare) -> None:
-    node = sim_node("mixed-2")
-    node.control.unload_driver()
-    found = await look_at_nvml(gpus(node))
-    assert found.state == "error"
-    assert found.message.startswith("the NVIDIA driver is not loaded")
-
-
 async def test_a_driver_that_hangs_is_left(sim_node: Prepare) -> None:
     node = sim_node("mixed-2")
     node.control.hang()

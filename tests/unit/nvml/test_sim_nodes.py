@@ -93,12 +93,6 @@ def test_a_bad_description_names_file_and_place(tmp_path: Path, body: str, messa
         described(tmp_path, body)
 
 
-def test_a_description_that_is_no_mapping(tmp_path: Path) -> None:
-    (tmp_path / "node.yaml").write_text("- just a list\n")
-    with pytest.raises(SettingsError, match="Expected `object`"):
-        load_node(str(tmp_path / "node.yaml"))
-
-
 def test_a_name_that_is_neither_built_in_nor_a_file() -> None:
     with pytest.raises(
         SettingsError, match="'hgx-h200-8': No such file or directory; give a file or one of: dgx1-v100-8, hgx-16"
@@ -106,7 +100,10 @@ def test_a_name_that_is_neither_built_in_nor_a_file() -> None:
         load_node("hgx-h200-8")
 
 
-def test_a_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "node.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(SettingsError, match=r"node\.yaml"):
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"- just a list\n", "Expected `object`"), (b"\xff\xfe\x00\x01", r"node\.yaml")]
+)
+def test_a_file_that_is_no_description_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "node.yaml").write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
         load_node(str(tmp_path / "node.yaml"))
