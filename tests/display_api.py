@@ -1,24 +1,15 @@
-"""gpu-manager's display API through Google's protobuf and grpcio, made from proto/ when imported: an implementation that isn't ours."""
+"""gpu-manager's display API through Google's protobuf and grpcio."""
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
-import grpc
+from tests.protos import json_format, protos_and_services
 
-_PROTO = str(Path(__file__).parents[1] / "proto")
-if _PROTO not in sys.path:
-    sys.path.append(_PROTO)
-
-display, display_services = grpc.protos_and_services("display/api.proto")
-_empty: Any = importlib.import_module("google.protobuf.empty_pb2")
-_json: Any = importlib.import_module("google.protobuf.json_format")
-
-Empty = _empty.Empty
+display, display_services = protos_and_services("display/api.proto")
+Empty: Any = importlib.import_module("google.protobuf.empty_pb2").Empty
 
 
 def as_json(message: Any) -> dict[str, Any]:
     """As grpc-gateway v1 has it: original names, zero values left out."""
-    told: dict[str, Any] = _json.MessageToDict(message, preserving_proto_field_name=True)
+    told: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
     return told
