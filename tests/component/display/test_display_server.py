@@ -1,6 +1,5 @@
 """The socket of gpu-manager's display service: responses to other clients, the owner of the file, and when it is kept."""
 
-import json
 import os
 import socket
 import stat
@@ -14,14 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.display.server import DisplayServer, GpuDisplay
-from tests.display_api import Empty, as_json, display_services
-
-DATA = Path(__file__).parents[2] / "data" / "display"
-
-
-def golden(name: str) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
-    return message
+from tests.display_api import Empty, as_json, display_services, golden
 
 
 def server_at(path: Path, *, version: str = "1.2.3") -> DisplayServer:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from gpumgr.display.server import answer_of
 from gpumgr.topology.devices import NodeSample
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import MemoryPods
-from tests.display_api import as_json, display
+from tests.display_api import as_json, display, golden
 from tests.unit.metrics.pictures import allocation, view_of
 from tests.unit.usage.samples import MIB, container, sample, used
 
@@ -37,11 +36,6 @@ SHARE_VIEW = PodView(
     cluster="west",
 )
 TRAIN_VIEW = PodView(namespace="team", name="train", uid="uid-b", containers=(ContainerSpec(name="main", cores=200),))
-
-
-def golden(name: str) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "display" / f"{name}.json").read_text())
-    return message
 
 
 def pods(*views: PodView) -> MemoryPods:
