@@ -230,15 +230,18 @@ def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> 
     ledger = agent.ledger()
     agent.stop()
     known = schema_version(agent, None)
-    schema_version(agent, known + 1)
-    agent.start(wait=False)
-    wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads up to {known})"
-    wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
-    wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
-    assert exit_codes(agent) == {4}
-    assert lives(node, ["share"])
-    agent.stop()
-    assert schema_version(agent, known) == known + 1
+    try:
+        schema_version(agent, known + 1)
+        agent.start(wait=False)
+        wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads up to {known})"
+        wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
+        wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
+        assert exit_codes(agent) == {4}
+        assert lives(node, ["share"])
+    finally:  # all other tests use this checkpoint
+        agent.stop()
+        left = schema_version(agent, known)
+    assert left == known + 1
     agent.start()
     assert set(agent.ledger()) == set(ledger)
     node.check()

@@ -88,7 +88,8 @@ def host(image: Path) -> Iterator[Machine]:
 
 @pytest_asyncio.fixture
 async def kubelet() -> AsyncIterator[SimKubelet]:
-    async with SimKubelet(KUBELET) as kubelet:
+    # Without the API server the agent does not know how many cores follow a request for memory; it takes the emptiest GPU then.
+    async with SimKubelet(KUBELET, resource_order="core_first") as kubelet:
         yield kubelet
 
 

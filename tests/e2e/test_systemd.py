@@ -93,7 +93,8 @@ class Kubelet:
     """The simulated kubelet, in a loop and a thread of its own: what the tests ask of the machine takes its time."""
 
     def __init__(self, folder: Path) -> None:
-        self.sim = SimKubelet(folder)
+        # Without the API server the agent does not know how many cores follow a request for memory; it takes the emptiest GPU then.
+        self.sim = SimKubelet(folder, resource_order="core_first")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
 
@@ -109,7 +110,10 @@ class Kubelet:
         self._loop.close()
 
     def run_pod(self, name: str) -> None:
-        """Admits demo/`name` with a share of a GPU, and starts its container."""
+        """Admits demo/`name` with a share of a GPU, and starts its container. The agent is READY when Register has returned; the kubelet
+        has its devices with the first message of ListAndWatch, which comes later."""
+        for resource in (CORE_RESOURCE, MEMORY_RESOURCE):
+            self._do(self.sim.until_allocatable(resource))
         container = SimContainer(name="main", cores=30, memory_blocks=16)
         pod = SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))
         status = self._do(self.sim.admit(pod))
