@@ -13,7 +13,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from .agent import Agent
 from .cluster import Cluster
-from .node import Node
+from .node import Node, cleared
 from .places import HERE
 
 #: Files (and one folder) without the cluster, and the unit of work that they belong to. All others are the cluster's unit.
@@ -83,10 +83,5 @@ def running_agent(cluster: Cluster) -> Iterator[Agent]:
 
 @pytest.fixture
 def node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    running_agent.ensure()
-    node = Node(cluster, running_agent)
-    node.clear()
-    try:
+    with cleared(cluster, running_agent) as node:
         yield node
-    finally:
-        node.close()

@@ -14,7 +14,7 @@ from . import programs
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import Json, container, pod
-from .node import Node
+from .node import Node, cleared
 from .places import AGENT_STATE, CGROUPS
 from .processes import wait_until
 from .traces import processes_below
@@ -29,15 +29,9 @@ BLOCK = 1 << 28
 def limited(cluster: Cluster, agent: Agent, changes: Changes) -> Iterator[Node]:
     """A node with an agent that enforces as `changes` say; an ordinary one again afterwards."""
     programs.build()
-    agent.ensure()
-    node = Node(cluster, agent)
-    node.clear()
-    try:
-        with agent.configured(changes):
-            yield node
-            node.clear()
-    finally:
-        node.close()
+    with cleared(cluster, agent) as node, agent.configured(changes):
+        yield node
+        node.clear()
 
 
 def tenant(name: str, command: str, cores: int = 30, memory: int = 16, **spec: Any) -> Json:

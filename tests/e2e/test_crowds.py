@@ -24,29 +24,27 @@ def shares(sizes: Sequence[int], number: int, bound: bool) -> list[Json]:
     return pods
 
 
-def run_crowd(node: Node, pods: list[Json]) -> None:
+def run_at_once(node: Node, pods: list[Json]) -> None:
     node.run(pods, timeout=180)
     node.check_all_running(pods)
     gpu_pods = [each for each in pods if each["spec"]["containers"][0]["resources"]["limits"]]
     assert len(node.agent.ledger()) == len(gpu_pods)
 
 
-@pytest.mark.parametrize("way", ["bound", "scheduled"])
-@pytest.mark.parametrize(("sizes", "number"), [(FORTY, 40), (EIGHTY, 80)], ids=["40", "80"])
-def test_shares_at_once(node: Node, sizes: Sequence[int], number: int, way: str) -> None:
-    bound = way == "bound"
-    if not bound:
-        node.offer_all()
-    run_crowd(node, shares(sizes, number, bound))
-
-
-@pytest.mark.parametrize("way", ["bound", "scheduled"])
-def test_whole_gpus_beside_shares_at_once(node: Node, way: str) -> None:
-    bound = way == "bound"
-    if not bound:
-        node.offer_all()
-    pods = shares(BESIDE_WHOLE, 36, bound)
+def whole_gpus_among_shares() -> list[Json]:
+    pods = shares(BESIDE_WHOLE, 36, bound=True)
     for index in range(4):
-        whole = gpu_pod(f"whole-{index}", 100, 32 * (index % 2), bound=bound)
-        pods.insert(5 + 10 * index, whole)
-    run_crowd(node, pods)
+        pods.insert(5 + 10 * index, gpu_pod(f"whole-{index}", 100, 32 * (index % 2)))
+    return pods
+
+
+@pytest.mark.parametrize(
+    "pods", [shares(FORTY, 40, bound=True), whole_gpus_among_shares()], ids=["40 shares", "whole GPUs among shares"]
+)
+def test_pods_at_once_at_the_kubelet(node: Node, pods: list[Json]) -> None:
+    run_at_once(node, pods)
+
+
+def test_80_shares_at_once_by_the_scheduler(node: Node) -> None:
+    node.offer_all()
+    run_at_once(node, shares(EIGHTY, 80, bound=False))

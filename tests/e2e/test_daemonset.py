@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,19 @@ import pytest
 
 from gpumgr.sim.control import SimProcess
 
-from . import daemonset, image_agent, oci, tenants, traces
+from . import daemonset, image_agent, tenants, traces
 from .agent import Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, Installed
 from .gaps import Gap, keep_figures
 from .logs import whole_lines
 from .manifests import SHOW, Json, container, gpu_pod
-from .node import Node
+from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
 from .processes import wait_until
 
-MIB = 1 << 20
 GPU = 6
 CAP_SYS_PTRACE = 19
-LARGEST_IMAGE = 120 * MIB
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 Right = tuple[str, str, str]
 
@@ -41,16 +40,11 @@ def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
 
 @pytest.fixture
 def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
-    agent.ensure()
-    node = Node(cluster, agent)
     for each in cluster.api.request("GET", DEPLOYMENTS)["items"]:
         cluster.api.request("DELETE", f"{DEPLOYMENTS}/{each['metadata']['name']}?propagationPolicy=Foreground")
     wait_until("no deployment", lambda: not cluster.api.request("GET", DEPLOYMENTS)["items"], 120)
-    node.clear()
-    try:
+    with cleared(cluster, agent) as node:
         yield node
-    finally:
-        node.close()
 
 
 def deployment(name: str, replicas: int, cores: int, memory: int) -> Json:
@@ -110,11 +104,7 @@ def residents(node: Node) -> list[str]:
     return ["share", "whole", "pair", *(each["metadata"]["name"] for each in of(node, "resident"))]
 
 
-def test_the_image_is_small_and_holds_only_the_agent(agent: Installed) -> None:
-    archive = image_agent.build_image()
-    size = sum(oci.compressed_bytes(archive).values())
-    keep_figures({"image_compressed_bytes": size})
-    assert size < LARGEST_IMAGE
+def test_the_image_holds_only_the_agent(agent: Installed) -> None:
     alien = "find / -xdev -name pip -o -xdev -name cc1 -o -xdev -name conftest.py"
     found = agent.run_inside("/bin/sh", "-c", f"ls /opt/gpumgr/bin; {alien}")
     assert found.split() == ["gpumgr", "python", "python3", "python3.11"]
@@ -342,12 +332,23 @@ def test_every_right_that_the_chart_grants_is_used(node: Node, agent: Installed,
     agent.renew()
     agent.wait_offered()
     node.run([gpu_pod("share", 20, 20)])
-    for _ in range(2):
+    for _ in range(2):  # the second event of a kind is a patch of the first one
+        before = node_events(cluster, "GpuLost"), node_events(cluster, "GpuBack")
         agent.control.lose_gpu(GPU)
-        wait_until("the node's trouble", lambda: trouble(cluster) == "True")
+        wait_until("the GPU's loss", partial(has_more_events, cluster, "GpuLost", before[0]))
         agent.control.restore_gpu(GPU)
-        wait_until("no trouble any more", lambda: trouble(cluster) == "False")
+        wait_until("the GPU's return", partial(has_more_events, cluster, "GpuBack", before[1]))
     prove_rights(cluster, since)
+
+
+def node_events(cluster: Cluster, reason: str) -> int:
+    """How many events of this kind the node has had."""
+    items = cluster.api.request("GET", f"/api/v1/events?fieldSelector=involvedObject.kind=Node,reason={reason}")["items"]
+    return sum(int(each.get("count") or 1) for each in items)
+
+
+def has_more_events(cluster: Cluster, reason: str, before: int) -> bool:
+    return node_events(cluster, reason) > before
 
 
 def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cluster: Cluster) -> None:
@@ -395,8 +396,3 @@ def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
         node.wait_log("share", "shown")
     finally:
         agent.start()
-
-
-def trouble(cluster: Cluster) -> str | None:
-    conditions = cluster.node()["status"]["conditions"]
-    return next((str(each["status"]) for each in conditions if each["type"] == "GpuTrouble"), None)

@@ -8,7 +8,7 @@ from .api import phase
 from .churn import Observer, churn
 from .node import Node
 
-SECONDS = 20
+SECONDS = 12
 #: For chance to do what it does within a few seconds on a quiet machine.
 PATIENCE_SECONDS = 90
 

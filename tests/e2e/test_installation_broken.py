@@ -18,7 +18,7 @@ from .cluster import Cluster
 from .daemonset import STATE, Installed
 from .manifests import SHOW, Json, container, gpu_pod, pod
 from .mistakes import denied, doctor, event, installed_with, last_words, lines, status
-from .node import Node
+from .node import Node, cleared
 from .places import DEVICE_PLUGINS, NODE, PROJECT
 from .processes import wait_until
 
@@ -45,13 +45,8 @@ def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
 
 @pytest.fixture
 def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
-    agent.ensure()
-    node = Node(cluster, agent)
-    node.clear()
-    try:
+    with cleared(cluster, agent) as node:
         yield node
-    finally:
-        node.close()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------------

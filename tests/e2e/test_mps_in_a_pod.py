@@ -7,7 +7,6 @@ can be killed. NVIDIA's program is played by one that lies on the host alone.
 
 import json
 import subprocess
-import tarfile
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -56,18 +55,8 @@ AUTO: Mapping[str, Any] = {**VALUES, "settings": {**VALUES["settings"], "enforce
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The image's root, unpacked: it may be written to."""
     folder = tmp_path_factory.mktemp("image")
-    with tarfile.open(image_agent.build_image()) as archive:
-
-        def read(digest: str) -> bytes:
-            blob = archive.extractfile(f"blobs/{digest.replace(':', '/')}")
-            assert blob is not None
-            return blob.read()
-
-        index = archive.extractfile("index.json")
-        assert index is not None
-        manifest = json.loads(read(json.load(index)["manifests"][0]["digest"]))
-        for layer in manifest["layers"]:
-            subprocess.run(["tar", "--extract", "--gzip", f"--directory={folder}"], input=read(layer["digest"]), check=True)
+    for layer in image_agent.read_archive(image_agent.build_image())[1]:
+        subprocess.run(["tar", "--extract", f"--directory={folder}"], input=layer, check=True)
     return folder
 
 

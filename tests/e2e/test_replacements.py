@@ -6,7 +6,7 @@ from .manifests import gpu_pod
 from .node import Node
 from .processes import wait_until
 
-ROUNDS = 20
+ROUNDS = 10
 
 
 @pytest.mark.parametrize(("cores", "memory", "number"), [(100, 0, 8), (50, 40, 16)], ids=["whole", "halves"])
