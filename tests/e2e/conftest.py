@@ -21,12 +21,10 @@ APART: Final = {
     "page": "page",
     "test_chart.py": "chart",
     "test_chart_rights.py": "chart",
-    "test_dashboard.py": "prometheus",
     "test_image_build.py": "image",
     "test_mps_in_a_pod.py": "nspawn",
     "test_prometheus.py": "prometheus",
     "test_promtool.py": "prometheus",
-    "test_rules.py": "prometheus",
     "test_systemd.py": "nspawn",
 }
 

@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 
 import gpumgr
 
-from .alone import alone_in
+from .build import alone_in
 from .places import PROJECT, cache
 
 NAME: Final = "gpumgr.invalid/gpumgr:e2e"

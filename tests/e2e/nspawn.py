@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from .alone import alone_in
+from .build import alone_in
 from .places import CGROUPS, PROJECT, cache
 from .processes import Processes, end_recorded, start_time, wait_until
 

@@ -20,11 +20,10 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, Installed
 from .gaps import Gap, keep_figures
-from .logs import whole_lines
 from .manifests import SHOW, Json, container, gpu_pod
 from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
-from .processes import wait_until
+from .processes import wait_until, whole_lines
 
 GPU = 6
 CAP_SYS_PTRACE = 19
@@ -117,7 +116,7 @@ def test_the_image_brings_the_client_of_vcuda(agent: Installed) -> None:
     assert "--addr, --pod-uid and one of" in agent.run_inside("/bin/sh", "-c", f"{client} 2>&1 || true")
 
 
-def test_the_images_own_healthcheck_agrees(agent: Installed) -> None:
+def test_the_images_healthcheck(agent: Installed) -> None:
     """Kubernetes has its probes; Docker and podman run this. It uses the settings, which have a port other than the default."""
     command = image_agent.healthcheck_command()
     agent.run_inside(*command)
@@ -351,7 +350,7 @@ def has_more_events(cluster: Cluster, reason: str, before: int) -> bool:
     return node_events(cluster, reason) > before
 
 
-def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cluster: Cluster) -> None:
+def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Installed, cluster: Cluster) -> None:
     """Pods over their limit are evicted and refused pods removed if configured; the chart grants the rights then, not before."""
     plain = rights_granted(cluster)
     changes: dict[str, dict[str, Any]] = {

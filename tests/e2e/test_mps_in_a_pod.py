@@ -173,7 +173,7 @@ async def offered(kubelet: SimKubelet) -> None:
         await kubelet.until_allocatable(resource)
 
 
-async def test_daemons_outlive_the_agents_pod_and_the_next_one_keeps_them(host: Machine, kubelet: SimKubelet) -> None:
+async def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machine, kubelet: SimKubelet) -> None:
     await to_thread(start_pod, host, "agent-1")
     await offered(kubelet)
     assert (await kubelet.run(pod("first", memory_blocks=16))).phase == "Running"
@@ -205,7 +205,7 @@ async def test_daemons_outlive_the_agents_pod_and_the_next_one_keeps_them(host: 
     await to_thread(kill_pod, host, "agent-2")
 
 
-def test_doctor_says_what_a_pod_lacks(host: Machine) -> None:
+def test_doctor_reports_missing_permissions_of_the_pod(host: Machine) -> None:
     found = doctor(host, VALUES)
     assert found["state"] == "ok", found
     assert f"{PROGRAM} speaks protocol 2 and 3 (2 is used)" in found["message"]

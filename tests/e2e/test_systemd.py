@@ -188,7 +188,7 @@ def warnings(host: Machine) -> list[str]:
     return [event for event in found if event != "background_call_takes_long"]
 
 
-def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubelet) -> None:
+def test_journal_entries_of_a_pod(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
     kubelet.run_pod("seen")
     kubelet.run_pod("other")
@@ -253,7 +253,7 @@ def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubel
 
 
 @pytest.mark.usefixtures("kubelet")
-def test_what_a_living_container_has_mounted_is_no_leftover(service: Machine) -> None:
+def test_mounted_files_of_a_running_container_are_kept(service: Machine) -> None:
     service.write(CONFIG, SETTINGS.replace("{backend: mps}", "{backend: mps, orphan_grace_seconds: 1}"))
     living, gone = "00112233445566ff", "ffeeddccbbaa9988"
     for each in (living, gone):

@@ -7,6 +7,7 @@ import pytest
 
 from .manifests import Json, container, gpu_pod, pod
 from .node import Node
+from .processes import wait_until
 
 # Sizes that fit in any order: a GPU that can't take 20 more has given over 80, and 640 in all leave one that can.
 FORTY = (20, 20, 10, 20, 5, 20, 20, 20, 5, 20)  # 160 in ten, 640 in forty
@@ -48,3 +49,20 @@ def test_pods_at_once_at_the_kubelet(node: Node, pods: list[Json]) -> None:
 def test_80_shares_at_once_by_the_scheduler(node: Node) -> None:
     node.offer_all()
     run_at_once(node, shares(EIGHTY, 80, bound=False))
+
+
+ROUNDS = 10
+
+
+@pytest.mark.parametrize(("cores", "memory", "number"), [(100, 0, 8), (50, 40, 16)], ids=["whole", "halves"])
+def test_each_replacement_runs(node: Node, cores: int, memory: int, number: int) -> None:
+    node.offer_all()
+    node.run([gpu_pod(f"pod-{index}", cores, memory, bound=False) for index in range(number)])
+    for replaced in range(ROUNDS):
+        following = gpu_pod(f"pod-{number + replaced}", cores, memory, bound=False)
+        # Waiting in the scheduler's queue before there is room, as the successor of a Deployment does.
+        node.cluster.create([following])
+        node.cluster.delete([f"pod-{replaced}"])
+        node.wait_running([following["metadata"]["name"]])
+    node.check()
+    wait_until("the replaced ones freed", lambda: len(node.agent.ledger()) == number, every=0.3)
