@@ -21,9 +21,7 @@ RESULTS = PROJECT / "build" / "bench.json"
 #: Each prints one JSON object.
 MODULES = {
     "agent": "tests.bench.bench_agent",
-    "wire": "tests.bench.bench_wire",
     "evaluators": "tests.bench.bench_evaluators",
-    "checkpoint": "tests.bench.bench_checkpoint",
     "metrics": "tests.bench.bench_metrics",
     "limits": "tests.bench.bench_limits",
     "pages": "tests.bench.bench_pages",

@@ -2,12 +2,10 @@
 
 `python -m tests.bench.bench_agent [--rounds N]` prints one JSON object. Calls are timed at the kubelet's end (grpcio, the kubelet's dial
 options): Allocate with its durable commit, GetPreferredAllocation with its look at PodResources. In each round stand beside them
-the floor (floor.py) and commits alone (bench_checkpoint.py) on the same disk.
+the floor (floor.py) and commits alone on the same disk: through the writer thread, from the event loop, fsync included.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -23,11 +21,13 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import yaml
 
+from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
-from tests.bench.bench_checkpoint import commits
+from tests.allocations import allocated
+from tests.bench import figures
 from tests.bench.figures import median_and_worst, spread
 from tests.bench.kubelet import Kubelet, Plugin, PodKey, Times, admit
 
@@ -38,6 +38,7 @@ OFFER = {CORE_RESOURCE: 800, MEMORY_RESOURCE: 4512}
 ONE = {CORE_RESOURCE: 1, MEMORY_RESOURCE: 1}
 #: Pods of each round: such with one id of each resource, and such with all.
 SMALL, WHOLE = 100, 20
+SAVES_PER_ROUND = 200
 #: Pods that run while the agent is idle.
 IDLE_PODS, IDLE_SECONDS = 40, 15.0
 #: Until the agent's cache has the pods that were announced.
@@ -52,30 +53,35 @@ REPORTED = {
 }
 
 
+def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The shipped settings with every path below `folder`."""
+    return {
+        "node": {"name": NODE},
+        "kubelet": {
+            "device_plugin_dir": str(folder / "device-plugins"),
+            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
+        },
+        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
+        "container": {
+            "allocation_dir": str(folder / "vm"),
+            "driver_share_dir": str(folder / "driver" / "share"),
+            "driver_whole_dir": str(folder / "driver" / "whole"),
+        },
+        "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+        "cri": {"socket": str(folder / "cri.sock")},
+        "http": {"port": 0, "socket": str(folder / "agent.sock")},
+        "display": {"socket": str(folder / "display.sock")},
+        "process": {"lock_path": str(folder / "agent.lock")},
+    }
+
+
 class Agent:
     """`gpumgr run`, and a supervisor that starts it at once when it was killed."""
 
-    def __init__(self, folder: Path, kubelet: Kubelet, kubeconfig: Path, changes: Changes | None = None) -> None:
+    def __init__(self, folder: Path, kubeconfig: Path, changes: Changes | None = None) -> None:
         """`changes` (section -> key -> value) go over settings that have everything in `folder`."""
-        settings: dict[str, dict[str, Any]] = {
-            "node": {"name": NODE},
-            "kubelet": {
-                "device_plugin_dir": str(kubelet.plugin_folder),
-                "pod_resources_socket": str(kubelet.pod_resources_socket),
-            },
-            "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
-            "kubernetes": {"kubeconfig": str(kubeconfig)},
-            "container": {
-                "allocation_dir": str(folder / "vm"),
-                "driver_share_dir": str(folder / "driver" / "share"),
-                "driver_whole_dir": str(folder / "driver" / "whole"),
-            },
-            "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
-            "cri": {"socket": str(folder / "cri.sock")},
-            "http": {"port": 0, "socket": str(folder / "agent.sock")},
-            "display": {"socket": str(folder / "display.sock")},
-            "process": {"lock_path": str(folder / "agent.lock")},
-        }
+        settings = settings_in(folder)
+        settings["kubernetes"] = {"kubeconfig": str(kubeconfig)}
         for section, values in (changes or {}).items():
             settings[section] = {**settings.get(section, {}), **values}
         config = folder / "gpumgr.yaml"
@@ -213,7 +219,33 @@ class Bench:
         }
 
 
-async def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
+def allocation(n: int) -> Allocation:
+    """A share of a GPU with 320 blocks, as a 10-core pod has it."""
+    return allocated(
+        id=f"{n:032x}",
+        pod=("production", f"inference-{n}-7c9d8b6f5-abcde"),
+        uid=f"00000000-0000-4000-8000-{n:012d}",
+        container="server",
+        cores={"8f2c11aa": 0x3FF << (n % 90)},
+        blocks={"8f2c11aa": 0xFFFFFFFF << (n % 288)},
+        gpus=("8f2c11aa",),
+        granted_at=1_700_000_000.0 + n,
+        why="share: best fit of 8 GPUs",
+    )
+
+
+async def commits(checkpoint: SqliteCheckpoint, first: int) -> list[float]:
+    """Seconds of each save: one more allocation, and the oldest of 64 dropped."""
+    took = []
+    for n in range(first, first + SAVES_PER_ROUND):
+        change = Change(put=(allocation(n),), drop=(allocation(n - 64).id,))
+        started = time.perf_counter()
+        await checkpoint.save(change)
+        took.append(time.perf_counter() - started)
+    return took
+
+
+async def compare(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
     started = await asyncio.to_thread(bench.starts, rounds)
     fresh_bytes = bench.agent.resident_bytes()
     checkpoint = SqliteCheckpoint.open(folder / "commits")
@@ -224,7 +256,7 @@ async def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, object]:
         small, whole = bench.announce(SMALL, 1, 1), bench.announce(WHOLE, OFFER[CORE_RESOURCE], OFFER[MEMORY_RESOURCE])
         await asyncio.sleep(CACHE_SECONDS)
         ours.append(await asyncio.to_thread(bench.calls, small, whole))
-        saves.append([ms / 1000 for ms in await commits(checkpoint, 64 + 200 * turn)])
+        saves.append(await commits(checkpoint, 64 + SAVES_PER_ROUND * turn))
         floors.append(await asyncio.to_thread(bench.floor_calls))
     await checkpoint.close()
     result: dict[str, object] = {
@@ -248,14 +280,14 @@ def _beside(ours: list[Times], floors: list[Times], key: tuple[str, int]) -> dic
     return {"gpumgr": mine, "floor": floor, "ratio_of_p50": round(mine["p50_ms"] / floor["p50_ms"], 2)}
 
 
-async def run(folder: Path, rounds: int) -> dict[str, object]:
+async def measure_in(folder: Path, rounds: int) -> dict[str, object]:
     kubelet = Kubelet(folder)
     kubelet.start()
     async with SimApiServer(NODE) as api:
-        agent = Agent(folder, kubelet, api.kubeconfig(folder / "kubeconfig"))
+        agent = Agent(folder, api.kubeconfig(folder / "kubeconfig"))
         try:
             with floor_plugins(folder) as floor:
-                return await measure(Bench(kubelet, agent, floor, api), folder, rounds)
+                return await compare(Bench(kubelet, agent, floor, api), folder, rounds)
         except Exception:
             sys.stderr.write(agent.log()[-4000:])
             raise
@@ -264,14 +296,10 @@ async def run(folder: Path, rounds: int) -> dict[str, object]:
             kubelet.stop()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="where the agent's disk is; default: the folder for temporary files")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="gpumgr-bench-") as folder:
-        print(json.dumps(asyncio.run(run(Path(folder), arguments.rounds)), indent=2))
+async def measure(rounds: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory(prefix="gpumgr-bench-") as folder:
+        return await measure_in(Path(folder), rounds)
 
 
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=7)

@@ -1,7 +1,5 @@
 """How long link decisions take, with the answer cache emptied before each. Prints one JSON object; times in milliseconds."""
 
-import json
-import sys
 from collections.abc import Callable, Collection
 from itertools import combinations
 from random import Random
@@ -12,6 +10,7 @@ from gpumgr.evaluators import link
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.select import place
 from gpumgr.topology.devices import Level, Topology
+from tests.bench import figures
 
 _HALF = (0, 3, 4, 6, 9, 11, 13, 14)
 _VOLTA_TWO = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}
@@ -20,9 +19,8 @@ _UNLIKE = (12, 16, 20, 24, 32)
 _VOLTA_ONE = {(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)}
 
 
-def main(rounds: int = 200) -> dict[str, Any]:
-    """Measure, print, and return what was printed."""
-    result = {
+def measure(rounds: int) -> dict[str, Any]:
+    return {
         "link_8_gpus": {"dgx1_v100": _all_sizes(_dgx1(), (), rounds), "hgx_nvswitch": _all_sizes(_two_sockets(8), (), rounds)},
         "link_16_gpus": {
             f"{name}_{filling}": _all_sizes(topology, occupied, max(1, rounds // 10))
@@ -31,9 +29,6 @@ def main(rounds: int = 200) -> dict[str, Any]:
         },
         "link_worst_case": {f"{n}_unlike_gpus": _all_sizes(_unlike(n), (), max(3, rounds // 20)) for n in _UNLIKE},
     }
-    json.dump(result, sys.stdout, indent=2)
-    print()
-    return result
 
 
 def _all_sizes(topology: Topology, occupied: Collection[int], rounds: int) -> dict[str, float]:
@@ -92,4 +87,4 @@ def _unlike(n: int) -> Topology:
 
 
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=200)

@@ -4,12 +4,12 @@
 of their own, bytecode there.
 """
 
-import argparse
-import json
 import subprocess
 import sys
 from statistics import median
 from typing import Any, Final
+
+from tests.bench import figures
 
 #: As gpumgr.cli.main and the command do it.
 AGENT: Final = "import sys; sys.modules['rich'] = None; import gpumgr.cli.running, gpumgr.kubeapi.library as l; l.load_library()"
@@ -42,11 +42,5 @@ def _middle(taken: tuple[tuple[int, float, float], ...]) -> dict[str, float | in
     return {"modules": int(modules), "resident_mib": round(mebibytes, 1), "milliseconds": round(milliseconds, 1)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    print(json.dumps(measure(parser.parse_args().rounds)))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=7)

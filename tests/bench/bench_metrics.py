@@ -8,9 +8,7 @@ of the two p50. `cpu_percent`: of one core, with 10 scrapes a second in the form
 Run: python -m tests.bench.bench_metrics [--seconds N]
 """
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -32,6 +30,7 @@ from gpumgr.topology.devices import Gpu, GpuProcess, GpuSample, Level, NodeSampl
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
 from tests.allocations import allocated, block_count
+from tests.bench import figures
 from tests.bench.children import child
 from tests.bench.figures import spread
 
@@ -274,7 +273,7 @@ async def rendering(containers_per_gpu: int) -> dict[str, Any]:
     return {"refresh": spread([taken]), "loop_lag_in_refresh": spread([late])}
 
 
-async def measure(containers_per_gpu: int, seconds: float) -> dict[str, Any]:
+async def measure_node(containers_per_gpu: int, seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {"containers": GPUS * containers_per_gpu}
     for name, headers in _ASKED.items():
         async with client_of("--serve", containers_per_gpu) as client:
@@ -290,20 +289,16 @@ async def measure(containers_per_gpu: int, seconds: float) -> dict[str, Any]:
     return result | await rendering(containers_per_gpu)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each of three rounds")
-    parser.add_argument(
-        "--serve", type=int, metavar="CONTAINERS", help="be the process that is scraped, with so many on each GPU"
-    )
-    parser.add_argument("--floor", type=int, metavar="BYTES", help="be the process that answers so many fixed bytes")
-    arguments = parser.parse_args()
-    if arguments.serve is not None or arguments.floor is not None:
-        asyncio.run(serve(arguments.serve, arguments.floor or 0))
-        return
-    results = {f"metrics_8x{n}": asyncio.run(measure(n, arguments.seconds)) for n in (25, 200)}
-    print(json.dumps(results, indent=2))
+async def measure(seconds: float) -> dict[str, Any]:
+    """`seconds`: of each of three rounds."""
+    return {f"metrics_8x{n}": await measure_node(n, seconds) for n in (25, 200)}
 
 
 if __name__ == "__main__":
-    main()
+    match sys.argv[1:]:
+        case ["--serve", containers_per_gpu]:
+            asyncio.run(serve(int(containers_per_gpu), 0))
+        case ["--floor", size]:
+            asyncio.run(serve(None, int(size)))
+        case _:
+            figures.main(measure, __doc__, seconds=3.0)

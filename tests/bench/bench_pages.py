@@ -5,84 +5,48 @@ its readers being another process: `idle` without a client, `unread` while a sta
 with all readers. `turn` is the time for which the loop is held at once in a second with all readers.
 """
 
-import argparse
 import asyncio
-import json
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
-import structlog
 
-from gpumgr.agent.api import PodDetails
-from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.agent.writer import AgentView
-from gpumgr.aio import LatestValue
 from gpumgr.allocator.history import Entry
-from gpumgr.allocator.pods import PodKey
 from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.server import WebServer
 from gpumgr.web.state import HISTORY_SHOWN, node_state
+from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
 from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.held import HeldTimes
+from tests.component.web.scene import Scene
 
 CONTAINERS: Final = 100
 STREAMS: Final = 50
 PERIOD_SECONDS: Final = 1.0
 
 
-class Node:
-    """Implements web.sources.Sources: a node on which little happens."""
+class Node(Scene):
+    """A node on which little happens."""
 
-    def __init__(self, report: NodeReport, history: Sequence[Entry] = ()) -> None:
-        self._picture, self._history = report, history
-        self.states = LatestValue(b"")
-
-    async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
-        raise NotImplementedError(f"no metrics here, neither {accept} nor {accept_encoding}")
-
-    def not_alive(self) -> Sequence[str]:
-        return ()
-
-    def not_ready(self) -> Sequence[str]:
-        return ()
-
-    def no_driver(self) -> Sequence[str]:
-        return ()
-
-    def view(self) -> AgentView:
-        return self._picture.view
+    def __init__(self, report: NodeReport, history: list[Entry]) -> None:
+        super().__init__()
+        self._report, self.entries = report, history
 
     def report(self) -> NodeReport:
-        return replace(self._picture, at=time.time(), sampled_at=time.monotonic())
+        return replace(self._report, at=time.time(), sampled_at=time.monotonic())
 
     async def state(self) -> bytes:
-        return msgspec.json.encode(node_state(self.report(), self._history))
-
-    def usage(self) -> Mapping[str, Any]:
-        return {}
-
-    def history(self) -> Sequence[Entry]:
-        return self._history
-
-    def pod(self, namespace: str, pod: str) -> PodDetails | None:
-        return PodDetails(namespace=namespace, pod=pod)
-
-    def pods(self) -> Sequence[PodKey]:
-        return [a.pod for a in self._picture.view.ledger.allocations.values() if a.pod]
-
-    async def maintain(self, order: MaintenanceRequest) -> Mapping[str, Any]:
-        return {"gpu": order.gpu}
+        return msgspec.json.encode(node_state(self.report(), self.entries))
 
 
 def node() -> Node:
@@ -135,11 +99,11 @@ async def core_percent(work: Any) -> float:
     return round(100 * (time.process_time() - spent) / (time.perf_counter() - began), 2)
 
 
-async def measure(held: HeldTimes, seconds: float) -> Mapping[str, object]:
+async def measure_pages(held: HeldTimes, seconds: float) -> Mapping[str, object]:
     sources, front = node(), IndexPage.read()
     server = WebServer(sources, host="127.0.0.1", port=0, heartbeat_seconds=15)
     await server.start()
-    figures: dict[str, object] = {
+    sizes: dict[str, object] = {
         "page_bytes": len(front.plain),
         "page_bytes_gzip": len(front.packed),
         "state_bytes": len(await sources.state()),
@@ -154,7 +118,7 @@ async def measure(held: HeldTimes, seconds: float) -> Mapping[str, object]:
         if sources.states.readers != STREAMS:
             raise RuntimeError(f"{sources.states.readers} of {STREAMS} streams are left")
     await server.stop()
-    return {"pages": {**figures, "core_percent": percents, "turn": spread([turns])}}
+    return {"pages": {**sizes, "core_percent": percents, "turn": spread([turns])}}
 
 
 def read(port: int) -> None:
@@ -173,19 +137,14 @@ def read(port: int) -> None:
             each.recv(1 << 20)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--read", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.read is not None:
-        read(arguments.read)
-        return
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+def measure(seconds: float) -> Mapping[str, object]:
     held = HeldTimes()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(held)) as runner:
-        print(json.dumps(runner.run(measure(held, arguments.seconds)), indent=2))
+        return runner.run(measure_pages(held, seconds))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--read"]:
+        read(int(sys.argv[2]))
+    else:
+        figures.main(measure, __doc__, seconds=15.0)

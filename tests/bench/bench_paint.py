@@ -6,20 +6,16 @@ Prints one JSON object: milliseconds p50/p99 from the navigation's start. `first
 Run: python -m tests.bench.bench_paint [--loads N]
 """
 
-import argparse
-import asyncio
-import json
 import os
-import sys
 from collections.abc import Mapping
 from typing import Final
 
-import structlog
 from playwright.async_api import Browser
 
 from gpumgr.agent.api import builtins
 from gpumgr.web.index_page import PAGE
 from gpumgr.web.state import node_state
+from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
 from tests.bench.figures import spread
 from tests.e2e.browser import CHROMIUM, Stage, chromium, visit
@@ -47,6 +43,8 @@ async def load(browser: Browser, url: str) -> Mapping[str, float]:
 
 
 async def measure(loads: int) -> Mapping[str, object]:
+    if not os.access(CHROMIUM, os.X_OK):
+        return {}
     stage = Stage()
     await stage.open()
     document = builtins(node_state(picture_of(CONTAINERS_PER_GPU), []))
@@ -64,13 +62,5 @@ async def measure(loads: int) -> Mapping[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--loads", type=int, default=10)
-    loads = parser.parse_args().loads
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    print(json.dumps(asyncio.run(measure(loads)) if os.access(CHROMIUM, os.X_OK) else {}, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, loads=10)

@@ -8,9 +8,7 @@ MPS: the daemon is the tests' fake one, its control program one in C (control.c)
 start, and what a run of that program costs. The first start on a GPU, which starts its daemon, is apart.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import re
 import signal
@@ -29,6 +27,7 @@ from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from tests.bench import figures
 from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
 from tests.bench.bench_regions import empty_library
 from tests.bench.children import child
@@ -187,7 +186,7 @@ async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
         settings = {**changes, "cri": {"socket": str(places.socket)}}
         settings["enforcement"] = {**changes["enforcement"], "run_dir": str(memory), "orphan_grace_seconds": 1}
         async with SimApiServer(NODE) as api:
-            agent = Agent(folder, kubelet, api.kubeconfig(folder / "kubeconfig"), settings)
+            agent = Agent(folder, api.kubeconfig(folder / "kubeconfig"), settings)
             try:
                 with places.runtime(), ExitStack() as attached:
                     agent.start()
@@ -237,9 +236,9 @@ def scratch(below: Path | None = None) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def measure(rounds: int, only: str | None = None) -> dict[str, object]:
+async def measure(rounds: int, only: str = "") -> dict[str, object]:
     with scratch() as folder:
-        chosen = {name: changes for name, changes in mechanisms(folder).items() if only in (None, name)}
+        chosen = {name: changes for name, changes in mechanisms(folder).items() if only in ("", name)}
         result: dict[str, object] = {"containers": CONTAINERS, "floor": await asyncio.to_thread(floor, folder)}
         result["control_program_alone"] = control_program_alone(control_program(folder))
         for name, changes in chosen.items():
@@ -248,13 +247,5 @@ async def measure(rounds: int, only: str | None = None) -> dict[str, object]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="one mechanism")
-    given = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(given.rounds, given.only)), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=3, only="")

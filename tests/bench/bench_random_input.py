@@ -20,9 +20,11 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
+
+from tests.bench.bench_agent import settings_in
 
 BATCHES: Final = 10
 CONCURRENT: Final = 32
@@ -32,25 +34,6 @@ _PATHS: Final = (
     "/", "/metrics", "/metric", "/healthz", "/readyz", "/version", "/graph", "/graph?format=json", "/usage", "/api/state", "/api/stream",
     "/api/history", "/api/pods", "/api/pods/team/web", "/debug/stacks", "/api/gpus/0/cordon", "/nowhere", "/%00",
 )  # fmt: skip
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """The shipped settings with every path below `folder`."""
-    return {
-        "node": {"name": "bench"},
-        "kubelet": {"device_plugin_dir": str(folder / "plugins"), "pod_resources_socket": str(folder / "none.sock")},
-        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
-        "container": {
-            "allocation_dir": str(folder / "vm"),
-            "driver_share_dir": str(folder / "driver" / "share"),
-            "driver_whole_dir": str(folder / "driver" / "whole"),
-        },
-        "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi"), "backend": "none"},
-        "cri": {"socket": str(folder / "cri.sock")},
-        "http": {"port": 0, "socket": str(folder / "agent.sock")},
-        "display": {"socket": str(folder / "display.sock")},
-        "process": {"lock_path": str(folder / "agent.lock")},
-    }
 
 
 def request(source: random.Random) -> bytes:
@@ -133,21 +116,12 @@ def addresses_of(folder: Path, log: Path, only: str) -> list[str | tuple[str, in
 
 def measure(folder: Path, inputs: int, only: str, seed: int, assignments: list[str]) -> dict[str, object]:
     config, log = folder / "gpumgr.yaml", folder / "agent.log"
-    (folder / "plugins").mkdir()
-    config.write_text(yaml.safe_dump(settings_in(folder)))
-    command = [
-        sys.executable,
-        "-m",
-        "gpumgr",
-        "run",
-        "--standalone",
-        "--sim",
-        "hgx-h100-8",
-        "--config",
-        str(config),
-        "--output",
-        "json",
-    ]
+    settings = settings_in(folder)
+    Path(settings["kubelet"]["device_plugin_dir"]).mkdir()
+    settings["enforcement"]["backend"] = "none"
+    config.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "gpumgr", "run", "--standalone", "--sim", "hgx-h100-8", "--config", str(config)]
+    command += ["--output", "json"]
     command += [word for each in assignments for word in ("--set", each)]
     with log.open("wb") as stderr, subprocess.Popen(command, stdout=stderr, stderr=stderr, stdin=subprocess.DEVNULL) as agent:
         try:

@@ -1,11 +1,8 @@
 """What one pass of the HAMi-core backend costs: a look at every region, and the repair of those that need none.
 
-`python -m tests.bench.bench_regions [--regions N] [--processes N] [--folder DIR]` prints JSON; `bench_limits` has the same figures.
+`python -m tests.bench.bench_regions [--regions N] [--processes N]` prints JSON; `bench_limits` has the same figures.
 """
 
-import argparse
-import asyncio
-import json
 import os
 import subprocess
 import tempfile
@@ -19,14 +16,20 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
 from gpumgr.enforcement.hami_core.seed import LAYOUT
 from gpumgr.usage.containers import Container
+from tests.bench import figures
 from tests.bench.figures import spread
 
 ROUNDS = 300
 REGIONS, PROCESSES = 200, 2
 
 
-async def measure(folder: Path, regions: int = REGIONS, processes: int = PROCESSES) -> dict[str, object]:
-    """`observe`, `adjust` and both (the pass) with so many processes in each region; `folder` is on a tmpfs."""
+async def measure(regions: int = REGIONS, processes: int = PROCESSES) -> dict[str, object]:
+    """`observe`, `adjust` and both (the pass) with so many processes in each region, on a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
+        return await measure_in(Path(folder), regions, processes)
+
+
+async def measure_in(folder: Path, regions: int, processes: int) -> dict[str, object]:
     backend = _backend(folder)
     running = [_running(n, processes) for n in range(regions)]
     try:
@@ -90,15 +93,5 @@ def _running(n: int, processes: int) -> RunningContainer:
     return RunningContainer(tenant=tenant, container=container, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--regions", type=int, default=REGIONS)
-    parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        print(json.dumps(asyncio.run(measure(Path(folder), given.regions, given.processes)), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, regions=REGIONS, processes=PROCESSES)

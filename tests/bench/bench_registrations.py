@@ -7,8 +7,6 @@ time then. `static_client` is the project's own client, the start of its program
 what the callers cost.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import select
@@ -27,7 +25,7 @@ import grpc
 
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
 from gpumgr.enforcement.vcuda.client import build_client
-from tests.bench import light_client
+from tests.bench import figures, light_client
 from tests.bench.children import child
 from tests.bench.figures import Rounds, Stopwatch, spread
 from tests.bench.kubelet import dial
@@ -162,8 +160,8 @@ def measure(rounds: int) -> dict[str, object]:
         for name, containers in (("one_container", 1), ("own_containers", max(AT_ONCE))):
             node = Servers(folder / name, callers.pids, containers)
             with node.serving():
-                figures = {client: _calls(callers, client, node.sockets(max(AT_ONCE)), rounds) for client in CLIENTS}
-                result[name] = {**figures, "static_client": _programs(node, program, rounds // 4)}
+                calls = {client: _calls(callers, client, node.sockets(max(AT_ONCE)), rounds) for client in CLIENTS}
+                result[name] = {**calls, "static_client": _programs(node, program, rounds // 4)}
         callers.close()
     return result
 
@@ -184,11 +182,5 @@ def _rounds(call: Callable[[], list[float]], at_once: int, rounds: int) -> Round
     return [seconds[n : n + 100] for n in range(0, len(seconds), 100)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    print(json.dumps(measure(parser.parse_args().rounds), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=40)

@@ -6,21 +6,17 @@ follows from it: start times out of /proc, the books, cgroups, the runtime's lis
 `loop_lag` is how late the loop's timers are while samples follow on one another (gpumgr/metrics/event_loop.py).
 """
 
-import argparse
 import asyncio
 import gc
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
 from gpumgr.metrics.event_loop import report_event_loop_lag
 from gpumgr.topology.devices import NodeSample
+from tests.bench import figures
 from tests.bench.bench_prestart import end_daemons
 from tests.bench.figures import spread
 from tests.bench.held import HeldTimes
@@ -76,12 +72,12 @@ async def measure_mix(folder: Path, mechanism_of: MechanismOf, held: HeldTimes, 
             assert not use.unattributed
             gc.collect()
             gc.freeze()  # as the agent does when it is up
-            figures = await hold(node, sample, held, rounds)
-            figures["loop_lag"] = await lag(node, sample, rounds)
+            found = await hold(node, sample, held, rounds)
+            found["loop_lag"] = await lag(node, sample, rounds)
     finally:
         await node.close()
         end_daemons(folder / "run" / "mps")
-    return figures
+    return found
 
 
 def in_own_loop(folder: Path, mechanism_of: MechanismOf, rounds: int) -> dict[str, object]:
@@ -90,24 +86,15 @@ def in_own_loop(folder: Path, mechanism_of: MechanismOf, rounds: int) -> dict[st
         return runner.run(measure_mix(folder, mechanism_of, held, rounds))
 
 
-def measure(rounds: int, only: str | None = None) -> dict[str, object]:
+def measure(rounds: int, only: str = "") -> dict[str, object]:
     result: dict[str, object] = {"shares": SHARES, "processes": SHARES * PROCESSES_OF_SHARE}
     for name, mechanism_of in MIXES.items():
-        if only not in (None, name):
+        if only not in ("", name):
             continue
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="gb-") as folder:
             result[name] = in_own_loop(Path(folder), mechanism_of, rounds)
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--only", choices=MIXES)
-    given = parser.parse_args()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    print(json.dumps(measure(given.rounds, given.only), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=300, only="")

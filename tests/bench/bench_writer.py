@@ -7,11 +7,8 @@ loop. Nothing enforces limits, which is in each pod's event; all pods start once
 requests a second, 100 at once) are included. The floor is the same patches by a plain aiohttp client, one after another.
 """
 
-import argparse
 import asyncio
 import json
-import logging
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
-import structlog
 
 from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.kubeapi.cache import PodCache
@@ -33,6 +29,7 @@ from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.bench import figures
 from tests.bench.figures import median_and_worst
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
@@ -128,7 +125,7 @@ async def measure_once(folder: Path) -> tuple[float, ...]:
             world = await World.made(snapshot(GPUS, 16), limits=enforcing.limits)
             await enforcing.open(world.agent_state, lost=False)
             taken = Round(world, api, cache, publisher)
-            figures = await taken.measure()
+            found = await taken.measure()
             await enforcing.close()
         finally:
             await server.close()
@@ -139,7 +136,7 @@ async def measure_once(folder: Path) -> tuple[float, ...]:
     async with SimApiServer(_NODE) as fresh:
         for pod in taken.pods:
             fresh.put(pod, PodStatus(phase="Pending"))
-        return *figures, await floor(fresh, patches)
+        return *found, await floor(fresh, patches)
 
 
 def measure(rounds: int) -> dict[str, object]:
@@ -156,16 +153,5 @@ def measure(rounds: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-    )
-    print(json.dumps(measure(given.rounds), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    figures.main(measure, __doc__, rounds=5)

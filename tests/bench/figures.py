@@ -1,10 +1,18 @@
-"""Times taken in rounds, as the figures that are reported."""
+"""Times taken in rounds, as the figures that are reported; and the command line of a benchmark."""
 
+import argparse
+import asyncio
+import inspect
+import json
+import logging
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import structlog
 
 Rounds = Sequence[Sequence[float]]
 
@@ -43,3 +51,21 @@ class Stopwatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.seconds = time.perf_counter() - self._began
+
+
+def log_to_stderr() -> None:
+    """Warnings alone: standard output has the figures."""
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+
+
+def main(measure: Callable[..., Any], description: str | None, **defaults: float | str) -> None:
+    """Prints what `measure` returns as JSON. Each of its arguments is an option with a default."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    log_to_stderr()
+    found = measure(**vars(parser.parse_args()))
+    print(json.dumps(asyncio.run(found) if inspect.iscoroutine(found) else found, indent=2))

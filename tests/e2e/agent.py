@@ -15,12 +15,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from .cluster import Cluster
-from .logs import whole_lines
 from .manifests import CORE, MEMORY
 from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
-from .ports import free_ports
-from .processes import wait_until
+from .processes import free_ports, wait_until, whole_lines
 
 SIM = "hgx-h100-8"
 

@@ -3,15 +3,32 @@
 `python -m tests.e2e.build` does it ahead of the tests. Cold: minutes; warm: it only reads the stamps of the cache.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from .alone import alone_in
 from .places import CONTAINERD, GO, GO_CONTAINERD, GO_CRDS, GO_HELM, GO_OLDER, KUBERNETES, OLDER_KUBELET, cache
+
+
+def lock_of(folder: Path) -> Path:
+    """Beside the folder, since what is in that may be thrown away; the file stays, so that all who wait wait for the same one."""
+    return folder.with_name(f"{folder.name}.lock")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Creates the folder and waits for its lock. The system releases the lock when its holder is killed. The lock is not reentrant: a
+    holder that enters again waits for ever."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_of(folder).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
 
 # File, and the Debian package that brings it.
 NEEDED = {

@@ -11,20 +11,52 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import grpc
 
-from . import build, image, manifests, node_software, traces
+from . import build, image, manifests, traces
 from .api import NAMESPACE, PODS, Api, ApiError, Pods
 from .devices import make_devices
-from .logs import written
 from .manifests import Json
-from .node_software import NodeSoftware
-from .places import AUDIT_LOG, CONTAINERD_SOCKET, DEVICE_PLUGINS, IMAGE, KUBELET_ROOT, LOCK, NODE, STATE
-from .ports import free_ports
-from .processes import Processes, wait_until
+from .places import (
+    AUDIT_LOG,
+    CONTAINERD_SOCKET,
+    DEVICE_PLUGINS,
+    IMAGE,
+    KUBELET_ROOT,
+    KUBERNETES,
+    LOCK,
+    NODE,
+    OLDER_KUBELET,
+    STATE,
+)
+from .processes import Processes, free_ports, wait_until, written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSoftware:
+    """`runtime` is the folder of containerd, its shim and ctr; `state` is the folder of its images and containers, which is not shared."""
+
+    kubelet: Path
+    kubelet_version: str
+    runtime: Path
+    state: Path
+
+
+def current_software(binaries: Path) -> NodeSoftware:
+    """What is built from Go modules; `binaries` is the folder of the builds."""
+    kubelet, runtime = binaries / "kubernetes" / "kubelet", binaries / "containerd"
+    return NodeSoftware(kubelet=kubelet, kubelet_version=KUBERNETES, runtime=runtime, state=STATE / "containerd")
+
+
+def older_software(binaries: Path) -> NodeSoftware:
+    """The last kubelet that accepts containerd 1.x, with Debian's containerd, which has no CDI."""
+    kubelet, runtime = binaries / "older" / "kubelet", Path("/usr/bin")
+    return NodeSoftware(kubelet=kubelet, kubelet_version=OLDER_KUBELET, runtime=runtime, state=STATE / "containerd-debian")
+
 
 ADMISSION_OFF = "TaintNodesByCondition"  # only the controller manager takes its taints away, and few tests have one
 
@@ -52,7 +84,7 @@ class Cluster:
             raise PermissionError("the end-to-end cluster needs root")
         build.install_packages()
         self._binaries = build.build()
-        self._software = node_software.current(self._binaries)
+        self._software = current_software(self._binaries)
         self._claim()
         try:
             self._start_runtime()
@@ -124,8 +156,10 @@ class Cluster:
     def start_containerd(self) -> None:
         """Starts the container runtime; images and containers are those of its folder."""
         software = self._software
-        config = str(software.write_config())
-        self.processes.start("containerd", [software.containerd, "--config", config], software.environment())
+        config = software.state.with_suffix(".toml")
+        config.write_text(manifests.containerd_config(software.state))
+        command: list[str | Path] = [software.runtime / "containerd", "--config", config]
+        self.processes.start("containerd", command, {"PATH": f"{software.runtime}:{os.environ['PATH']}"})  # it has the shim
 
     def wait_containerd(self, timeout: float = 120) -> None:
         """Waits until the container runtime answers the kubelet's kind of calls; its socket is there before that."""
@@ -238,7 +272,7 @@ class Cluster:
     def older_node(self) -> Iterator[None]:
         """Runs an older kubelet and container runtime on the node, which must have no pods; the usual ones again afterwards."""
         usual = self._software
-        self._replace_software(node_software.older(self._binaries))
+        self._replace_software(older_software(self._binaries))
         try:
             yield
         finally:
@@ -334,7 +368,7 @@ class Cluster:
 
     def ctr(self, *arguments: str) -> str:
         """Runs containerd's own client in the kubelet's namespace."""
-        command = [str(self._software.ctr), "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
+        command = [str(self._software.runtime / "ctr"), "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def log_of(self, pod: str, container: str = "main") -> str:

@@ -13,7 +13,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from .agent import Agent
 from .cluster import Cluster
-from .node import Node
+from .node import Node, cleared
 from .places import HERE
 
 #: Files (and one folder) without the cluster, and the unit of work that they belong to. All others are the cluster's unit.
@@ -21,12 +21,10 @@ APART: Final = {
     "page": "page",
     "test_chart.py": "chart",
     "test_chart_rights.py": "chart",
-    "test_dashboard.py": "prometheus",
     "test_image_build.py": "image",
     "test_mps_in_a_pod.py": "nspawn",
     "test_prometheus.py": "prometheus",
     "test_promtool.py": "prometheus",
-    "test_rules.py": "prometheus",
     "test_systemd.py": "nspawn",
 }
 
@@ -83,10 +81,5 @@ def running_agent(cluster: Cluster) -> Iterator[Agent]:
 
 @pytest.fixture
 def node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    running_agent.ensure()
-    node = Node(cluster, running_agent)
-    node.clear()
-    try:
+    with cleared(cluster, running_agent) as node:
         yield node
-    finally:
-        node.close()

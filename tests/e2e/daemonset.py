@@ -23,10 +23,9 @@ from tools import chart
 from . import image_agent
 from .agent import SIM, Agent, agent_config
 from .cluster import Cluster
-from .logs import written
 from .manifests import CORE, MEMORY, Json
 from .places import AGENT_STATE, NODE, POD_LOGS
-from .processes import StartError, kill_and_wait, start_time, wait_until
+from .processes import StartError, kill_and_wait, start_time, wait_until, written
 
 NAMESPACE: Final = chart.NAMESPACE
 #: Not the chart's default name: its roles would take the place of those that the agent as a process has.

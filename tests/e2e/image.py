@@ -1,20 +1,22 @@
-"""A busybox image, made without Docker: an OCI image layout in a tar file, which `ctr images import` takes."""
+"""A busybox image, made without Docker: a tar file as `docker save` writes it."""
 
+import hashlib
 import io
+import json
+import platform
 import subprocess
 import tarfile
 from pathlib import Path
 
-from .oci import Layer, write_archive
-
 BUSYBOX = Path("/bin/busybox")
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 
 
-def _folder(name: str) -> tarfile.TarInfo:
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
     info = tarfile.TarInfo(name)
-    info.type, info.mode = tarfile.DIRTYPE, 0o755
-    return info
+    info.size, info.mode = len(data), mode
+    tar.addfile(info, io.BytesIO(data))
 
 
 def _layer() -> bytes:
@@ -23,11 +25,10 @@ def _layer() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in ("bin", "dev", "etc", "proc", "sys", "tmp"):
-            tar.addfile(_folder(name))
-        program = tarfile.TarInfo("bin/busybox")
-        data = BUSYBOX.read_bytes()
-        program.size, program.mode = len(data), 0o755
-        tar.addfile(program, io.BytesIO(data))
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(folder)
+        _add(tar, "bin/busybox", BUSYBOX.read_bytes(), 0o755)
         for applet in applets:
             if applet != "busybox":
                 link = tarfile.TarInfo(f"bin/{applet}")
@@ -38,4 +39,15 @@ def _layer() -> bytes:
 
 def write_image(out: Path, name: str, command: list[str]) -> None:
     """Writes the image `name` to `out`; `command` is what it runs when a container names nothing else."""
-    write_archive(out, name, [Layer.of(_layer())], {"Cmd": command, "Env": [PATH]})
+    layer = _layer()
+    config = {
+        "architecture": ARCHITECTURE,
+        "os": "linux",
+        "config": {"Cmd": command, "Env": [PATH]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+    }
+    with tarfile.open(out, "w") as tar:
+        _add(tar, "layer.tar", layer)
+        _add(tar, "config.json", json.dumps(config).encode())
+        listed = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+        _add(tar, "manifest.json", json.dumps(listed).encode())

@@ -1,6 +1,7 @@
 """What the tests do with the node: create pods, wait for them, and hold the books against each other."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from .agent import Agent, Holding
 from .api import phase
@@ -17,11 +18,7 @@ class Node:
     def __init__(self, cluster: Cluster, agent: Agent) -> None:
         self.cluster = cluster
         self.agent = agent
-        self._resources = PodResources()
-
-    def close(self) -> None:
-        """Closes the connection to the kubelet."""
-        self._resources.close()
+        self.resources = PodResources()
 
     def clear(self) -> None:
         """Leaves no pod and nothing in the ledger, and everything offered by the kubelet: pods that the test binds by itself meet the
@@ -94,7 +91,7 @@ class Node:
 
     def held(self) -> list[Held]:
         """What the kubelet lists."""
-        return self._resources.held()
+        return self.resources.held()
 
     def wait_freed(self, pod: str) -> None:
         """Waits until the ledger has nothing of this pod and the kubelet lists nothing for it."""
@@ -127,3 +124,15 @@ class Node:
         names = [each["metadata"]["name"] for each in pods]
         assert {name: phase(now[name]) for name in names} == dict.fromkeys(names, "Running")
         self.check()
+
+
+@contextmanager
+def cleared(cluster: Cluster, agent: Agent) -> Iterator[Node]:
+    """The node without pods, with an agent that runs."""
+    agent.ensure()
+    node = Node(cluster, agent)
+    try:
+        node.clear()
+        yield node
+    finally:
+        node.resources.close()

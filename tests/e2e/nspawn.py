@@ -3,6 +3,7 @@
 Its root is made once and kept in the cache (`python -m tests.e2e.nspawn`), with a virtual environment that lacks only gpumgr itself.
 """
 
+import asyncio
 import hashlib
 import inspect
 import os
@@ -10,14 +11,20 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self, TypeVar
 
-from .alone import alone_in
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.units import RESOURCE_NAMES
+
+from .build import alone_in
 from .places import CGROUPS, PROJECT, cache
 from .processes import Processes, end_recorded, start_time, wait_until
+
+T = TypeVar("T")
 
 #: Bookworm: Python 3.11, the oldest that gpumgr runs on, and systemd 252, which says how exposed a unit is.
 SUITE: Final = "bookworm"
@@ -150,6 +157,42 @@ def _is_left(group: Path) -> bool:
         with suppress(OSError):
             Path(folder).rmdir()
     return group.exists()
+
+
+class Kubelet:
+    """The simulated kubelet, in a loop and a thread of its own: the tests block while they use the machine."""
+
+    def __init__(self, folder: Path) -> None:
+        # Without the API server the agent does not know how many cores follow a request for memory; it takes the emptiest GPU then.
+        self.sim = SimKubelet(folder, resource_order="core_first")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._do(self.sim.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self.sim.kill())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, name: str, cores: int = 30, memory_blocks: int = 16) -> None:
+        """Admits demo/`name` and starts its container. The agent is READY when Register has returned; the kubelet has its devices with the
+        first message of ListAndWatch, which comes later."""
+        for resource in RESOURCE_NAMES.values():
+            self._do(self.sim.until_allocatable(resource))
+        container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+        status = self._do(self.sim.run(SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))))
+        assert status.phase == "Running", status
+
+    def delete(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self.sim.delete, f"uid-{name}")
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
 
 if __name__ == "__main__":

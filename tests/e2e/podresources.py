@@ -1,13 +1,18 @@
 """What the kubelet's PodResources service lists, read from the wire without the agent's own code."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from tests.kubelet_api import podresources
+
 from .places import POD_RESOURCES
 from .processes import wait_until
+
+_allocatable = grpc.protos("tests/e2e/allocatable.proto")
 
 #: Namespace, pod, container.
 Place = tuple[str, str, str]
@@ -71,55 +76,16 @@ class PodResources:
             answer = self._allocatable(b"", timeout=30.0)
         except grpc.RpcError:
             return {}
-        counts: dict[str, int] = {}
-        for devices in _parts(answer, 1):
-            resource = _text(devices, 1)
-            if resource.startswith(resource_prefix):
-                counts[resource] = counts.get(resource, 0) + sum(1 for _ in _parts(devices, 2))
-        return counts
+        counts: Counter[str] = Counter()
+        for devices in _allocatable.AllocatableResourcesResponse.FromString(answer).devices:
+            if devices.resource_name.startswith(resource_prefix):
+                counts[devices.resource_name] += len(devices.device_ids)
+        return dict(counts)
 
 
 def read_list(data: bytes) -> Iterator[Held]:
     """Decodes a ListPodResourcesResponse. The kubelet may spread one container's ids over many entries, one id in each."""
-    for pod in _parts(data, 1):
-        name, namespace = _text(pod, 1), _text(pod, 2)
-        for container in _parts(pod, 3):
-            place = (namespace, name, _text(container, 1))
-            for devices in _parts(container, 2):
-                ids = tuple(part.decode() for part in _parts(devices, 2))
-                yield Held(place, _text(devices, 1), ids)
-
-
-def _text(data: bytes, number: int) -> str:
-    return next(_parts(data, number), b"").decode()
-
-
-def _parts(data: bytes, number: int) -> Iterator[bytes]:
-    """The length-delimited fields `number` of a protobuf message, in order."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        match tag & 7:
-            case 0:
-                _, at = _varint(data, at)
-            case 1:
-                at += 8
-            case 2:
-                size, at = _varint(data, at)
-                if tag >> 3 == number:
-                    yield data[at : at + size]
-                at += size
-            case 5:
-                at += 4
-            case kind:
-                raise ValueError(f"wire type {kind}")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
+    for pod in podresources.ListPodResourcesResponse.FromString(data).pod_resources:
+        for container in pod.containers:
+            for devices in container.devices:
+                yield Held((pod.namespace, pod.name, container.name), devices.resource_name, tuple(devices.device_ids))

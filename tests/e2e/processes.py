@@ -3,11 +3,15 @@
 The record (process id and start time) lets the next run end what a killed run left, and nothing else.
 """
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 
@@ -141,3 +145,41 @@ def wait_until(what: str, condition: object, timeout: float = 60.0, every: float
         if looked > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
         time.sleep(every)
+
+
+def whole_lines(path: Path, since: int = 0) -> list[str]:
+    """The lines of a file after that many bytes, but for one that is still being written. None of a file that is not there (any more)."""
+    data = b""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(since)
+        data = file.read()
+    return data[: data.rfind(b"\n") + 1].decode(errors="replace").split("\n")[:-1]
+
+
+def written(paths: Iterable[Path]) -> list[str]:
+    """What containers wrote, from their log files as the container runtime lays them out: time, stream, tag, and the container's line."""
+    return [line.split(" ", 3)[3] for path in paths for line in whole_lines(path)]
+
+
+#: Ports that this process has given out: those who have them may be down for a while.
+_GIVEN: set[int] = set()
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of 127.0.0.1 without a listener at this moment, and that stay free until they are bound: the system itself gives
+    none of them to a connection or to a listener without a given port, and none is returned twice."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [port for port in (*range(10_000, first), *range(last + 1, 1 << 16)) if port not in _GIVEN]
+    random.shuffle(others)
+    ports = list(islice(filter(_is_free, others), number))
+    assert len(ports) == number, f"too few ports are free outside of {first} to {last}"
+    _GIVEN.update(ports)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -11,7 +11,7 @@ import aiohttp
 import yaml
 
 from .places import PROJECT
-from .ports import free_ports
+from .processes import free_ports
 
 RULES: Final = PROJECT / "config" / "prometheus" / "gpumgr.rules.yaml"
 DASHBOARD: Final = PROJECT / "config" / "grafana" / "gpumgr.json"

@@ -10,14 +10,34 @@ from typing import Any
 
 from gpumgr.sim.control import SimControl
 
-from . import programs
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import Json, container, pod
-from .node import Node
-from .places import AGENT_STATE, CGROUPS
+from .node import Node, cleared
+from .places import AGENT_STATE, CGROUPS, PROJECT, STATE
 from .processes import wait_until
 from .traces import processes_below
+
+SOURCES = PROJECT / "tests" / "data" / "enforcement"
+FOLDER = STATE / "programs"
+
+
+def build_programs() -> Path:
+    """Compiles every C file of the test data, statically: the pods' image has no C library. The folder with the programs."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for source in sorted(SOURCES.glob("*.c")):
+        program = FOLDER / source.stem
+        if not program.exists():
+            subprocess.run(["cc", "-static", "-O1", "-Wall", "-o", program, source], check=True)
+    return FOLDER
+
+
+def mounted(container: Json) -> tuple[Json, dict[str, Any]]:
+    """The container with the programs in /programs, and the pod's fields for it."""
+    mount = {"name": "programs", "mountPath": "/programs", "readOnly": True}
+    volumes = [{"name": "programs", "hostPath": {"path": str(FOLDER), "type": "Directory"}}]
+    return {**container, "volumeMounts": [*container.get("volumeMounts", []), mount]}, {"volumes": volumes}
+
 
 Changes = Mapping[str, Mapping[str, Any]]
 LIBRARY = AGENT_STATE / "library.so"
@@ -28,21 +48,15 @@ BLOCK = 1 << 28
 @contextmanager
 def limited(cluster: Cluster, agent: Agent, changes: Changes) -> Iterator[Node]:
     """A node with an agent that enforces as `changes` say; an ordinary one again afterwards."""
-    programs.build()
-    agent.ensure()
-    node = Node(cluster, agent)
-    node.clear()
-    try:
-        with agent.configured(changes):
-            yield node
-            node.clear()
-    finally:
-        node.close()
+    build_programs()
+    with cleared(cluster, agent) as node, agent.configured(changes):
+        yield node
+        node.clear()
 
 
 def tenant(name: str, command: str, cores: int = 30, memory: int = 16, **spec: Any) -> Json:
     """A pod with one share that runs `command` with the tenants' programs at hand."""
-    main, fields = programs.mounted(container(cores=cores, memory=memory, command=command))
+    main, fields = mounted(container(cores=cores, memory=memory, command=command))
     return pod(name, [main], **fields, **spec)
 
 
@@ -78,7 +92,7 @@ def control() -> SimControl:
 
 def library() -> dict[str, str]:
     """An operator's library, with its checksum. What a container loads is no part of these tests, so it is an empty one."""
-    source = programs.build() / "library.c"
+    source = build_programs() / "library.c"
     source.write_text("int library_of_an_operator;\n")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", LIBRARY, source], check=True)
     return {"library_path": str(LIBRARY), "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}

@@ -56,7 +56,7 @@ def test_a_container_that_starts_again_has_the_same(node: Node) -> None:
     node.check()
 
 
-def test_whole_gpus_come_by_name_too_and_nothing_is_left(node: Node) -> None:
+def test_whole_gpus_by_cdi_and_no_spec_is_left(node: Node) -> None:
     node.run([gpu_pod("whole", 200, command=SHOW)])
     environment, devices = shown(node, "whole")
     assert len(environment["NVIDIA_VISIBLE_DEVICES"].split(",")) == len(gpu_nodes(devices)) == 2

@@ -164,14 +164,14 @@ def test_a_folder_for_several_things_is_mounted_once_with_the_rights_of_all() ->
     assert {"/driver-root", "/run/nvidia/driver"} <= {each["mountPath"] for each in apart}  # one folder in two places
 
 
-def test_folders_keep_whatever_name_they_have() -> None:
+def test_folders_with_special_characters() -> None:
     text = render(SETS["odd names"])
     names = {"/data/gpu #1", "/data/a: b", '/data/{"c"}'}
     assert names <= {volume["hostPath"]["path"] for volume in pod_spec(text)["volumes"] if "hostPath" in volume}
     assert names <= {mount["mountPath"] for mount in agent_container(text)["volumeMounts"]}
 
 
-def test_driver_files_elsewhere_are_seen() -> None:
+def test_driver_files_in_other_folders_are_mounted() -> None:
     def mounted(values: Values) -> dict[str, bool]:
         mounts = agent_container(render(values))["volumeMounts"]
         return {each["mountPath"]: each.get("readOnly", False) for each in mounts if each["name"].startswith("driver-files")}
@@ -185,7 +185,7 @@ def test_driver_files_elsewhere_are_seen() -> None:
     assert mounted({"settings": mirrored}) == dict.fromkeys(both, False)
 
 
-def test_nodes_are_chosen_by_labels_that_no_other_agent_goes_by_and_can_be_left_out() -> None:
+def test_node_labels_select_and_exclude_nodes() -> None:
     """gpu-manager's own label is nvidia-device-enable: two agents on a node would give out the same GPUs."""
     terms = pod_spec(render())["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
 
@@ -208,7 +208,7 @@ def test_nodes_are_chosen_by_labels_that_no_other_agent_goes_by_and_can_be_left_
     assert not takes({"nvidia-device-enable": "enable"})
 
 
-def test_the_probes_say_different_things() -> None:
+def test_each_probe_has_its_own_path() -> None:
     container = agent_container(render())
     probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["httpGet"]["path"] for name, probe in probes.items()} == {
@@ -279,7 +279,7 @@ def test_the_agent_listens_on_its_pods_address_unless_told_otherwise() -> None:
     assert "host" not in agent_container(render({"hostNetwork": True}))["livenessProbe"]["httpGet"]
 
 
-def test_the_runtime_is_asked_for_no_more_of_the_driver_than_is_used(tmp_path: Path) -> None:
+def test_driver_capabilities_are_those_that_are_used(tmp_path: Path) -> None:
     def asked(values: Values) -> str:
         (found,) = (each for each in agent_container(render(values))["env"] if each["name"] == "NVIDIA_DRIVER_CAPABILITIES")
         return str(found["value"])
@@ -290,20 +290,20 @@ def test_the_runtime_is_asked_for_no_more_of_the_driver_than_is_used(tmp_path: P
 
 
 @pytest.mark.parametrize(("values", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_told_where_it_is(values: Values, message: str) -> None:
+def test_helm_reports_a_mistake_with_its_place(values: Values, message: str) -> None:
     with pytest.raises(HelmError, match=re.escape(message)):
         render(values)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_that_is_null_is_told_by_its_name(block: str) -> None:
+def test_helm_reports_a_block_that_is_null(block: str) -> None:
     above, _, name = block.rpartition(".")
     where = f"/{above}" if above else ""
     with pytest.raises(HelmError, match=f"at '{where}': missing propert(y|ies) '{name}'"):
         render({above: {name: None}} if above else {name: None})
 
 
-def test_no_setting_that_the_templates_look_at_can_be_given_behind_their_back() -> None:
+def test_settings_that_the_templates_use_cannot_be_set_by_variables() -> None:
     looked_at = {pair for path in (CHART / "templates").iterdir() for pair in _LOOK.findall(path.read_text())}
     given = {
         (section, key)
@@ -325,7 +325,7 @@ def looks_at(setting: str) -> bool:
     return False
 
 
-def test_a_flag_of_gpu_managers_is_taken_or_told_the_setting_that_it_is(tmp_path: Path) -> None:
+def test_a_flag_of_gpu_manager_is_accepted_or_its_setting_is_named(tmp_path: Path) -> None:
     """Taken if the agent takes it, nothing that the chart looks at comes of it, and no file must be in the pod for it."""
     volumes, devices = tmp_path / "volume.conf", tmp_path / "extra.json"
     volumes.write_text('{"volume": [{"name": "nvidia", "base": "/a"}, {"name": "origin", "base": "/a"}]}')
@@ -353,7 +353,7 @@ def test_a_flag_of_gpu_managers_is_taken_or_told_the_setting_that_it_is(tmp_path
                 render({"extraArgs": word.split()})
 
 
-def test_the_chart_wants_the_files_together_that_the_agent_wants_together() -> None:
+def test_the_chart_requires_the_same_tls_files_as_the_agent() -> None:
     keys = ("tls_cert_file", "tls_key_file", "client_ca_file")
     for paths in product((None, "/var/lib/gpumgr/file.pem"), repeat=len(keys)):
         values = {"settings": {"http": {key: path for key, path in zip(keys, paths, strict=True) if path}}}
@@ -374,7 +374,7 @@ def test_the_images_own_client_may_be_named() -> None:
     assert "gpu-client" in settings_file(render({"settings": {"vcuda": {"client_path": str(client)}}}))
 
 
-def test_the_notes_say_which_labels_count_and_what_of_gpu_manager(tmp_path: Path) -> None:
+def test_the_notes_name_the_node_labels_and_gpu_manager(tmp_path: Path) -> None:
     """Without a cluster helm prints no notes, so they are made an object here."""
     chart = tmp_path / "gpumgr"
     shutil.copytree(CHART, chart)
@@ -417,7 +417,7 @@ def test_the_metrics_service_is_headless_and_says_how_to_scrape() -> None:
     {"settings": {"http": {"token_file": "/var/lib/gpumgr/token"}}},
     {**AUTHORITY, "http": {"tlsSecret": "web-tls"}},
 ])  # fmt: skip
-def test_nobody_is_told_to_scrape_who_would_be_refused(values: Values) -> None:
+def test_no_scrape_annotation_where_metrics_need_credentials(values: Values) -> None:
     """Metrics ask for the token then (gpumgr/web/access.py), and a Prometheus that goes by annotations has none."""
     annotated: Json = {"metrics": {"service": {"annotations": {"prometheus.io/scrape": "true"}}}}
 

@@ -9,7 +9,7 @@ from .agent import Agent
 from .cluster import Cluster
 from .daemonset import RUN, Installed, installed
 from .manifests import SLEEP
-from .node import Node
+from .node import cleared
 from .processes import wait_until
 from .tenants import BLOCK, allocation, library, tenant, wait_line
 
@@ -19,10 +19,8 @@ CHANGES = {"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1.0}}
 
 @pytest.fixture
 def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
-    running_agent.ensure()
-    before = Node(cluster, running_agent)
-    before.clear()
-    before.close()
+    with cleared(cluster, running_agent):
+        pass
     with installed(cluster, running_agent) as agent:
         agent.stop()
         agent.configure({**CHANGES, "hami_core": library()})
@@ -36,8 +34,7 @@ def rights_of(pid: int) -> dict[str, str]:
 
 
 def test_pods_have_limits_and_keep_their_files_from_an_agent_with_one_capability(cluster: Cluster, agent: Installed) -> None:
-    node = Node(cluster, agent)
-    try:
+    with cleared(cluster, agent) as node:
         node.run([tenant("stays", f"/programs/region_client show; {SLEEP}"), tenant("goes", SLEEP)])
         rights = rights_of(agent.pid())
         assert {int(rights[key], 16) for key in ("CapPrm", "CapEff", "CapBnd")} == {1 << SYS_PTRACE}
@@ -52,5 +49,3 @@ def test_pods_have_limits_and_keep_their_files_from_an_agent_with_one_capability
         node.check()
         node.delete(["stays"])
         agent.wait_empty()
-    finally:
-        node.close()

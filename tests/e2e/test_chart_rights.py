@@ -18,7 +18,7 @@ def dropped(backend: str, **settings: Any) -> Json:
     return context
 
 
-def test_privileged_as_the_card_says_with_a_root_that_nobody_writes_to() -> None:
+def test_the_default_is_privileged_with_a_read_only_root() -> None:
     context = agent_container(render())["securityContext"]
     assert context["privileged"] is True
     assert context["readOnlyRootFilesystem"] is True
@@ -35,7 +35,7 @@ def test_without_it_only_the_capabilities_that_the_settings_need_are_kept() -> N
     assert dropped("none", enforcement={"overrides": ["a=nvml-memory"]})["capabilities"]["add"] == ["SYS_PTRACE", "SYS_ADMIN"]
 
 
-def test_apparmor_keeps_the_agent_from_nothing_whatever_the_clusters_version() -> None:
+def test_apparmor_is_unconfined_in_every_version_of_kubernetes() -> None:
     values = {"privileged": False, "preflight": {"enabled": True}, "podAnnotations": {"note": "ours"}}
 
     def seen(version: str, values: Json) -> tuple[list[Any], dict[str, str]]:

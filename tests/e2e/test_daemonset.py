@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,18 @@ import pytest
 
 from gpumgr.sim.control import SimProcess
 
-from . import daemonset, image_agent, oci, tenants, traces
+from . import daemonset, image_agent, tenants, traces
 from .agent import Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, Installed
 from .gaps import Gap, keep_figures
-from .logs import whole_lines
 from .manifests import SHOW, Json, container, gpu_pod
-from .node import Node
+from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, STATE
-from .processes import wait_until
+from .processes import wait_until, whole_lines
 
-MIB = 1 << 20
 GPU = 6
 CAP_SYS_PTRACE = 19
-LARGEST_IMAGE = 120 * MIB
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 Right = tuple[str, str, str]
 
@@ -41,16 +39,11 @@ def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
 
 @pytest.fixture
 def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
-    agent.ensure()
-    node = Node(cluster, agent)
     for each in cluster.api.request("GET", DEPLOYMENTS)["items"]:
         cluster.api.request("DELETE", f"{DEPLOYMENTS}/{each['metadata']['name']}?propagationPolicy=Foreground")
     wait_until("no deployment", lambda: not cluster.api.request("GET", DEPLOYMENTS)["items"], 120)
-    node.clear()
-    try:
+    with cleared(cluster, agent) as node:
         yield node
-    finally:
-        node.close()
 
 
 def deployment(name: str, replicas: int, cores: int, memory: int) -> Json:
@@ -110,11 +103,7 @@ def residents(node: Node) -> list[str]:
     return ["share", "whole", "pair", *(each["metadata"]["name"] for each in of(node, "resident"))]
 
 
-def test_the_image_is_small_and_holds_only_the_agent(agent: Installed) -> None:
-    archive = image_agent.build_image()
-    size = sum(oci.compressed_bytes(archive).values())
-    keep_figures({"image_compressed_bytes": size})
-    assert size < LARGEST_IMAGE
+def test_the_image_holds_only_the_agent(agent: Installed) -> None:
     alien = "find / -xdev -name pip -o -xdev -name cc1 -o -xdev -name conftest.py"
     found = agent.run_inside("/bin/sh", "-c", f"ls /opt/gpumgr/bin; {alien}")
     assert found.split() == ["gpumgr", "python", "python3", "python3.11"]
@@ -127,7 +116,7 @@ def test_the_image_brings_the_client_of_vcuda(agent: Installed) -> None:
     assert "--addr, --pod-uid and one of" in agent.run_inside("/bin/sh", "-c", f"{client} 2>&1 || true")
 
 
-def test_the_images_own_healthcheck_agrees(agent: Installed) -> None:
+def test_the_images_healthcheck(agent: Installed) -> None:
     """Kubernetes has its probes; Docker and podman run this. It uses the settings, which have a port other than the default."""
     command = image_agent.healthcheck_command()
     agent.run_inside(*command)
@@ -230,15 +219,18 @@ def test_an_older_agent_refuses_a_newer_ledger(node: Node, agent: Installed) -> 
     ledger = agent.ledger()
     agent.stop()
     known = schema_version(agent, None)
-    schema_version(agent, known + 1)
-    agent.start(wait=False)
-    wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads up to {known})"
-    wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
-    wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
-    assert exit_codes(agent) == {4}
-    assert lives(node, ["share"])
-    agent.stop()
-    assert schema_version(agent, known) == known + 1
+    try:
+        schema_version(agent, known + 1)
+        agent.start(wait=False)
+        wanted = f"was written by a newer gpumgr (schema {known + 1}, this one reads up to {known})"
+        wait_until("the refusal in the log", lambda: wanted in agent.log_text(), 120, every=0.2)
+        wait_until("its end in the log", lambda: exit_codes(agent), every=0.2)
+        assert exit_codes(agent) == {4}
+        assert lives(node, ["share"])
+    finally:  # all other tests use this checkpoint
+        agent.stop()
+        left = schema_version(agent, known)
+    assert left == known + 1
     agent.start()
     assert set(agent.ledger()) == set(ledger)
     node.check()
@@ -339,15 +331,26 @@ def test_every_right_that_the_chart_grants_is_used(node: Node, agent: Installed,
     agent.renew()
     agent.wait_offered()
     node.run([gpu_pod("share", 20, 20)])
-    for _ in range(2):
+    for _ in range(2):  # the second event of a kind is a patch of the first one
+        before = node_events(cluster, "GpuLost"), node_events(cluster, "GpuBack")
         agent.control.lose_gpu(GPU)
-        wait_until("the node's trouble", lambda: trouble(cluster) == "True")
+        wait_until("the GPU's loss", partial(has_more_events, cluster, "GpuLost", before[0]))
         agent.control.restore_gpu(GPU)
-        wait_until("no trouble any more", lambda: trouble(cluster) == "False")
+        wait_until("the GPU's return", partial(has_more_events, cluster, "GpuBack", before[1]))
     prove_rights(cluster, since)
 
 
-def test_what_needs_more_rights_gets_just_these(node: Node, agent: Installed, cluster: Cluster) -> None:
+def node_events(cluster: Cluster, reason: str) -> int:
+    """How many events of this kind the node has had."""
+    items = cluster.api.request("GET", f"/api/v1/events?fieldSelector=involvedObject.kind=Node,reason={reason}")["items"]
+    return sum(int(each.get("count") or 1) for each in items)
+
+
+def has_more_events(cluster: Cluster, reason: str, before: int) -> bool:
+    return node_events(cluster, reason) > before
+
+
+def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Installed, cluster: Cluster) -> None:
     """Pods over their limit are evicted and refused pods removed if configured; the chart grants the rights then, not before."""
     plain = rights_granted(cluster)
     changes: dict[str, dict[str, Any]] = {
@@ -392,8 +395,3 @@ def test_it_works_without_privileges(node: Node, agent: Installed) -> None:
         node.wait_log("share", "shown")
     finally:
         agent.start()
-
-
-def trouble(cluster: Cluster) -> str | None:
-    conditions = cluster.node()["status"]["conditions"]
-    return next((str(each["status"]) for each in conditions if each["type"] == "GpuTrouble"), None)

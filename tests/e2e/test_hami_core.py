@@ -82,7 +82,7 @@ def test_limits_of_hami_core_outlive_the_agent(hami: Node) -> None:
     ],
     ids=["raise", "counters", "truncate", "priority"],
 )
-def test_a_hostile_tenant_harms_itself_alone(hami: Node, attack: str, code: str | None) -> None:
+def test_a_hostile_tenant_does_not_affect_others(hami: Node, attack: str, code: str | None) -> None:
     hami.run(
         [tenant("honest", f"while sleep 1; do {REGION} show; done", 20, 8), tenant("hostile", f"{REGION} {attack}; {SLEEP}")]
     )
@@ -120,7 +120,7 @@ def test_host_pids_are_written_for_the_library(hami: Node) -> None:
     assert "region_client" in Path(f"/proc/{hostpid()}/cmdline").read_text()
 
 
-def test_a_wrong_library_refuses_the_container_and_says_so(hami: Node) -> None:
+def test_a_library_with_another_checksum_refuses_the_container(hami: Node) -> None:
     made = LIBRARY
     kept = made.with_suffix(".kept")
     shutil.copy2(made, kept)

@@ -1,11 +1,13 @@
 """Mistakes that people make with an installation: what they see of them, and that pods fare no worse for it than they must."""
 
+import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -15,12 +17,117 @@ from tools.chart import CHART, NAMESPACE, HelmError, helm
 from . import daemonset, nvidia_plugin
 from .agent import SIM, Agent
 from .cluster import Cluster
-from .daemonset import STATE, Installed
+from .daemonset import NAME, STATE, Installed
 from .manifests import SHOW, Json, container, gpu_pod, pod
-from .mistakes import denied, doctor, event, installed_with, last_words, lines, status
-from .node import Node
+from .node import Node, cleared
 from .places import DEVICE_PLUGINS, NODE, PROJECT
 from .processes import wait_until
+
+ROLE: Final = f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{NAME}"
+
+
+@contextmanager
+def installed_with(
+    agent: Installed, settings: Mapping[str, Mapping[str, Any]] | None = None, *, without_mount: str | None = None, **values: Any
+) -> Iterator[None]:
+    """With these settings and values of the chart, and less one of the host's folders. Begins when there is a new pod, however it
+    fares; ends with everything as it was."""
+    agent.configure(settings or {})
+    objects = agent.objects(**values)
+    if without_mount is not None:
+        _take_mount_out(objects, without_mount)
+    try:
+        agent.apply(objects)
+        wait_until("the next pod", lambda: agent.only() is not None, 120)
+        yield
+    finally:
+        agent.configure({})
+        agent.start()
+
+
+def _take_mount_out(objects: Iterable[Json], name: str) -> None:
+    for each in objects:
+        if each["kind"] == "DaemonSet":
+            spec = each["spec"]["template"]["spec"]
+            spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != name]
+            for container in spec["containers"]:
+                container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != name]
+
+
+def status(agent: Installed, *, init: bool = False) -> Json:
+    """Of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has reported it."""
+    statuses = agent.newest()["status"].get("initContainerStatuses" if init else "containerStatuses", [])
+    return statuses[0] if statuses else {}
+
+
+def last_words(agent: Installed, *, init: bool = False) -> Json:
+    """How the container ended: its exit code, and as message what `kubectl describe pod` shows. Waits until it has."""
+    ended: list[Json] = []
+
+    def has_ended() -> bool:
+        found = status(agent, init=init)
+        ended[:] = [each["terminated"] for each in (found.get("state", {}), found.get("lastState", {})) if "terminated" in each]
+        return bool(ended)
+
+    wait_until("the container's end", has_ended, 120)
+    return ended[0]
+
+
+def event(cluster: Cluster, agent: Installed, reason: str, wanted: str) -> str:
+    """The message of its newest pod's event with this reason that has the wanted words. Waits for it: others may come before, of a
+    probe that was earlier than the agent, or of a volume that the kubelet had not received yet."""
+    about = f"involvedObject.uid={agent.newest()['metadata']['uid']},reason={reason}"
+    messages: list[str] = []
+
+    def told() -> bool:
+        items = cluster.api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/events?fieldSelector={about}")["items"]
+        messages[:] = [str(each["message"]) for each in items]
+        return any(wanted in each for each in messages)
+
+    try:
+        wait_until(f"event {reason} with {wanted!r}", told, 120, every=0.2)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}, but {messages}") from None
+    return next(each for each in messages if wanted in each)
+
+
+def doctor(agent: Installed) -> dict[str, tuple[str, str]]:
+    """What `gpumgr doctor` says in the agent's container: check -> its state, and message and remedy in one."""
+    command = ("gpumgr", "doctor", "--config", "/etc/gpumgr/gpumgr.yaml", "--sim", SIM, "--json")
+    try:
+        text = agent.run_inside(*command)
+    except subprocess.CalledProcessError as error:  # it found an error, or could not be run
+        text = error.stdout
+    return {each["check"]: (each["state"], f"{each['message']}; {each['remedy']}") for each in json.loads(text)}
+
+
+def lines(agent: Installed, event: str) -> list[dict[str, Any]]:
+    """The lines of this kind in its newest pod's log, all lives of the container together."""
+    return [line for line in agent.log() if line["event"] == event]
+
+
+@contextmanager
+def denied(cluster: Cluster, *rights: tuple[str, str]) -> Iterator[None]:
+    """Without these of its rights (verb, resource), for a while."""
+    rules = cluster.api.request("GET", ROLE)["rules"]
+    left = [
+        {**rule, "resources": [resource], "verbs": [verb]}
+        for rule in rules
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        if (verb, resource) not in rights
+    ]
+    _put_rules(cluster, left)
+    try:
+        yield
+    finally:
+        _put_rules(cluster, rules)
+
+
+def _put_rules(cluster: Cluster, rules: list[Json]) -> None:
+    patch = [{"op": "replace", "path": "/rules", "value": rules}]
+    cluster.kubectl("patch", "clusterrole", NAME, "--type=json", f"--patch={json.dumps(patch)}")
+
 
 #: Folders that are there and that no kubelet knows.
 ELSEWHERE: Final = STATE / "elsewhere"
@@ -45,13 +152,8 @@ def agent(cluster: Cluster, running_agent: Agent) -> Iterator[Installed]:
 
 @pytest.fixture
 def node(cluster: Cluster, agent: Installed) -> Iterator[Node]:
-    agent.ensure()
-    node = Node(cluster, agent)
-    node.clear()
-    try:
+    with cleared(cluster, agent) as node:
         yield node
-    finally:
-        node.close()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------------
@@ -97,7 +199,7 @@ def trouble(cluster: Cluster) -> str:
 
 
 @pytest.mark.usefixtures("node")
-def test_the_preflight_says_in_the_pod_why_it_refuses(agent: Installed, cluster: Cluster) -> None:
+def test_the_preflight_reports_its_reason_in_the_pod(agent: Installed, cluster: Cluster) -> None:
     """And lets the agent start when that is mended."""
     with installed_with(agent, WRONG_KUBELET, preflight=PREFLIGHT):
         ended = last_words(agent, init=True)
@@ -155,7 +257,7 @@ def test_the_containers_mount_was_taken_out(node: Node, agent: Installed) -> Non
 # -- rights ------------------------------------------------------------------------------------------------------------------
 
 
-def test_who_may_not_write_places_pods_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
+def test_without_write_permissions_pods_are_placed(node: Node, agent: Installed, cluster: Cluster) -> None:
     """Each right is named once, by the log and by the doctor. When it is restored, pods are reported again."""
     with denied(cluster, ("patch", "pods"), ("create", "events")):
         wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "warning", every=1)
@@ -188,7 +290,7 @@ def annotations(node: Node, name: str) -> Json:
     return found
 
 
-def test_who_may_not_list_pods_places_them_all_the_same(node: Node, agent: Installed, cluster: Cluster) -> None:
+def test_without_permission_to_list_pods_they_are_placed(node: Node, agent: Installed, cluster: Cluster) -> None:
     """From the kubelet's data. When the right is restored, the pods that were admitted without it are reported."""
     with denied(cluster, ("list", "pods")):
         wait_until("the doctor's complaint", lambda: doctor(agent)["rbac"][0] == "error", every=1)
@@ -209,7 +311,7 @@ def refused_lists(agent: Installed) -> list[str]:
     return [error for error in told if 'cannot list resource "pods"' in error]
 
 
-def test_a_right_that_the_operator_left_out_is_no_fault(agent: Installed) -> None:
+def test_a_permission_that_is_not_configured_is_no_error(agent: Installed) -> None:
     """rbac.drain is false in the chart's values."""
     state, told = doctor(agent)["rbac"]
     assert state == "ok"

@@ -6,16 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from . import programs
 from .agent import Agent
 from .cluster import Cluster
 from .manifests import SLEEP, gpu_pod
 from .node import Node
 from .places import RUN_DIR
 from .processes import kill_and_wait, start_time, wait_until
-from .tenants import Changes, control, gpu_index, limited, lines, tenant, wait_line
+from .tenants import SOURCES, Changes, control, gpu_index, limited, lines, tenant, wait_line
 
-PROGRAM = programs.SOURCES / "fake_mps_control.py"
+
+def test_an_exempt_pod_uses_the_daemon_without_limits(cluster: Cluster, running_agent: Agent) -> None:
+    changes: Changes = {
+        "enforcement": {"backend": "mps", "orphan_grace_seconds": 1, "overrides": ["default/default=none"]},
+        "mps": {"control_program": str(PROGRAM), "protocol": "2", "idle_seconds": 1},
+    }
+    with limited(cluster, running_agent, changes) as node:
+        node.run([tenant("excepted", f"env | grep CUDA_MPS | sort; echo shown; {SLEEP}")])
+        wait_line(node, "excepted", "shown")
+        assert [line.split("=")[0] for line in lines(node, "excepted") if "CUDA_MPS" in line] == ["CUDA_MPS_PIPE_DIRECTORY"]
+        said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend mps-open)"
+        assert said in node.event("excepted", "GpuPlaced")
+        assert exclusive() == [gpu_index(node, "excepted")]
+    end_daemons()
+
+
+PROGRAM = SOURCES / "fake_mps_control.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,19 @@ can be killed. NVIDIA's program is played by one that lies on the host alone.
 
 import json
 import subprocess
-import tarfile
-from asyncio import to_thread
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from gpumgr.sim.control import SimControl
-from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import compile_library
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tools import chart
 
 from . import image_agent
 from .agent import SIM
-from .nspawn import STATE, Machine, booted
+from .nspawn import STATE, Kubelet, Machine, booted
 from .places import PROJECT
 from .processes import wait_until
 
@@ -56,18 +51,8 @@ AUTO: Mapping[str, Any] = {**VALUES, "settings": {**VALUES["settings"], "enforce
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The image's root, unpacked: it may be written to."""
     folder = tmp_path_factory.mktemp("image")
-    with tarfile.open(image_agent.build_image()) as archive:
-
-        def read(digest: str) -> bytes:
-            blob = archive.extractfile(f"blobs/{digest.replace(':', '/')}")
-            assert blob is not None
-            return blob.read()
-
-        index = archive.extractfile("index.json")
-        assert index is not None
-        manifest = json.loads(read(json.load(index)["manifests"][0]["digest"]))
-        for layer in manifest["layers"]:
-            subprocess.run(["tar", "--extract", "--gzip", f"--directory={folder}"], input=read(layer["digest"]), check=True)
+    for layer in image_agent.read_archive(image_agent.build_image())[1]:
+        subprocess.run(["tar", "--extract", f"--directory={folder}"], input=layer, check=True)
     return folder
 
 
@@ -86,9 +71,9 @@ def host(image: Path) -> Iterator[Machine]:
         yield machine
 
 
-@pytest_asyncio.fixture
-async def kubelet() -> AsyncIterator[SimKubelet]:
-    async with SimKubelet(KUBELET) as kubelet:
+@pytest.fixture
+def kubelet() -> Iterator[Kubelet]:
+    with Kubelet(KUBELET) as kubelet:
         yield kubelet
 
 
@@ -172,50 +157,35 @@ def exclusive() -> int:
     return sum(control.compute_mode(index) == 3 for index in range(8))
 
 
-def pod(name: str, *, cores: int = 30, memory_blocks: int = 0) -> SimPod:
-    container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
-    return SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))
-
-
-async def offered(kubelet: SimKubelet) -> None:
-    """Both resources are."""
-    for resource in (CORE_RESOURCE, MEMORY_RESOURCE):
-        await kubelet.until_allocatable(resource)
-
-
-async def test_daemons_outlive_the_agents_pod_and_the_next_one_keeps_them(host: Machine, kubelet: SimKubelet) -> None:
-    await to_thread(start_pod, host, "agent-1")
-    await offered(kubelet)
-    assert (await kubelet.run(pod("first", memory_blocks=16))).phase == "Running"
-    (unit,) = await to_thread(daemons, host)
-    pid = await to_thread(host.show, unit, "MainPID")
-    assert await to_thread(host.show, unit, "ControlGroup") == f"/system.slice/{unit}"
-    mounted = await to_thread(host.run, "findmnt", "--noheadings", "--output=FSTYPE,SIZE", "gpumgr-mps")
-    assert mounted.split() == ["tmpfs", "1G"]
+def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machine, kubelet: Kubelet) -> None:
+    start_pod(host, "agent-1")
+    kubelet.run("first")
+    (unit,) = daemons(host)
+    pid = host.show(unit, "MainPID")
+    assert host.show(unit, "ControlGroup") == f"/system.slice/{unit}"
+    assert host.run("findmnt", "--noheadings", "--output=FSTYPE,SIZE", "gpumgr-mps").split() == ["tmpfs", "1G"]
     assert exclusive() == 1
 
-    await to_thread(kill_pod, host, "agent-1")
-    assert await to_thread(host.show, unit, "MainPID") == pid
-    assert await to_thread(daemons, host) == [unit]
+    kill_pod(host, "agent-1")
+    assert host.show(unit, "MainPID") == pid
+    assert daemons(host) == [unit]
 
-    await to_thread(start_pod, host, "agent-2")
-    await offered(kubelet)
-    assert (await kubelet.run(pod("second", memory_blocks=16))).phase == "Running"
-    assert await to_thread(host.show, unit, "MainPID") == pid
-    await to_thread(wait_until, "the adoption in the log", lambda: "mps_daemon_adopted" in events(host, "agent-2"))
-    told = await to_thread(events, host, "agent-2")
-    assert not {"mps_daemon_started", "mps_daemon_restarting", "mps_daemon_trouble"} & set(told)
+    start_pod(host, "agent-2")
+    kubelet.run("second")
+    assert host.show(unit, "MainPID") == pid
+    wait_until("the adoption in the log", lambda: "mps_daemon_adopted" in events(host, "agent-2"))
+    assert not {"mps_daemon_started", "mps_daemon_restarting", "mps_daemon_trouble"} & set(events(host, "agent-2"))
 
-    kubelet.delete("uid-first")
-    kubelet.delete("uid-second")
-    assert (await kubelet.run(pod("whole", cores=800))).phase == "Running"  # for which the daemon has to make room
+    kubelet.delete("first")
+    kubelet.delete("second")
+    kubelet.run("whole", cores=800, memory_blocks=0)  # for which the daemon has to make room
     assert exclusive() == 0
-    await to_thread(wait_until, "no daemon", lambda: not daemons(host))
-    await to_thread(wait_until, "its mount gone", lambda: "gpumgr-mps" not in host.run("cat", "/proc/mounts"))
-    await to_thread(kill_pod, host, "agent-2")
+    wait_until("no daemon", lambda: not daemons(host))
+    wait_until("its mount gone", lambda: "gpumgr-mps" not in host.run("cat", "/proc/mounts"))
+    kill_pod(host, "agent-2")
 
 
-def test_doctor_says_what_a_pod_lacks(host: Machine) -> None:
+def test_doctor_reports_missing_permissions_of_the_pod(host: Machine) -> None:
     found = doctor(host, VALUES)
     assert found["state"] == "ok", found
     assert f"{PROGRAM} speaks protocol 2 and 3 (2 is used)" in found["message"]

@@ -61,7 +61,7 @@ def test_pod_of_several_gpus(node: Node, gpus: int) -> None:
     assert len(environment["NVIDIA_VISIBLE_DEVICES"].split(",")) == gpus
 
 
-def test_containers_of_one_pod_have_their_own(node: Node) -> None:
+def test_each_container_of_a_pod_has_its_own_ids(node: Node) -> None:
     cores = {"one": 30, "two": 10, "three": 100}
     node.run([pod("several", [container(name, number, 0 if number == 100 else number) for name, number in cores.items()])])
     node.check()
@@ -124,7 +124,7 @@ def test_a_restarted_container_keeps_its_ids(node: Node) -> None:
         (150, 10, r"150 cores asked: above 100, \S+ must be a multiple of 100"),
     ],
 )
-def test_a_request_without_sense_is_refused(node: Node, cores: int, memory: int, sentence: str) -> None:
+def test_an_invalid_request_is_refused(node: Node, cores: int, memory: int, sentence: str) -> None:
     node.cluster.create([gpu_pod("refused", cores, memory)])
     node.wait_phase("refused", "Failed")
     assert re.search(sentence, node.event("refused", "UnexpectedAdmissionError"))

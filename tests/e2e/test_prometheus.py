@@ -22,7 +22,7 @@ from gpumgr.demo.script import Script
 from gpumgr.demo.workload import Workload
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
-from .ports import free_ports
+from .processes import free_ports
 from .prometheus import DASHBOARD, Prometheus, hurried_rules, rules_of, running_prometheus
 
 GIB: Final = 1 << 30

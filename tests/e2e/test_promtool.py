@@ -3,12 +3,47 @@
 Only ours: gpu-manager's container_gpu_memory_total is a gauge, and its name can't change; HAMi's names are no better.
 """
 
+import json
+import shutil
 import subprocess
+from pathlib import Path
+
+import yaml
 
 from gpumgr.metrics.registry import Metrics
 from gpumgr.metrics.text_format import page
 from tests.unit.metrics.pages import full_picture
 from tests.unit.metrics.pictures import uuid_of
+
+from .places import PROJECT
+from .prometheus import DASHBOARD, RULES, rules_of
+
+TESTS = PROJECT / "tests" / "data" / "prometheus" / "gpumgr.rules.test.yaml"
+
+
+def promtool(*arguments: str, folder: Path | None = None) -> str:
+    done = subprocess.run(["/usr/bin/promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_rules_are_well_formed() -> None:
+    assert "SUCCESS" in promtool("check", "rules", str(RULES))
+
+
+def test_rules_on_synthetic_series(tmp_path: Path) -> None:
+    for file in (RULES, TESTS):
+        shutil.copy(file, tmp_path)
+    assert "SUCCESS" in promtool("test", "rules", TESTS.name, folder=tmp_path)
+
+
+def test_every_rule_has_a_test() -> None:
+    rules = rules_of(yaml.safe_load(RULES.read_text()))
+    tests = yaml.safe_load(TESTS.read_text())["tests"]
+    fired = {case["alertname"] for test in tests for case in test.get("alert_rule_test", ()) if case.get("exp_alerts")}
+    recorded = {case["expr"] for test in tests for case in test.get("promql_expr_test", ())}
+    assert fired == {rule["alert"] for rule in rules if "alert" in rule}
+    assert recorded == {rule["record"] for rule in rules if "record" in rule}
 
 
 def complaints(text: bytes) -> str:
@@ -18,13 +53,60 @@ def complaints(text: bytes) -> str:
     return told or f"promtool ended with {done.returncode}" * bool(done.returncode)
 
 
-def test_promtool_has_nothing_to_say_of_our_metrics() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     metrics = Metrics(node="node-1", version="1", gpu_manager_names=False)
     metrics.set_picture(full_picture())
     metrics.xid(uuid_of(0), 79)
     assert complaints(page(metrics.render(), openmetrics=False)) == ""
 
 
-def test_promtool_would_complain() -> None:
+def test_promtool_rejects_bad_metrics() -> None:
     assert "non-counter metrics should not have" in complaints(b"# HELP x_total It grows.\n# TYPE x_total gauge\nx_total 1\n")
     assert complaints(b"x{") != ""
+
+
+#: One XID at 2:00 of a GPU that had none, and another at 2:30; one that an agent counted before it started again, three by then and
+#: one after it; and an old one.
+SERIES = {
+    '{instance="n1", gpu="GPU-a", xid="79"}': "_x119 1x29 2x150",
+    '{instance="n1", gpu="GPU-b", xid="48"}': "3x100 _x19 1x179",
+    '{instance="n1", gpu="GPU-c", xid="31"}': "1x300",
+}
+#: When -> what the panel shows of each, in this order; None: nothing.
+SHOWN = {
+    "1h30m": (None, 0, 0),
+    "2h10m": (1, 1, 0),
+    "2h50m": (2, 1, 0),
+    "3h20m": (1, 0, 0),
+    "4h": (0, 0, 0),
+}
+
+
+def panel_query(title: str) -> str:
+    (panel,) = (panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["title"] == title)
+    (target,) = panel["targets"]
+    query: str = target["expr"]
+    return query.replace("$instance", ".*")
+
+
+def test_the_first_xid_of_a_gpu_shows(tmp_path: Path) -> None:
+    """Its series begins with it, at 1: to `increase` alone nothing happened."""
+    query = f"round({panel_query('XID errors')})"  # `increase` extrapolates to the ends of its window
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"gpumgr_gpu_xid_events_total{labels}", "values": values} for labels, values in SERIES.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": when,
+                "exp_samples": [
+                    {"labels": labels, "value": value} for labels, value in zip(SERIES, values, strict=True) if value is not None
+                ],
+            }
+            for when, values in SHOWN.items()
+        ],
+    }
+    (tmp_path / "dashboard.yaml").write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": [case]}))
+    assert "SUCCESS" in promtool("test", "rules", "dashboard.yaml", folder=tmp_path)

@@ -90,7 +90,7 @@ def test_the_agent_is_killed_while_pods_are_admitted(node: Node) -> None:
     node.check()
 
 
-def test_the_agent_stops_cleanly_and_takes_up_again(node: Node) -> None:
+def test_the_agent_stops_cleanly_and_continues(node: Node) -> None:
     node.run([gpu_pod("share", 20, 20)])
     before = node.agent.ledger()
 

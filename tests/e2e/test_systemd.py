@@ -3,28 +3,23 @@
 The host is a container (nspawn.py); the kubelet is the simulated one, on this side of the folder /var/lib/kubelet that both see.
 """
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import pytest
 
 from gpumgr.enforcement import cdi
-from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import compile_library
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 from .agent import SIM
-from .nspawn import ENVIRONMENT, STATE, Machine, booted
+from .nspawn import ENVIRONMENT, STATE, Kubelet, Machine, booted
 from .places import PROJECT
 from .processes import wait_until
-
-T = TypeVar("T")
 
 #: Short: the simulated kubelet's sockets lie in it.
 KUBELET = STATE / "kubelet"
@@ -89,37 +84,6 @@ def service(host: Machine) -> Machine:
     return host
 
 
-class Kubelet:
-    """The simulated kubelet, in a loop and a thread of its own: what the tests ask of the machine takes its time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.sim = SimKubelet(folder)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._do(self.sim.start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._do(self.sim.kill())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def run_pod(self, name: str) -> None:
-        """Admits demo/`name` with a share of a GPU, and starts its container."""
-        container = SimContainer(name="main", cores=30, memory_blocks=16)
-        pod = SimPod(namespace="demo", name=name, uid=f"uid-{name}", containers=(container,))
-        status = self._do(self.sim.admit(pod))
-        assert status.phase == "Pending", status
-        self._do(self.sim.start_container(pod, "main"))
-
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
-
-
 @pytest.fixture
 def kubelet(service: Machine) -> Iterator[Kubelet]:  # noqa: ARG001 (ends before the service does)
     with Kubelet(KUBELET) as kubelet:
@@ -168,7 +132,7 @@ def test_ready_comes_with_the_registration(service: Machine) -> None:
 
 def test_sockets_and_state_are_where_the_settings_have_them(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("resnet")
+    kubelet.run("resnet")
     for path in ("/run/gpumgr/agent.sock", "/run/gpu-manager.sock", PLUGINS / "gpumgr-core.sock", PLUGINS / "gpumgr-memory.sock"):
         service.run("test", "-S", path)
     assert service.run("stat", "-c", "%a %U", "/var/lib/gpumgr") == "700 root\n"
@@ -184,10 +148,10 @@ def warnings(host: Machine) -> list[str]:
     return [event for event in found if event != "background_call_takes_long"]
 
 
-def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubelet) -> None:
+def test_journal_entries_of_a_pod(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("seen")
-    kubelet.run_pod("other")
+    kubelet.run("seen")
+    kubelet.run("other")
     granted = ("GPUMGR_POD=demo/seen", "GPUMGR_EVENT=allocation_granted")
     wait_until("both in the journal", lambda: len(journal(service, *granted)) > 1, every=0.2)
     entries = journal(service, *granted)
@@ -201,12 +165,12 @@ def test_the_journal_finds_what_concerns_a_pod(service: Machine, kubelet: Kubele
 
 def test_a_restart_keeps_the_ledger(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("kept")
+    kubelet.run("kept")
     before = ledger(service)
     assert [each["pod"] for each in before] == ["kept"]
     service.run("systemctl", "restart", UNIT)
     assert ledger(service) == before
-    kubelet.run_pod("next")
+    kubelet.run("next")
     assert {each["pod"] for each in ledger(service)} == {"kept", "next"}
 
 
@@ -214,7 +178,7 @@ def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kub
     service.write(Path(f"/etc/systemd/system/{UNIT}.d/zz-impatient.conf"), IMPATIENT)
     service.run("systemctl", "daemon-reload")
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("running")
+    kubelet.run("running")
     before = ledger(service)
     hung = service.show(UNIT, "MainPID")
     service.run("systemctl", "kill", "--signal=STOP", UNIT)
@@ -227,7 +191,7 @@ def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kub
 
 def test_a_stop_is_clean_and_leaves_what_running_pods_need(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("running")
+    kubelet.run("running")
     service.run("systemctl", "stop", UNIT)
     shown = {name: service.show(UNIT, name) for name in ("ActiveState", "Result", "ExecMainStatus")}
     assert shown == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
@@ -238,18 +202,18 @@ def test_a_stop_is_clean_and_leaves_what_running_pods_need(service: Machine, kub
 
 def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("tenant")
+    kubelet.run("tenant")
     listed = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
     (unit,) = (service.run(*listed)).splitlines()
     agent = service.show(UNIT, "MainPID")
     assert "gpumgr-mps /run/gpumgr/mps/" in service.run("nsenter", f"--target={agent}", "--mount", "--", "cat", "/proc/mounts")
     service.run("systemctl", "restart", UNIT)
-    kubelet.run_pod("second")
+    kubelet.run("second")
     assert (service.run(*listed)).splitlines() == [unit]
 
 
 @pytest.mark.usefixtures("kubelet")
-def test_what_a_living_container_has_mounted_is_no_leftover(service: Machine) -> None:
+def test_mounted_files_of_a_running_container_are_kept(service: Machine) -> None:
     service.write(CONFIG, SETTINGS.replace("{backend: mps}", "{backend: mps, orphan_grace_seconds: 1}"))
     living, gone = "00112233445566ff", "ffeeddccbbaa9988"
     for each in (living, gone):
@@ -269,7 +233,7 @@ def test_folders_of_the_settings_are_allowed_by_an_install(service: Machine, kub
     assert f"write      /etc/systemd/system/{UNIT}.d/zz-gpumgr-settings.conf\n" in service.run(GPUMGR, "install", "systemd")
     assert service.run("systemd-analyze", "verify", f"/etc/systemd/system/{UNIT}") == ""
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("far")
+    kubelet.run("far")
     assert service.run("ls", "/data", "/data/ledger").split()[:3] == ["/data:", "agent.lock", "ledger"]
     service.run("test", "-f", "/data/ledger/gpumgr.sqlite3")
     assert len(service.run("ls", "/srv/vm").split()) == 1
@@ -305,7 +269,7 @@ def test_the_agent_sees_no_pods_secrets(service: Machine) -> None:
 
 def test_an_uninstall_leaves_settings_and_state(service: Machine, kubelet: Kubelet) -> None:
     service.run("systemctl", "start", UNIT)
-    kubelet.run_pod("left")
+    kubelet.run("left")
     said = service.run(GPUMGR, "install", "systemd", "--uninstall")
     assert f"remove     /etc/systemd/system/{UNIT}\n" in said
     assert service.show(UNIT, "ActiveState") == "inactive"

@@ -64,7 +64,7 @@ def _pids_in(path: Path) -> list[int]:
     return [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
 
 
-def test_who_registers_is_told_by_the_kernel_not_by_the_caller(vcuda: Node) -> None:
+def test_the_caller_is_identified_by_the_kernel(vcuda: Node) -> None:
     """The other pod's UID and container in the request change nothing: the caller is put under its own."""
     vcuda.run([tenant("victim", SLEEP, 20, 8)])
     uid = vcuda.cluster.pods.all()["victim"]["metadata"]["uid"]

@@ -8,12 +8,12 @@ from typing import Final
 
 import pytest
 
-from tests.e2e.alone import alone_in, lock_of
+from tests.e2e.build import alone_in, lock_of
 
 _SECOND: Final = """
 import sys
 from pathlib import Path
-from tests.e2e.alone import alone_in
+from tests.e2e.build import alone_in
 
 print("waits", flush=True)
 with alone_in(Path(sys.argv[1])):

@@ -56,7 +56,7 @@ def told(pod: PodKey, *entries: Entry, phase: str = "Running", pods: tuple[PodKe
     return builtins(found)
 
 
-async def test_a_pods_name_opens_its_story(browser: Browser, stage: Stage) -> None:
+async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> None:
     stage.remember(
         told(
             ("team", "web"),
@@ -92,7 +92,7 @@ async def test_a_pods_name_opens_its_story(browser: Browser, stage: Stage) -> No
         assert seen.said == []
 
 
-async def test_a_refusal_leads_to_what_each_gpu_had(browser: Browser, stage: Stage) -> None:
+async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser, stage: Stage) -> None:
     stage.remember(told(LATE, refused(), phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"))
     stage.show(document(entries=[refused()]))
     async with visit(browser, stage.url) as seen:
@@ -112,7 +112,7 @@ async def test_a_refusal_leads_to_what_each_gpu_had(browser: Browser, stage: Sta
             await expect(dialog).to_be_hidden()
 
 
-async def test_the_keyboard_opens_a_story_and_comes_back_from_it(browser: Browser, stage: Stage) -> None:
+async def test_details_open_and_close_by_keyboard(browser: Browser, stage: Stage) -> None:
     stage.remember(told(("team", "web")))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -130,7 +130,7 @@ async def test_the_keyboard_opens_a_story_and_comes_back_from_it(browser: Browse
         await expect(link).to_be_focused()
 
 
-async def test_an_answer_that_comes_late_takes_no_later_storys_place(browser: Browser, stage: Stage) -> None:
+async def test_a_late_response_does_not_replace_later_details(browser: Browser, stage: Stage) -> None:
     stage.remember(told(("team", "web")), told(("team", "train")))
     late = """const ask = window.fetch;
         window.fetch = (address, ...how) => String(address).endsWith("team/train")
@@ -157,7 +157,7 @@ async def answer_at_last(page: Page) -> None:
     await page.evaluate("new Promise((go) => setTimeout(go, 200))")
 
 
-async def test_another_tab_gets_the_json(browser: Browser, stage: Stage) -> None:
+async def test_a_new_tab_shows_the_json(browser: Browser, stage: Stage) -> None:
     stage.remember(told(("team", "web")))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -167,14 +167,14 @@ async def test_another_tab_gets_the_json(browser: Browser, stage: Stage) -> None
         await expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-async def test_a_pod_of_which_nothing_is_known_any_more_says_so(browser: Browser, stage: Stage) -> None:
+async def test_details_of_an_unknown_pod(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         await expect(page.get_by_role("dialog", name="team/web")).to_contain_text("nothing is known of the pod team/web.")
 
 
-async def test_hostile_names_are_text_in_their_stories(browser: Browser, stage: Stage) -> None:
+async def test_hostile_names_are_text_in_the_details(browser: Browser, stage: Stage) -> None:
     for pod in HOSTILE[:-2]:  # the last two have no address: braces, and a way out of the folder
         entries = [refusal(pod=pod, why=pod[1])]
         stage.remember(told(pod, *entries, pods=HOSTILE, message=pod[1]))
@@ -194,7 +194,7 @@ async def test_hostile_names_are_text_in_their_stories(browser: Browser, stage: 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_all_of_a_story_can_be_read(browser: Browser, stage: Stage, scheme: str) -> None:
+async def test_details_have_enough_contrast(browser: Browser, stage: Stage, scheme: str) -> None:
     stage.remember(told(("team", "web"), refused()))
     async with visit(browser, stage.url, color_scheme=scheme) as seen:
         page = await loaded(seen)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1024, 1920])
-async def test_no_width_makes_the_page_scroll_sideways(browser: Browser, stage: Stage, width: int) -> None:
+async def test_no_horizontal_scrolling_at_any_width(browser: Browser, stage: Stage, width: int) -> None:
     stage.show(document((*PODS, *HOSTILE), entries=[refusal(pod=pod, why="y" * 300) for pod in HOSTILE], gone=5, used_gib=4.5))
     async with visit(browser, stage.url, viewport={"width": width, "height": 740}) as seen:
         page = await loaded(seen, len(PODS) + len(HOSTILE))
@@ -41,7 +41,7 @@ async def test_the_theme_follows_the_system_until_it_is_chosen(browser: Browser,
         await body.to_have_css("background-color", light)
 
 
-async def test_who_wants_less_motion_gets_none(browser: Browser, stage: Stage) -> None:
+async def test_reduced_motion_switches_animations_off(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url, reduced_motion="reduce") as seen:
         page = await loaded(seen)
         moving = "[...document.querySelectorAll('*')].filter((node) => parseFloat(getComputedStyle(node).transitionDuration) > 0).length"
@@ -49,7 +49,7 @@ async def test_who_wants_less_motion_gets_none(browser: Browser, stage: Stage) -
         assert await page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
 
 
-async def test_the_keyboard_reaches_everything_and_the_focus_can_be_seen(browser: Browser, stage: Stage) -> None:
+async def test_every_control_gets_a_visible_focus_by_keyboard(browser: Browser, stage: Stage) -> None:
     stage.show(document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]))
     mark = """[...document.querySelectorAll("a[href], button, input, [tabindex='0']")].filter((node) => node.checkVisibility())
         .map((node, n) => node.dataset.mark = `${n} ${node.id || node.getAttribute("href") || node.textContent}`)"""
@@ -70,7 +70,7 @@ async def test_the_keyboard_reaches_everything_and_the_focus_can_be_seen(browser
         assert [what.split()[1] for what in wanted[:3]] == ["#main", "filter", "theme"]
 
 
-async def test_a_gpu_of_the_topology_leads_to_its_card(browser: Browser, stage: Stage) -> None:
+async def test_a_gpu_of_the_topology_links_to_its_card(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
         link = page.get_by_role("link", name="GPU6: well, free")
@@ -80,7 +80,7 @@ async def test_a_gpu_of_the_topology_leads_to_its_card(browser: Browser, stage: 
         await expect(page.locator(f"#gpu-{name_of(6)}")).to_be_focused()
 
 
-async def test_a_screen_reader_finds_its_way(browser: Browser, stage: Stage) -> None:
+async def test_landmarks_and_labels_for_screen_readers(browser: Browser, stage: Stage) -> None:
     stage.show(document([("team", f"pod-{n:02}") for n in range(40)], entries=[refusal()]))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen, 40)
@@ -104,7 +104,7 @@ async def test_a_screen_reader_finds_its_way(browser: Browser, stage: Stage) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_all_text_can_be_read(browser: Browser, stage: Stage, scheme: str) -> None:
+async def test_all_text_has_enough_contrast(browser: Browser, stage: Stage, scheme: str) -> None:
     """WCAG 2.2, 1.4.3: 4.5 to 1, and 3 to 1 for large text."""
     stage.show(document(entries=[refusal()], gone=5, failed={1: "XID 79"}, cordons={uuid_of(2): Cordon(since=NOW)}, used_gib=4.5))
     async with visit(browser, stage.url, color_scheme=scheme) as seen:

@@ -39,7 +39,7 @@ def history(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_pod_carries_what_it_was_given_under_one_name(node: Node) -> None:
+def test_an_allocation_has_one_id_in_annotations_events_and_history(node: Node) -> None:
     # No other test has a pod of this name: the history contains them all.
     node.run([gpu_pod("announced", 30, 16)])
     (held,) = node.ledger_of("announced")
@@ -58,7 +58,7 @@ def test_a_pod_carries_what_it_was_given_under_one_name(node: Node) -> None:
     assert {entry["id"] for entry in history("--pod", "default/announced") if entry["what"] == "granted"} == {held.allocation}
 
 
-def test_a_refusal_is_told_with_its_reason_and_remembered(node: Node) -> None:
+def test_a_refusal_is_in_the_pods_events_and_in_the_history(node: Node) -> None:
     node.cluster.create([gpu_pod("odd", 150, 4)])
     node.wait_phase("odd", "Failed")
     assert "must be a multiple of 100" in node.event("odd", "GpuRefused")
@@ -68,7 +68,7 @@ def test_a_refusal_is_told_with_its_reason_and_remembered(node: Node) -> None:
     assert entry["code"] == "invalid_request"
 
 
-def test_the_node_tells_of_its_gpus(node: Node) -> None:
+def test_labels_condition_and_events_of_the_node(node: Node) -> None:
     wanted = {"nvidia.com/gpu.count": "8", "nvidia.com/gpu.family": "hopper", "gaia.tencent.com/gpu-model": "H100"}
     wait_until(f"the labels {wanted}", lambda: wanted.items() <= node.cluster.node()["metadata"]["labels"].items())
     wait_until("no trouble", lambda: condition(node).get("status") == "False")

@@ -10,7 +10,7 @@ from .processes import wait_until
 from .tenants import BLOCK, control, gpu_index, limited, pids, tenant
 
 
-def test_nothing_enforces_and_the_pods_event_says_so(node: Node) -> None:
+def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
     """The event of its placement, so that saying it costs the API server nothing more."""
     node.run([gpu_pod("free", 30, 16)])
     said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
@@ -21,7 +21,7 @@ def test_nothing_enforces_and_the_pods_event_says_so(node: Node) -> None:
     wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == "none")
 
 
-def test_a_container_over_its_memory_is_told_and_strangers_are_seen(cluster: Cluster, running_agent: Agent) -> None:
+def test_memory_over_the_limit_and_unattributed_processes_are_reported(cluster: Cluster, running_agent: Agent) -> None:
     changes = {"enforcement": {"over_limit_samples": 2, "over_limit_slack_mebibytes": 0}}
     with limited(cluster, running_agent, changes) as node:
         node.run([tenant("greedy", SLEEP, 30, 16), tenant("modest", SLEEP, 30, 16)])
@@ -58,7 +58,7 @@ def strangers(node: Node) -> set[int]:
     return {int(line["pid"]) for line in node.agent.log() if line["event"] == "gpu_stranger"}
 
 
-def test_an_offender_is_evicted_if_the_operator_chose_so(cluster: Cluster, running_agent: Agent) -> None:
+def test_a_pod_over_its_limit_is_evicted_if_configured(cluster: Cluster, running_agent: Agent) -> None:
     changes = {"enforcement": {"over_limit_samples": 2, "over_limit_slack_mebibytes": 0, "evict": True}}
     with limited(cluster, running_agent, changes) as node:
         node.run([tenant("greedy", SLEEP)])

@@ -29,7 +29,7 @@ async def test_hostile_names_are_text(browser: Browser, stage: Stage) -> None:
         assert seen.said == []
 
 
-async def test_nothing_is_loaded_from_elsewhere_and_nothing_complains(browser: Browser, stage: Stage) -> None:
+async def test_the_page_loads_nothing_from_other_hosts(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         await loaded(seen)
         await expect(seen.page.locator("#live")).to_have_text("live")
@@ -39,7 +39,7 @@ async def test_nothing_is_loaded_from_elsewhere_and_nothing_complains(browser: B
         assert seen.said == []
 
 
-async def test_a_browser_that_forbids_storage_loses_only_the_choice(browser: Browser, stage: Stage) -> None:
+async def test_without_storage_only_the_theme_is_not_kept(browser: Browser, stage: Stage) -> None:
     forbid = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('forbidden'); } });"
     async with visit(browser, stage.url, before=forbid) as seen:
         page = await loaded(seen)
@@ -48,7 +48,7 @@ async def test_a_browser_that_forbids_storage_loses_only_the_choice(browser: Bro
         assert seen.said == []
 
 
-async def test_without_scripts_the_page_names_the_text(browser: Browser, stage: Stage) -> None:
+async def test_without_scripts_the_page_links_to_the_text(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url, java_script_enabled=False) as seen:
         await expect(seen.page.locator("noscript a")).to_have_attribute("href", "graph?format=text")
 

@@ -23,7 +23,7 @@ from .documents import NOW, document, loaded, refusal, report, rows
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-async def test_a_look_tells_who_sits_where_and_what_is_wrong(browser: Browser, stage: Stage) -> None:
+async def test_the_page_shows_placements_and_problems(browser: Browser, stage: Stage) -> None:
     stage.show(document(entries=[refusal()], used_gib=4.5))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -52,7 +52,7 @@ async def test_a_look_tells_who_sits_where_and_what_is_wrong(browser: Browser, s
         assert whole[:7] == ["team/train", "main", "GPU0", "whole", "5", "80.0 GiB", "4.5 GiB"]
 
 
-async def test_a_quiet_node_says_that_nothing_is_wrong(browser: Browser, stage: Stage) -> None:
+async def test_a_node_without_problems(browser: Browser, stage: Stage) -> None:
     stage.show(document(count=2, entries=[replace(refusal(), at=NOW - 1000)]))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -61,7 +61,7 @@ async def test_a_quiet_node_says_that_nothing_is_wrong(browser: Browser, stage: 
         await expect(page).to_have_title("node-1 · gpumgr")
 
 
-async def test_a_lost_gpu_and_a_cordoned_one_are_marked_in_words(browser: Browser, stage: Stage) -> None:
+async def test_lost_and_cordoned_gpus_are_marked_in_text(browser: Browser, stage: Stage) -> None:
     stage.show(document())
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -84,7 +84,7 @@ async def test_a_lost_gpu_and_a_cordoned_one_are_marked_in_words(browser: Browse
         await expect(page.locator("#aloud")).to_contain_text("GPU1 is back")
 
 
-async def test_gpus_are_called_as_the_driver_counts_them(browser: Browser, stage: Stage) -> None:
+async def test_gpus_have_the_index_of_the_driver(browser: Browser, stage: Stage) -> None:
     """Without the GPU at index 3, the one at index 4 is the fourth of the topology."""
     stage.show(document([("team", f"pod-{n}") for n in range(8)], gone=3))
     async with visit(browser, stage.url) as seen:
@@ -104,7 +104,7 @@ async def test_gpus_are_called_as_the_driver_counts_them(browser: Browser, stage
         await expect(page.locator("#rows tr")).to_contain_text("team/pod-4")
 
 
-async def test_a_gpu_that_was_broken_at_the_start_is_told_once(browser: Browser, stage: Stage) -> None:
+async def test_an_unreadable_gpu_is_listed_once(browser: Browser, stage: Stage) -> None:
     """The driver lists it without a UUID, so that its card is missing."""
     stage.show(document(gone=5, unreadable={5: "GPU is lost"}))
     async with visit(browser, stage.url) as seen:
@@ -129,7 +129,7 @@ async def test_full_gpus_are_in_service(browser: Browser, stage: Stage) -> None:
         assert "new containers" not in await seen.page.locator("#stats").inner_text()
 
 
-async def test_a_gpu_that_broke_is_red_among_the_decisions(browser: Browser, stage: Stage) -> None:
+async def test_a_failed_gpu_is_red_in_the_history(browser: Browser, stage: Stage) -> None:
     codes = ["lost", "unhealthy", "not_readable", "back", "cordoned", "uncordoned"]
     stage.show(
         document(
@@ -144,7 +144,7 @@ async def test_a_gpu_that_broke_is_red_among_the_decisions(browser: Browser, sta
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_what_is_broken_stands_first_and_no_refusal_pushes_it_down(browser: Browser, stage: Stage, width: int) -> None:
+async def test_failures_are_listed_before_refusals(browser: Browser, stage: Stage, width: int) -> None:
     long = [refusal(number=n, why=f"{n}: no GPU has room for it, " + "and none will have it soon, " * 12) for n in range(1, 4)]
     drained = {uuid_of(2): Cordon(reason="a new riser", since=NOW - 600, draining=True)}
     stage.show(document(entries=long, failed={1: "XID 79: it has fallen off the bus"}, cordons=drained))
@@ -158,7 +158,7 @@ async def test_what_is_broken_stands_first_and_no_refusal_pushes_it_down(browser
         assert lines == [2, 2, 2]
 
 
-async def test_links_that_are_no_fabric_are_drawn_one_by_one(browser: Browser, stage: Stage) -> None:
+async def test_links_without_a_switch_are_drawn_one_by_one(browser: Browser, stage: Stage) -> None:
     state = document()
     state["nvlinks"] = [{"a": 0, "b": 1, "links": 2}, {"a": 0, "b": 3, "links": 1}, {"a": 4, "b": 7, "links": 1}]
     stage.show(state)
@@ -172,7 +172,7 @@ async def test_links_that_are_no_fabric_are_drawn_one_by_one(browser: Browser, s
         ]
 
 
-async def test_a_node_without_a_driver_says_so(browser: Browser, stage: Stage) -> None:
+async def test_a_node_without_a_driver(browser: Browser, stage: Stage) -> None:
     inventory = Inventory()
     view = AgentView(
         ledger=Ledger(GpuRegistry()), inventory=inventory, node=inventory.view(GpuRegistry(), policy="binpack", visible_blocks={})

@@ -14,7 +14,7 @@ from .documents import BEAT_SECONDS, NOW, PODS, document, loaded, refusal
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-async def test_a_new_state_changes_the_page_in_place(browser: Browser, stage: Stage) -> None:
+async def test_a_new_state_updates_the_page_in_place(browser: Browser, stage: Stage) -> None:
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
         await expect(page.locator("#live")).to_have_text("live")
@@ -28,7 +28,7 @@ async def test_a_new_state_changes_the_page_in_place(browser: Browser, stage: St
         await expect(page.locator("#rows tr")).to_have_count(2)
 
 
-async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage) -> None:
+async def test_many_updates_leave_the_document_as_large_as_before(browser: Browser, stage: Stage) -> None:
     """Pods come and go, GPUs are lost and come back: the document is as large in the end as it was."""
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
@@ -47,7 +47,7 @@ async def test_a_long_life_leaves_nothing_behind(browser: Browser, stage: Stage)
         assert seen.said == []
 
 
-async def test_what_needs_attention_is_said_once_however_often_it_is_told(browser: Browser, stage: Stage) -> None:
+async def test_repeated_problems_are_listed_once(browser: Browser, stage: Stage) -> None:
     """One pod refused twice with two messages, two refused containers without a name, one piece of an allocation sent twice."""
     again = [refusal(number=1), refusal(number=2, why="no GPU has 40 memory blocks free")]
     nameless = [replace(refusal(number=n, why=f"sentence {n}"), pod=None) for n in (3, 4)]
@@ -66,7 +66,7 @@ async def test_what_needs_attention_is_said_once_however_often_it_is_told(browse
                 await expect(page.locator("#problems")).to_contain_text(entry.why)
 
 
-async def test_a_stream_that_breaks_is_told_and_comes_back(browser: Browser) -> None:
+async def test_a_lost_stream_is_reported_and_opened_again(browser: Browser) -> None:
     stage = Stage(beat_seconds=BEAT_SECONDS)
     await stage.open()
     stage.show(document())
@@ -88,7 +88,7 @@ async def test_a_stream_that_breaks_is_told_and_comes_back(browser: Browser) -> 
         await stage.close()
 
 
-async def test_a_hidden_page_holds_no_stream(browser: Browser, stage: Stage) -> None:
+async def test_a_hidden_page_closes_its_stream(browser: Browser, stage: Stage) -> None:
     hide = """(hidden) => {
         Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));
