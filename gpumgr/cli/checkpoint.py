@@ -9,11 +9,13 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.printable import printable
 from gpumgr.errors import CheckpointError
 
 #: Terminal width from which the reason is shown.
@@ -97,11 +99,13 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
 
 def _table(ledger: Ledger, *, wide: bool) -> Table:
     """`wide`: with the reason of each allocation."""
-    table = Table(title=f"{len(ledger.allocations)} allocations on {len(ledger.gpu_registry.gpus)} GPUs")
+    allocations, gpus = len(ledger.allocations), len(ledger.gpu_registry.gpus)
+    title = f"{allocations} allocation{'' if allocations == 1 else 's'} on {gpus} GPU{'' if gpus == 1 else 's'}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("Allocation", "Pod", "Container", "GPUs"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold")
     for heading in ("Cores", "MiB"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("Since (UTC)", no_wrap=True)
     if wide:
         table.add_column("Why")
@@ -109,7 +113,7 @@ def _table(ledger: Ledger, *, wide: bool) -> Table:
         since = datetime.fromtimestamp(a.granted_at, UTC).strftime("%m-%d %H:%M:%S")
         pod = "/".join(a.pod) if a.pod else a.uid or "?"
         cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.cores), str(a.memory_mebibytes), since]
-        table.add_row(*cells, *([a.why] if wide else []))
+        table.add_row(*(Text(printable(cell)) for cell in (*cells, *([a.why] if wide else []))))
     return table
 
 
