@@ -4,7 +4,7 @@ Invariants:
 - A scrape of a format that was scraped recently sends bytes that are rendered, and compressed, already.
 - A format that was not scraped for a while is not rendered until its next scrape.
 - No scrape calls NVML or the kubelet, or reads a file other than the process's own in /proc.
-- All formats of one sample period are rendered from one picture.
+- All formats of one sample period are rendered from one report.
 - Rendering releases the GIL often: an Allocate call does not wait for its end.
 """
 
@@ -48,9 +48,9 @@ class Exposition:
     def __init__(
         self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`picture` returns the picture to render; None before the first."""
+        """`report` returns the report to render; None before the first."""
         self._metrics = metrics
-        self._picture = report
+        self._report = report
         self._clock = clock
         self._lock = asyncio.Lock()
         self._pages: dict[_Variant, bytes] = {}
@@ -64,7 +64,7 @@ class Exposition:
             if not self._scraped_at:
                 self._pages = {}
                 return
-            self._take_picture()
+            self._take_report()
             self._pages = await self._render(self._scraped_at)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
@@ -84,20 +84,20 @@ class Exposition:
                     self._pages[variant] = await asyncio.to_thread(_compressed, text)
                 else:
                     if not self._pages:
-                        self._take_picture()
+                        self._take_report()
                     self._pages |= await self._render([variant])
             return self._pages[variant]
 
-    def _take_picture(self) -> None:
-        if (report := self._picture()) is not None:
-            self._metrics.set_picture(report)
+    def _take_report(self) -> None:
+        if (report := self._report()) is not None:
+            self._metrics.set_report(report)
 
     async def _render(self, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
         return await asyncio.to_thread(_render_pages, self._metrics, tuple(variants))
 
 
 def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
-    """All formats of one picture; with each compressed page also its text."""
+    """All formats of one report; with each compressed page also its text."""
     families = list(yielding_gil(metrics.render()))
     pages: dict[_Variant, bytes] = {}
     for each in {format_ for format_, _ in variants}:

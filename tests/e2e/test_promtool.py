@@ -20,7 +20,7 @@ def complaints(text: bytes) -> str:
 
 def test_promtool_has_nothing_to_say_of_our_metrics() -> None:
     metrics = Metrics(node="node-1", version="1", gpu_manager_names=False)
-    metrics.set_picture(full_picture())
+    metrics.set_report(full_picture())
     metrics.xid(uuid_of(0), 79)
     assert complaints(page(metrics.render(), openmetrics=False)) == ""
 

@@ -83,20 +83,20 @@ class CheckpointData:
     live = False
 
     def __init__(self, loaded: Loaded, *, at: float) -> None:
-        self._picture, self._history = _picture_of(loaded, at), loaded.history
+        self._report, self._history = _report_of(loaded, at), loaded.history
         newest = next((entry.candidates for entry in reversed(loaded.history) if entry.candidates), ())
         self._indices = {candidate.gpu: candidate.index for candidate in newest}
-        state = node_state(self._picture, self._history)
+        state = node_state(self._report, self._history)
         self.state: Document = builtins(msgspec.structs.replace(state, gpus=self._gpus(state.gpus)))
 
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
         return [msgspec.to_builtins(entry) for entry in self._history[-newest:]]
 
     async def pods(self) -> frozenset[PodKey]:
-        return frozenset(pods_with_details(self._picture.view.ledger, (), self._history))
+        return frozenset(pods_with_details(self._report.view.ledger, (), self._history))
 
     async def pod(self, namespace: str, pod: str) -> Document | None:
-        found = pod_details(self._picture, None, namespace, pod, self._history)
+        found = pod_details(self._report, None, namespace, pod, self._history)
         return builtins(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
 
     def _gpus(self, rows: Sequence[GpuRow]) -> tuple[GpuRow, ...]:
@@ -150,7 +150,7 @@ def _load(folder: Path, reason: str) -> tuple[Loaded, float]:
     return loaded, max((file.stat().st_mtime for file in files), default=0.0)
 
 
-def _picture_of(loaded: Loaded, at: float) -> NodeReport:
+def _report_of(loaded: Loaded, at: float) -> NodeReport:
     """The allocations, without the hardware."""
     ledger, inventory = loaded.ledger, Inventory()
     return NodeReport(

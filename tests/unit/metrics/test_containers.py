@@ -146,7 +146,7 @@ def test_series_of_ended_containers_vanish_with_the_next_snapshot() -> None:
     metrics = metrics_of(before)
     assert 'pod="leaving"' in text_of(metrics)
     assert 'pod_name="leaving"' in text_of(metrics)
-    metrics.set_picture(replace(before, view=view_of(share())))
+    metrics.set_report(replace(before, view=view_of(share())))
     after = text_of(metrics)
     assert "leaving" not in after
     assert 'pod="web"' in after
