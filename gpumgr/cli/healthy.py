@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.client.location import agent_options, find_agent
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import agent_options, find_agent
 from gpumgr.cli.printable import printable
 from gpumgr.errors import GpumgrError
 

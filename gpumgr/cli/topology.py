@@ -7,6 +7,7 @@ import click
 import msgspec
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import sim_option
 from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.topology.devices import Gpu, NodeSnapshot, Topology
@@ -35,7 +36,7 @@ class _Shown:
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
-@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@sim_option
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(topology_file: str | None, sim: str | None, output: str) -> None:
     """Show how the GPUs are connected.

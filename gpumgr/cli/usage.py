@@ -10,10 +10,10 @@ from rich.console import Console
 
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.follow import follow_states, report_unavailable
-from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
 from gpumgr.cli.client.node_data import open_node_data
 from gpumgr.cli.client.schema import read_state
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import AgentLocation, agent_options, find_agent
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.keyboard import until_pressed

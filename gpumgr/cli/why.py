@@ -10,10 +10,10 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
 from gpumgr.cli.client.node_data import Document, open_node_data
 from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import AgentLocation, agent_options, find_agent, output_option
 from gpumgr.cli.parameters import sendable
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
@@ -54,7 +54,7 @@ class _Answer:
 )
 @click.argument("pod", callback=sendable)
 @agent_options
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@output_option
 def command(pod: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
     """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, or why it was refused.
 
