@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from gpumgr.accept import accepts_gzip, ranked
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.metrics.event_loop import yielding_gil
 from gpumgr.metrics.registry import Metrics
@@ -114,29 +115,9 @@ def _compressed(text: bytes) -> bytes:
 def prefers_openmetrics(accept: str) -> bool:
     """Whether an Accept header ranks OpenMetrics 1.0 (or its drafts) at least as high as plain text."""
     openmetrics_weight = plain_weight = 0.0
-    for name, weight, parameters in _ranked(accept):
+    for name, weight, parameters in ranked(accept):
         if name == _OPENMETRICS_TYPE and parameters.get("version", "1.0.0") in ("1.0.0", "0.0.1"):
             openmetrics_weight = max(openmetrics_weight, weight)
         elif name in _PLAIN_TYPES:
             plain_weight = max(plain_weight, weight)
     return openmetrics_weight > 0 and openmetrics_weight >= plain_weight
-
-
-def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip; a missing one does not."""
-    weights = {name: weight for name, weight, _ in _ranked(accept_encoding)}
-    return weights.get("gzip", weights.get("*", 0.0)) > 0
-
-
-def _ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
-    """Entries of an Accept header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. Malformed ones weigh 0."""
-    entries = []
-    for entry in header.split(","):
-        name, *words = (word.strip() for word in entry.split(";"))
-        parameters = {key.strip().lower(): value.strip() for key, _, value in (word.partition("=") for word in words)}
-        try:
-            weight = float(parameters.pop("q", "1"))
-        except ValueError:
-            weight = 0.0
-        entries.append((name.lower(), weight, parameters))
-    return entries
