@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import aiohttp
 
@@ -43,23 +43,24 @@ class Result:
     seconds: float = 0.0
 
 
-class Display(Protocol):
-    """Shows the progress. `pause_seconds` is the pause between steps; `stays`: activity continues after the script."""
+class Display:
+    """The progress for a user; this one shows nothing. `pause_seconds` is the pause between steps; `stays`: activity continues after
+    the script."""
 
-    pause_seconds: float
-    stays: bool
+    pause_seconds = 0.0
+    stays = False
 
     def on_log_line(self, line: Line) -> None:
         """Called with each line of the agent's log."""
-        ...
 
     def step_begins(self, name: str) -> None: ...
 
     def step_ended(self, result: Result) -> None: ...
 
-    def watching(self, node: Node) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def watching(self, node: Node) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
         """A context around the whole run."""
-        ...
+        yield
 
 
 async def play(display: Display) -> list[Result]:
