@@ -123,16 +123,6 @@ def test_the_unread_bytes_of_all_are_bounded() -> None:
     assert [transport.cut for _, transport in made] == [True] * 4
 
 
-def test_a_connection_without_a_free_slot_is_refused_and_counted() -> None:
-    limit = ConnectionLimit(1, TIMEOUTS)
-    first, transport = slot("streaming")
-    assert limit.acquire(first, 0.0)
-    assert not limit.acquire(slot()[0], 0.0)
-    assert (limit.open, limit.refused, transport.cut) == (1, 1, False)
-    limit.release(first)
-    assert limit.acquire(slot()[0], 0.0)
-
-
 @pytest.mark.parametrize(
     ("stage", "half_closed", "seconds"),
     [("receiving", False, 10.0), ("receiving", True, 1.0), ("idle", False, 75.0), ("idle", True, 1.0)],
@@ -180,15 +170,3 @@ def test_reading_everything_restarts_the_timeout() -> None:
         transport.unread = unread
         assert not made.overdue(20.0 * second, TIMEOUTS)
     assert made.overdue(90.0, TIMEOUTS)
-
-
-def test_cut_all() -> None:
-    limit = ConnectionLimit(8, TIMEOUTS)
-    transports = []
-    for stage in ("idle", "streaming"):
-        made, transport = slot(stage)
-        limit.acquire(made, 0.0)
-        transports.append(transport)
-    limit.cut_all()
-    assert all(transport.cut for transport in transports)
-    assert limit.open == 0
