@@ -1,14 +1,9 @@
 """Commands that use the settings in force find the file of the agent unless an option names another."""
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-
-from gpumgr.cli import group
 
 from .conftest import Gpumgr
 from .remembered import remember
@@ -57,25 +52,3 @@ async def test_a_place_without_checkpoint_is_not_taken_for_one_without_allocatio
     shown = await gpumgr_command("checkpoint", "show")
     assert (shown.code, shown.out.replace("\n", "")) == (0, f"there is no checkpoint at {state}/gpumgr.sqlite3")
     assert json.loads((await gpumgr_command("checkpoint", "show", "--output", "json")).out)["lost"]
-
-
-def commands(command: click.Command, name: str = "gpumgr") -> Iterator[tuple[str, click.Command]]:
-    yield name, command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for each in command.list_commands(context):
-            found = command.get_command(context, each)
-            assert found is not None
-            yield from commands(found, f"{name} {each}")
-
-
-def test_each_command_with_a_settings_option_documents_the_default_path() -> None:
-    told = {
-        name: option.help or ""
-        for name, command in commands(group)
-        for option in command.params
-        if isinstance(option, click.Option) and "--config" in option.opts
-    }
-    assert {"gpumgr run", "gpumgr checkpoint show", "gpumgr config show", "gpumgr doctor", "gpumgr healthy"} <= set(told)
-    # Not the default's own name: a command that was first asked in a test may have that test's.
-    assert {name for name, text in told.items() if not re.search(r"\[default: /\S+/gpumgr\.yaml, if it exists\]$", text)} == set()
