@@ -13,7 +13,7 @@ from gpumgr.cli.client.drain import counted, drain_gpu, request_maintenance
 from gpumgr.cli.client.schema import read_result
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import agent_options, find_agent, output_option
-from gpumgr.cli.parameters import Seconds, gpu_word, reason_text
+from gpumgr.cli.parameters import gpu_word, reason_text, seconds
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.rendering.formats import clock_time, cores, gibibytes
 
@@ -68,7 +68,13 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
     "--evict", is_flag=True, help="Evict the pods that are on it through the API server, within their disruption budgets."
 )
 @click.option("--wait", is_flag=True, help="Wait until the GPU is empty.")
-@click.option("--timeout", type=Seconds(), metavar="SECONDS", help=f"How long to wait.  [default: {WAIT_SECONDS:g}]")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    callback=seconds,
+    metavar="SECONDS",
+    help=f"How long to wait.  [default: {WAIT_SECONDS:g}]",
+)
 @agent_options
 @output_option
 @click.pass_context
@@ -94,8 +100,8 @@ def drain(
     """
     if timeout is not None and not wait:
         raise click.UsageError("--timeout needs --wait")
-    seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
-    document = asyncio.run(drain_gpu(find_agent(file, socket).socket, gpu, reason, evict=evict, wait_seconds=seconds))
+    wait_seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
+    document = asyncio.run(drain_gpu(find_agent(file, socket).socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
     result = read_result(document)
     _print(document, output, _drained(result))
     ctx.exit(0 if result.empty else 1)

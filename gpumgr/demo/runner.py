@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from gpumgr.aio import run_until
 from gpumgr.demo.activity import Activity
 from gpumgr.demo.agent_log import AgentLog, Line
 from gpumgr.demo.node import Node, open_node
@@ -163,12 +164,6 @@ def _interruption() -> Iterator[asyncio.Event]:
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work` to its end or until the event is set."""
-    task, bell = asyncio.create_task(work, name="play"), asyncio.create_task(interrupted.wait(), name="interruption")
-    try:
-        await asyncio.wait([task, bell], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        task.cancel()
-        bell.cancel()
-        await asyncio.wait([task, bell])
+    done = await run_until(interrupted.wait(), work)
+    if not done.cancelled():
+        done.result()

@@ -42,7 +42,6 @@ class Script:
     def __init__(self, node: Node, now: Callable[[], float]) -> None:
         self._node, self._now = node, now
         self._pods: dict[str, SimPod] = {}
-        self._granted = 0
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -1,7 +1,6 @@
 """The output of `gpumgr usage`: tables once, plain text, or live on the terminal's alternate screen."""
 
 import sys
-from types import TracebackType
 from typing import Final, Self
 
 import click
@@ -54,7 +53,7 @@ class Screen:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, state: State) -> None:

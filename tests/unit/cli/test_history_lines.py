@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import click
 import pytest
 
 from gpumgr.cli.parameters import duration_seconds
@@ -19,11 +18,6 @@ LINES = """\
 2026-09-21 13:56:45Z  refused  team/odd (main)                   60 cores    -       no_fit: no GPU has 60 cores and 20 memory blocks free; free: GPU0 40 cores and 278 memory blocks
 2026-09-21 13:56:46Z  event    team/resnet-0 (main)              -           GPU0    OverLimit: uses 6.0 GiB on GPU0 and was granted 5.0 GiB
 2026-09-21 13:56:47Z  freed    pod uid uid-gone (main)           -           GPU0    held for 12 s"""  # noqa: E501
-
-
-def lines_of(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None) -> list[str]:
-    lines = HistoryFilter(wanted).lines(entries() if documents is None else documents, state())
-    return [click.unstyle(line) for line in lines]
 
 
 def numbers(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None) -> list[int]:

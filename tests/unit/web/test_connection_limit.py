@@ -1,5 +1,7 @@
 """Slots, their order and their timeouts, with transports that hold as many unread bytes as a test sets."""
 
+import asyncio
+
 import pytest
 
 from gpumgr.web.connection_limit import ConnectionLimit, Slot, Stage, Timeouts
@@ -7,8 +9,9 @@ from gpumgr.web.connection_limit import ConnectionLimit, Slot, Stage, Timeouts
 TIMEOUTS = Timeouts(request_seconds=10, idle_seconds=75, unread_seconds=30, half_closed_seconds=1)
 
 
-class FakeTransport:
+class FakeTransport(asyncio.WriteTransport):
     def __init__(self) -> None:
+        super().__init__()
         self.unread = 0
         self.cut = False
 
