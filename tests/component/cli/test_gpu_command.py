@@ -266,13 +266,6 @@ async def test_a_drain_ends_if_the_gpu_is_uncordoned(agent: Agent) -> None:
     assert len(agent.orders) == 1
 
 
-async def test_the_settings_name_the_socket(agent: Agent, tmp_path: Path) -> None:
-    (tmp_path / "gpumgr.yaml").write_text(f"http: {{socket: {agent.socket}}}\n")
-    arguments = ["cordon", "3", "--config", str(tmp_path / "gpumgr.yaml"), "--output", "json"]
-    result = await asyncio.to_thread(CliRunner().invoke, gpu.command, arguments)
-    assert json.loads(result.stdout)["gpu"]["uuid"] == UUID
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

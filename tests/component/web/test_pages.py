@@ -82,18 +82,6 @@ async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
     ]
 
 
-async def test_graph_is_data_for_scripts(client: aiohttp.ClientSession) -> None:
-    async with client.get("/graph?format=json") as answer:
-        assert answer.content_type == "application/json"
-        graph = await answer.json()
-    assert graph["tree"]["name"] == "ROOT"
-    assert graph["missing"] == []
-    leaf = graph["tree"]["children"][0]["children"][0]
-    assert leaf["name"] == "GPU0"
-    assert leaf["gpu"]["cores_free"] == 97
-    assert [(h["pod"], h["cores"], h["memory_blocks"]) for h in leaf["gpu"]["holders"]] == [("share", 3, 1)]
-
-
 async def test_an_unknown_graph_format_is_refused(client: aiohttp.ClientSession) -> None:
     async with client.get("/graph?format=svg") as answer:
         assert answer.status == 400

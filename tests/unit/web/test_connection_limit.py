@@ -29,19 +29,6 @@ def slot(stage: Stage = "receiving", *, now: float = 0.0) -> tuple[Slot, FakeTra
     return made, transport
 
 
-def test_the_oldest_connection_that_is_not_busy_is_cut() -> None:
-    limit = ConnectionLimit(4, TIMEOUTS)
-    transports = []
-    stages: tuple[Stage, ...] = ("streaming", "responding", "idle", "receiving")
-    for stage in stages:
-        made, transport = slot(stage)
-        assert limit.acquire(made, 0.0)
-        transports.append(transport)
-    assert limit.acquire(slot()[0], 0.0)
-    assert [transport.cut for transport in transports] == [False, False, True, False]
-    assert (limit.open, limit.refused) == (4, 0)
-
-
 def test_the_longest_unread_response_is_cut_before_idle_connections() -> None:
     limit = ConnectionLimit(4, TIMEOUTS)
     stages: tuple[Stage, ...] = ("idle", "responding", "streaming", "idle")
