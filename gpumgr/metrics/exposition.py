@@ -12,7 +12,6 @@ import asyncio
 import gzip
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.accept import accepts_gzip, ranked
@@ -30,17 +29,13 @@ _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    content_type: str
-    openmetrics: bool
-
-
-_CLASSIC: Final = _Format("text/plain; version=0.0.4; charset=utf-8", openmetrics=False)
-_OPENMETRICS: Final = _Format("application/openmetrics-text; version=1.0.0; charset=utf-8", openmetrics=True)
-
-#: A format, and whether it is compressed.
-_Variant = tuple[_Format, bool]
+#: By whether the format is OpenMetrics.
+_CONTENT_TYPES: Final = {
+    False: "text/plain; version=0.0.4; charset=utf-8",
+    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
+#: Whether the format is OpenMetrics, and whether the page is compressed.
+_Variant = tuple[bool, bool]
 
 
 class Exposition:
@@ -70,9 +65,9 @@ class Exposition:
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         """Headers and body, in the format and encoding that the request's headers prefer."""
-        variant = (_OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC, accepts_gzip(accept_encoding))
+        variant = (prefers_openmetrics(accept), accepts_gzip(accept_encoding))
         self._scraped_at[variant] = self._clock()
-        headers = {"Content-Type": variant[0].content_type, "Vary": "Accept, Accept-Encoding"}
+        headers = {"Content-Type": _CONTENT_TYPES[variant[0]], "Vary": "Accept, Accept-Encoding"}
         if variant[1]:
             headers["Content-Encoding"] = "gzip"
         return headers, self._pages.get(variant) or await self._first(variant)
@@ -101,8 +96,8 @@ def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Var
     """All formats of one report; with each compressed page also its text."""
     families = list(yielding_gil(metrics.render()))
     pages: dict[_Variant, bytes] = {}
-    for each in {format_ for format_, _ in variants}:
-        text = pages[each, False] = page(families, openmetrics=each.openmetrics)
+    for each in {openmetrics for openmetrics, _ in variants}:
+        text = pages[each, False] = page(families, openmetrics=each)
         if (each, True) in variants:
             pages[each, True] = _compressed(text)
     return pages
