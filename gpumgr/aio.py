@@ -134,6 +134,18 @@ class DaemonCalls:
             return await answer
 
 
+async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
+    """Runs `work` until it or `end` is done, and cancels the other. Returns `work`, which has ended or was cancelled."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.wait({working, ending})
+    return working
+
+
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
     """Runs `work` in its own task and waits for it. If the caller is cancelled, the work goes on to its end.
 

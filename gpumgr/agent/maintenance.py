@@ -7,7 +7,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import RegisteredGpu
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.topology.devices import GpuProcess
 from gpumgr.usage.node_use import NodeUse
@@ -73,7 +74,8 @@ class Maintenance:
     """`restore` comes before the first GPU is offered.
 
     `announcer` None: there is no API server. `kept_by` says of a UUID, in words that follow "can't be reset:", what of our own has the GPU
-    in use (an MPS daemon), None if nothing has. `use` is the latest look at who uses what, None before the first.
+    in use (an MPS daemon), None if nothing has. `use` is the latest sample of the processes, None before the first; `over` are the
+    allocations over their memory.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class Maintenance:
         reset: Reset,
         kept_by: Callable[[str], str | None] = lambda _: None,
         use: Callable[[], NodeUse | None] = lambda: None,
+        over: Callable[[], Collection[AllocationId]] = frozenset,
     ) -> None:
         self._agent_state, self._health, self._checkpoint, self._pods = agent_state, health, checkpoint, pods
-        self._reset, self._kept_by, self._use = reset, kept_by, use
+        self._reset, self._kept_by, self._use, self._over = reset, kept_by, use, over
         self._evictions = DrainEvictions(agent_state=agent_state, pods=pods, evictor=publisher) if publisher is not None else None
         self._cordons: Mapping[str, Cordon] = {}
         self._turn = asyncio.Lock()
@@ -191,8 +194,8 @@ class Maintenance:
         It is not while nobody looked: after a restart, who sits there without an allocation is not known for a moment.
         """
         cordon = self._cordons.get(card.uuid)
-        containers = rows_on(card, self._agent_state.ledger.on(card.name), self._pods)
         use = self._use()
+        containers = rows_on(card, self._agent_state.ledger.on(card.name), self._pods, use=use, over=self._over())
         strangers = unattributed_rows(card, use)
         return {
             "at": self._agent_state.history.now(),

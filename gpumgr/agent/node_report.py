@@ -50,7 +50,8 @@ class NodeReport:
 
     `registered` tells of each resource whether the kubelet has it from us, `not_ready` in sentences why the node can't take pods with
     GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server. `connections` are those
-    that the web server has open, `connections_refused` those that it did not take for want of room since the start of the process.
+    that the web server has open, `connections_refused` those that it did not take for want of room since the start of the process,
+    `disconnects` requests that their client ended before the response was complete.
     """
 
     view: AgentView
@@ -62,6 +63,7 @@ class NodeReport:
     outbox: OutboxState | None = None
     connections: int = 0
     connections_refused: int = 0
+    disconnects: int = 0
     sample: NodeSample | None = None
     sampled_at: float | None = None
     nvml_up: bool = False

@@ -1,10 +1,12 @@
 """Rows of the JSON API (gpumgr.agent.api) from allocations, GPUs and their processes."""
 
+from collections.abc import Collection, Iterable
+
 from gpumgr.agent.api import ContainerRow, StrangerRow
 from gpumgr.agent.pods import pod_of
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import BLOCK_BYTES, GpuName
 from gpumgr.usage.node_use import ContainerUse, NodeUse
@@ -45,10 +47,17 @@ def container_row(
     )
 
 
-def rows_on(gpu: RegisteredGpu, holders: tuple[Allocation, ...] | list[Allocation], pods: Pods) -> list[ContainerRow]:
-    """A row for each holder of the GPU, without its use."""
-    memory_bytes = gpu.memory_blocks * BLOCK_BYTES
-    return [container_row(holder, gpu.name, memory_bytes, pod=pod_of(holder, pods)) for holder in holders]
+def rows_on(
+    gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationId]
+) -> list[ContainerRow]:
+    """A row for each holder of the GPU. `use` is None before the first sample; `over` are the allocations over their memory."""
+    memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES, use.containers if use else {}
+    return [
+        container_row(
+            holder, gpu.name, memory_bytes, pod=pod_of(holder, pods), use=uses.get((holder.id, gpu.name)), over=holder.id in over
+        )
+        for holder in holders
+    ]
 
 
 def unattributed_rows(gpu: RegisteredGpu, use: NodeUse | None) -> list[StrangerRow]:

@@ -113,6 +113,7 @@ def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: A
         reset=reset,
         kept_by=kept_by,
         use=lambda: components.memory_watcher.use,
+        over=lambda: components.memory_watcher.over,
     )
 
 
@@ -151,7 +152,7 @@ def _servers(
         pods=api_side.pods,
         maintenance=maintenance,
         outbox=api_side.outbox,
-        connections=lambda: (web.connections, web.connections_refused),
+        connections=lambda: (web.connections, web.connections_refused, web.disconnects),
     )
     http = settings.http
     web = WebServer(

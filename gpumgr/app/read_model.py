@@ -30,7 +30,7 @@ class ReadModel:
     """Implements web.sources.Sources.
 
     `outbox` returns the state of the queue to the API server (None: there is no API server), `connections` the numbers of connections
-    that the web server has open and has refused.
+    that the web server has open and has refused, and of clients that disconnected before their response was complete.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReadModel:
         pods: Pods,
         maintenance: Maintenance,
         outbox: Callable[[], OutboxState | None],
-        connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        connections: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         self._components, self._pods, self._maintenance = components, pods, maintenance
         self._outbox, self._connections = outbox, connections
@@ -72,7 +72,7 @@ class ReadModel:
             for uuid, health in components.monitor.health.items()
             if health.effective_reason is not None
         }
-        connections, refused = self._connections()
+        connections, refused, disconnects = self._connections()
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
@@ -83,6 +83,7 @@ class ReadModel:
             outbox=self._outbox(),
             connections=connections,
             connections_refused=refused,
+            disconnects=disconnects,
             sample=hardware.sample,
             sampled_at=hardware.sampled_at,
             nvml_up=hardware.driver_up,

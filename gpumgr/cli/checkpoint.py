@@ -9,11 +9,14 @@ from typing import Any, Final
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import config_option, effective_settings, output_option
+from gpumgr.cli.printable import printable
+from gpumgr.cli.rendering.tables import open_table
 from gpumgr.errors import CheckpointError
 
 #: Terminal width from which the reason is shown.
@@ -37,13 +40,11 @@ def command() -> None:
 
 
 @command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
-@click.option(
-    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
-)
+@config_option
 @click.option(
     "--dir", "folder", type=click.Path(path_type=Path), help="The checkpoint's folder.  [default: checkpoint.dir of the settings]"
 )
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@output_option
 def show(file: Path | None, folder: Path | None, output: str) -> None:
     """Print the allocations. Works with and without a running agent.
 
@@ -52,7 +53,7 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
       gpumgr checkpoint show
       gpumgr checkpoint show --dir /var/lib/gpumgr --output json
     """
-    folder = folder or effective_settings(file, standalone=False, assignments=()).checkpoint.dir
+    folder = folder or effective_settings(file).checkpoint.dir
     loaded = read_checkpoint(folder)
     if loaded.lost and not folder.is_dir():  # not an empty checkpoint, but probably a wrong path
         raise CheckpointError(f"there is no folder {folder}: name the agent's settings with --config, or the folder with --dir")
@@ -97,19 +98,16 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
 
 def _table(ledger: Ledger, *, wide: bool) -> Table:
     """`wide`: with the reason of each allocation."""
-    table = Table(title=f"{len(ledger.allocations)} allocations on {len(ledger.gpu_registry.gpus)} GPUs")
-    for heading in ("Allocation", "Pod", "Container", "GPUs"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("Cores", "MiB"):
-        table.add_column(heading, justify="right")
-    table.add_column("Since (UTC)", no_wrap=True)
-    if wide:
-        table.add_column("Why")
+    allocations, gpus = len(ledger.allocations), len(ledger.gpu_registry.gpus)
+    title = f"{allocations} allocation{'' if allocations == 1 else 's'} on {gpus} GPU{'' if gpus == 1 else 's'}"
+    names = [(heading, False) for heading in ("Allocation", "Pod", "Container", "GPUs")]
+    table = open_table(*names, ("Cores", True), ("MiB", True), ("Since (UTC)", True), *([("Why", False)] if wide else []))
+    table.title = title
     for a in _oldest_first(ledger):
         since = datetime.fromtimestamp(a.granted_at, UTC).strftime("%m-%d %H:%M:%S")
         pod = "/".join(a.pod) if a.pod else a.uid or "?"
         cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.cores), str(a.memory_mebibytes), since]
-        table.add_row(*cells, *([a.why] if wide else []))
+        table.add_row(*(Text(printable(cell)) for cell in (*cells, *([a.why] if wide else []))))
     return table
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 import click
 import yaml
 
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import config_option, effective_settings, output_option
 from gpumgr.settings import InvalidSettingsError, check_settings
 from gpumgr.settings.schema import plain
 
@@ -30,7 +30,7 @@ def command() -> None:
 
 @command.command(cls=ExitingCommand, exit_codes={0: "the file is valid", _EXIT_WRONG: "wrong usage, or the file is invalid"})
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@output_option
 def check(file: Path, output: Literal["text", "json"]) -> None:
     """Check a settings FILE: print "ok", or every mistake as FILE:LINE: key: message.
 
@@ -51,10 +51,8 @@ def check(file: Path, output: Literal["text", "json"]) -> None:
 
 
 @command.command(cls=ExitingCommand, exit_codes={0: "done", _EXIT_WRONG: "wrong usage or settings"})
-@click.option(
-    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
-)
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@config_option
+@output_option
 def show(file: Path | None, output: Literal["text", "json"]) -> None:
     """Print the effective settings (defaults, file and environment together) as a settings file.
 
@@ -64,7 +62,7 @@ def show(file: Path | None, output: Literal["text", "json"]) -> None:
       GPUMGR_HTTP_PORT=9000 gpumgr config show --config gpumgr.yaml --output json
     """
     try:
-        document = plain(effective_settings(file, standalone=False, assignments=()))
+        document = plain(effective_settings(file))
     except InvalidSettingsError as error:
         click.echo(str(error), err=True)
         sys.exit(_EXIT_WRONG)

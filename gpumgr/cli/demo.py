@@ -3,14 +3,15 @@
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from typing import Final
 
 import click
 from rich.console import Console
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.demo.runner import Display, Result, play
-from gpumgr.demo.screen import LiveScreen, PlainText, Silent, summary
+from gpumgr.demo.runner import Display, play
+from gpumgr.demo.screen import LiveScreen, PlainText, summary
 from gpumgr.log import configure_log
 
 _EPILOG = """
@@ -37,14 +38,10 @@ def command(once: bool, output: str) -> None:
     configure_log("error", "auto")
     console = Console()
     live = output == "text" and console.is_terminal
-    display: Display = LiveScreen(console, stays=not once) if live else PlainText() if output == "text" else Silent()
+    display = LiveScreen(console, stays=not once) if live else PlainText() if output == "text" else Display()
     results = asyncio.run(play(display))
     if output == "json":
-        click.echo(json.dumps({"ok": all(result.ok for result in results), "steps": [_plain(result) for result in results]}))
+        click.echo(json.dumps({"ok": all(result.ok for result in results), "steps": [asdict(result) for result in results]}))
     elif live:
         click.echo("\n".join(map(summary, results)))
     sys.exit(0 if all(result.ok for result in results) else 1)
-
-
-def _plain(result: Result) -> dict[str, object]:
-    return {"name": result.name, "ok": result.ok, "detail": result.detail, "seconds": result.seconds}

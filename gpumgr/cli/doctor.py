@@ -13,8 +13,8 @@ from typing import Final, NoReturn
 
 import click
 
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import config_option, effective_settings, output_option, set_option, sim_option
 from gpumgr.doctor.checks import Host, checks_for
 from gpumgr.doctor.examine import LIMIT_SECONDS, Check, Finding, examine
 from gpumgr.log import configure_log
@@ -40,14 +40,12 @@ Examples:
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
-@click.option(
-    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
-)
-@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@config_option
+@sim_option
 @click.option("--standalone", is_flag=True, help="Without an API server.")
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
+@set_option
 @click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
+@output_option
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
 def command(
     file: Path | None,

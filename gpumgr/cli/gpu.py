@@ -10,10 +10,10 @@ import click
 from gpumgr.agent.api import MaintenanceResult
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.drain import counted, drain_gpu, request_maintenance
-from gpumgr.cli.client.location import agent_options, find_agent
 from gpumgr.cli.client.schema import read_result
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.parameters import Seconds, gpu_word, reason_text
+from gpumgr.cli.options import agent_options, find_agent, output_option
+from gpumgr.cli.parameters import gpu_word, reason_text, seconds
 from gpumgr.cli.printable import json_line, printable
 from gpumgr.cli.rendering.formats import clock_time, cores, gibibytes
 
@@ -26,7 +26,6 @@ _REASON = click.option(
 _REFUSED: Final = "the agent refuses or does not respond"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
 _EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}
-_OUTPUT = click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
 
 
 @click.group("gpu")
@@ -47,7 +46,7 @@ def command() -> None:
 @_GPU
 @_REASON
 @agent_options
-@_OUTPUT
+@output_option
 def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output: str) -> None:
     """Place nothing new on a GPU. Containers on it continue.
 
@@ -69,9 +68,15 @@ def cordon(gpu: str, reason: str, file: Path | None, socket: Path | None, output
     "--evict", is_flag=True, help="Evict the pods that are on it through the API server, within their disruption budgets."
 )
 @click.option("--wait", is_flag=True, help="Wait until the GPU is empty.")
-@click.option("--timeout", type=Seconds(), metavar="SECONDS", help=f"How long to wait.  [default: {WAIT_SECONDS:g}]")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    callback=seconds,
+    metavar="SECONDS",
+    help=f"How long to wait.  [default: {WAIT_SECONDS:g}]",
+)
 @agent_options
-@_OUTPUT
+@output_option
 @click.pass_context
 def drain(
     ctx: click.Context,
@@ -95,8 +100,8 @@ def drain(
     """
     if timeout is not None and not wait:
         raise click.UsageError("--timeout needs --wait")
-    seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
-    document = asyncio.run(drain_gpu(find_agent(file, socket).socket, gpu, reason, evict=evict, wait_seconds=seconds))
+    wait_seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
+    document = asyncio.run(drain_gpu(find_agent(file, socket).socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
     result = read_result(document)
     _print(document, output, _drained(result))
     ctx.exit(0 if result.empty else 1)
@@ -105,7 +110,7 @@ def drain(
 @command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @agent_options
-@_OUTPUT
+@output_option
 def uncordon(gpu: str, file: Path | None, socket: Path | None, output: str) -> None:
     """Return a GPU to service. It is offered again after a few successful health checks.
 
@@ -115,18 +120,14 @@ def uncordon(gpu: str, file: Path | None, socket: Path | None, output: str) -> N
     """
     document = asyncio.run(_order(find_agent(file, socket).socket, "uncordon", gpu))
     result = read_result(document)
-    line = (
-        f"{result.gpu.label} is back in service as soon as its health checks succeed"
-        if result.changed
-        else f"{result.gpu.label} was not cordoned"
-    )
-    _print(document, output, [line])
+    state = "is back in service as soon as its health checks succeed" if result.changed else "was not cordoned"
+    _print(document, output, [f"{result.gpu.label} {state}"])
 
 
 @command.command(cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @_GPU
 @agent_options
-@_OUTPUT
+@output_option
 def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None:
     """Reset a GPU that is cordoned and empty, by `nvidia-smi --gpu-reset`. It stays cordoned.
 
@@ -138,15 +139,8 @@ def reset(gpu: str, file: Path | None, socket: Path | None, output: str) -> None
       gpumgr gpu drain 3 --evict --wait && gpumgr gpu reset 3 && gpumgr gpu uncordon 3
     """
     document = asyncio.run(_order(find_agent(file, socket).socket, "reset", gpu))
-    output_lines = [printable(line) for line in str(document.get("said", "")).splitlines()]
-    _print(
-        document,
-        output,
-        [
-            *output_lines,
-            f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service",
-        ],
-    )
+    done = f"{read_result(document).gpu.label} was reset; it is still cordoned: `gpumgr gpu uncordon` returns it to service"
+    _print(document, output, [*map(printable, str(document.get("said", "")).splitlines()), done])
 
 
 async def _order(socket: Path, action: str, gpu: str, *, reason: str = "") -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.client.location import agent_options, find_agent
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import agent_options, find_agent
 from gpumgr.cli.printable import printable
 from gpumgr.errors import GpumgrError
 
@@ -18,23 +18,13 @@ _MOST_BYTES: Final = 4096
 _EXIT_CODES: Final = {0: "the agent is healthy", 1: "it is not", 2: "wrong usage or settings"}
 
 
-class _Connection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("agent", timeout=_RESPONSE_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = sockets.socket(sockets.AF_UNIX)
-        self.sock.settimeout(_RESPONSE_SECONDS)
-        self.sock.connect(str(self._path))
-
-
 def ask(socket: Path) -> tuple[int, str]:
     """Status and text of the agent's /healthz. Raises GpumgrError without a response."""
-    connection = _Connection(socket)
+    connection = http.client.HTTPConnection("agent")
     try:
+        connection.sock = sockets.socket(sockets.AF_UNIX)
+        connection.sock.settimeout(_RESPONSE_SECONDS)
+        connection.sock.connect(str(socket))
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
         return answer.status, answer.read(_MOST_BYTES).decode(errors="replace").strip()

@@ -13,10 +13,10 @@ from gpumgr.allocator.history import HISTORY_ENTRIES
 from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.follow import follow_states, report_unavailable
-from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
-from gpumgr.cli.client.node_data import AgentData, NodeData, newest_entries, open_node_data
+from gpumgr.cli.client.node_data import AgentData, NodeData, open_node_data
 from gpumgr.cli.client.schema import STATE, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import AgentLocation, agent_options, find_agent
 from gpumgr.cli.parameters import duration_seconds
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import printable
@@ -122,14 +122,14 @@ async def _follow(location: AgentLocation, query: HistoryQuery, name: PodName | 
         if name is not None and query.pod not in (known := await data.pods()):
             pod = printable("/".join(query.pod or ()))
             click.echo(f"gpumgr: {unknown_pod_message(name, known)}; waiting for {pod}", err=True)
-        _print(history.lines(await newest_entries(agent, HISTORY_ENTRIES), state)[-limit:])
+        _print(history.lines(await data.entries(), state)[-limit:])
         async for state in follow_states(agent, report_unavailable):
             newest = max((entry.number for entry in read_state(state).history), default=0)
             if newest < history.last:
                 history.last = newest  # the agent was killed before it saved the rest, and continues from this number
             elif newest > history.last:
                 try:
-                    documents = await newest_entries(agent, min(newest - history.last + _SPARE, HISTORY_ENTRIES))
+                    documents = await data.entries(min(newest - history.last + _SPARE, HISTORY_ENTRIES))
                 except GpumgrError:
                     continue  # the agent is unavailable; the next state arrives when it is back
                 _print(history.lines(documents, state))

@@ -15,8 +15,8 @@ import msgspec
 
 from gpumgr.allocator.rebuild import Holders, foreign
 from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import DEFAULT_CONFIG, output_option
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.deviceplugin.kubelet_checkpoint import (
     FILE_NAME,
@@ -69,7 +69,7 @@ def command() -> None:
 def _options(function: _Decorated) -> _Decorated:
     default_node = os.environ.get("NODE_NAME") or Settings().node.name
     for option in (
-        click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print."),
+        output_option,
         click.option("--apply", is_flag=True, help="Write the settings file."),
         click.option(
             "--to", type=click.Path(path_type=Path), default=DEFAULT_CONFIG, show_default=True, help="The settings file to write."

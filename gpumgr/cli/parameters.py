@@ -2,7 +2,7 @@
 
 import re
 from math import isfinite
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -14,17 +14,11 @@ _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")
 
 
-class Seconds(click.FloatRange):
-    """A finite number from 0 on; click accepts `nan` and `inf`."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds: float = super().convert(value, param, ctx)
-        if not isfinite(seconds):
-            self.fail(f"{seconds} is not a number of seconds", param, ctx)
-        return seconds
+def seconds(_ctx: click.Context, _param: click.Parameter, number: float | None) -> float | None:
+    """Refuses `nan` and `inf`, which click accepts as numbers."""
+    if number is not None and not isfinite(number):
+        raise click.BadParameter(f"{number} is not a number of seconds")
+    return number
 
 
 def sendable(_ctx: click.Context, _param: click.Parameter, text: str) -> str:

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import sim_option
 from gpumgr.cli.place_request import (
     DEFAULT_BLOCKS_PER_GPU,
     FILE,
@@ -41,7 +42,7 @@ _EXIT_CODES: Final = {
 
 @click.command("place", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
-@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@sim_option
 @click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs that are not listed are free.")
 @click.option("--cores", type=int, help="vcuda-core: 1 to 99 for a share, 100 or a multiple for whole GPUs.")
 @click.option("--memory", type=int, help="vcuda-memory in blocks of 256 MiB.  [default: 0]")
@@ -72,41 +73,26 @@ def command(
 
     Prints {"evaluator", "gpus", "score", "reason"}.
     """
-    _check_usage(topology_file, sim, state_file, cores, memory, batch, output)
+    if topology_file is not None and sim is not None:
+        raise click.UsageError("--topology and --sim exclude each other")
+    if batch is not None and ((state_file, cores, memory) != (None, None, None) or output != "json"):
+        raise click.UsageError("with --batch, each line has its own state, cores and memory, and the output is JSON")
     try:
         node = _node(topology_file, sim, memory_blocks_per_gpu)
         if batch is not None:
             with click.open_file(batch, "rb") as lines:
                 _answer_batch(lines, node, memory_blocks_per_gpu, policy)
             return
-        assert node is not None, "checked above"
-        assert cores is not None, "checked above"
+        if node is None:
+            raise click.UsageError("one of --topology, --sim and --batch is needed")
+        if cores is None:
+            raise click.UsageError("--cores is needed")
         state = None if state_file is None else read_state(state_file)
         result = answer(node, state, cores, memory or 0, policy)
     except GpumgrError as error:
         raise MalformedInput(str(error)) from error
     click.echo(msgspec.json.encode(result) if output == "json" else _as_text(result))
     ctx.exit(0 if result["gpus"] is not None else 1)
-
-
-def _check_usage(
-    topology_file: str | None,
-    sim: str | None,
-    state_file: str | None,
-    cores: int | None,
-    memory: int | None,
-    batch: str | None,
-    output: str,
-) -> None:
-    if topology_file is not None and sim is not None:
-        raise click.UsageError("--topology and --sim exclude each other")
-    if batch is None:
-        if topology_file is None and sim is None:
-            raise click.UsageError("one of --topology, --sim and --batch is needed")
-        if cores is None:
-            raise click.UsageError("--cores is needed")
-    elif (state_file, cores, memory) != (None, None, None) or output != "json":
-        raise click.UsageError("with --batch, each line has its own state, cores and memory, and the output is JSON")
 
 
 def _node(topology_file: str | None, sim: str | None, blocks_per_gpu: int) -> Node | None:
@@ -123,17 +109,13 @@ def _answer_batch(lines: Iterable[bytes], node: Node | None, blocks_per_gpu: int
     out = sys.stdout.buffer
     for number, line in enumerate(lines, start=1):
         try:
-            result: dict[str, Any] = _answer_line(line, node, blocks_per_gpu, policy)
+            question = parse_question(line)
+            of_line = node_of(question, node, blocks_per_gpu)
+            result = answer(of_line, question.state, question.cores, question.memory, question.policy or policy)
         except InputError as error:
             result = {"error": f"line {number}: {error}"}
         out.write(msgspec.json.encode(result) + b"\n")
         out.flush()
-
-
-def _answer_line(line: bytes, node: Node | None, blocks_per_gpu: int, policy: Policy) -> dict[str, Any]:
-    question = parse_question(line)
-    asked_about = node_of(question, node, blocks_per_gpu)
-    return answer(asked_about, question.state, question.cores, question.memory, question.policy or policy)
 
 
 def _as_text(result: dict[str, Any]) -> str:

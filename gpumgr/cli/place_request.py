@@ -68,7 +68,7 @@ _POLICIES = "; allowed: binpack, spread"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """The GPUs of a request in the order of the topology's rows. `unfit` has the reason why a GPU takes nothing, or None."""
+    """The GPUs of a request in the order of the topology's rows. `unschedulable` has the reason why a GPU takes nothing, or None."""
 
     topology: Topology
     indices: tuple[int, ...]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG
 from gpumgr.cli.exit_codes import EXIT_CODES, ExitingCommand
+from gpumgr.cli.options import config_option, set_option
 
 _EPILOG = """
 \b
@@ -25,9 +25,7 @@ Examples:
     exit_codes=EXIT_CODES,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
-@click.option(
-    "--config", "file", type=click.Path(path_type=Path), help=f"Settings file.  [default: {DEFAULT_CONFIG}, if it exists]"
-)
+@config_option
 @click.option("--sim", metavar="NAME|FILE", help="Run on a simulated node: a built-in name or a description file.")
 @click.option(
     "--sim-dir",
@@ -36,7 +34,7 @@ Examples:
 )
 @click.option("--output", type=click.Choice(["auto", "console", "json"]), help="How to print the log (log.format).")
 @click.option("--standalone", is_flag=True, help="Run without an API server: pods are known from the kubelet alone.")
-@click.option("--set", "assignments", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
+@set_option
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -13,8 +13,8 @@ import structlog
 from gpumgr.app.components import Hardware
 from gpumgr.app.lifecycle import run
 from gpumgr.app.settings_reload import SettingsSource
-from gpumgr.cli.effective_settings import DEFAULT_CONFIG, effective_settings
 from gpumgr.cli.exit_codes import EXIT_ALREADY_RUNNING, EXIT_BUG, EXIT_CHECKPOINT, EXIT_DRIVER_REPLACED, EXIT_INPUT
+from gpumgr.cli.options import DEFAULT_CONFIG, effective_settings
 from gpumgr.errors import AlreadyRunning, CheckpointError, GpumgrError, InputError
 from gpumgr.log import configure_log
 from gpumgr.nvml.binding import DriverMismatchError

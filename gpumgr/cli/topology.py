@@ -7,10 +7,11 @@ import click
 import msgspec
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import sim_option
 from gpumgr.cli.place_request import FILE, MalformedInput, read_topology
 from gpumgr.errors import GpumgrError, InputError
-from gpumgr.topology.devices import Gpu, NodeSnapshot, Topology
-from gpumgr.topology.matrix import Nic, ParsedTopology
+from gpumgr.topology.devices import Gpu, Topology
+from gpumgr.topology.matrix import Nic
 from gpumgr.topology.render import matrix_cells, render_matrix, render_tree, tree_data
 
 _EXAMPLES = """
@@ -20,6 +21,7 @@ Examples:
   gpumgr topology --sim dgx1-v100-8
   nvidia-smi topo -m | gpumgr topology --topology - --output json
 """
+_NO_GPU: Final = "no GPU that is known"
 _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malformed input"}
 
 
@@ -35,7 +37,7 @@ class _Shown:
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
 @click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
-@click.option("--sim", metavar="NAME|FILE", help="A simulated node: a built-in name or a description file.")
+@sim_option
 @click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(topology_file: str | None, sim: str | None, output: str) -> None:
     """Show how the GPUs are connected.
@@ -56,17 +58,11 @@ def command(topology_file: str | None, sim: str | None, output: str) -> None:
 
 def _read(topology_file: str | None, sim: str | None) -> _Shown:
     if topology_file is not None:
-        return _from_text(read_topology(topology_file))
+        parsed = read_topology(topology_file)
+        return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
     from gpumgr.cli.snapshot import read_node_snapshot, read_sim_snapshot  # the driver's library is loaded only where it is asked
 
-    return _from_snapshot(read_node_snapshot() if sim is None else read_sim_snapshot(sim))
-
-
-def _from_text(parsed: ParsedTopology) -> _Shown:
-    return _Shown(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
-
-
-def _from_snapshot(snapshot: NodeSnapshot) -> _Shown:
+    snapshot = read_node_snapshot() if sim is None else read_sim_snapshot(sim)
     return _Shown(
         topology=snapshot.topology,
         labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
@@ -82,14 +78,12 @@ def _as_text(shown: _Shown) -> str:
     parts = [
         render_tree(shown.topology, labels=shown.labels),
         render_matrix(shown.topology, shown.labels, shown.numa_nodes),
-        "\n".join(f"{nic.name} is nearest to {_named(shown, nic)}" for nic in shown.nics),
+        "\n".join(
+            f"{nic.name} is nearest to {', '.join(shown.labels[row] for row in nic.nearest) or _NO_GPU}" for nic in shown.nics
+        ),
         "\n".join(shown.failures),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def _named(shown: _Shown, nic: Nic) -> str:
-    return ", ".join(shown.labels[row] for row in nic.nearest) or "no GPU that is known"
 
 
 def _as_data(shown: _Shown) -> dict[str, Any]:

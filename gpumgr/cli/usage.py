@@ -1,7 +1,8 @@
 """`gpumgr usage`: what containers hold of this node's GPUs, and what they use."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -10,10 +11,10 @@ from rich.console import Console
 
 from gpumgr.cli.client.agent_client import AgentClient
 from gpumgr.cli.client.follow import follow_states, report_unavailable
-from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
 from gpumgr.cli.client.node_data import open_node_data
 from gpumgr.cli.client.schema import read_state
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import AgentLocation, agent_options, find_agent
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.keyboard import until_pressed
@@ -32,31 +33,13 @@ Examples:
   gpumgr usage --watch --namespace team
   gpumgr usage --gpu 3 --output json | jq '.containers[].pod'
 """
+_Filter = Callable[[dict[str, Any]], dict[str, Any]]
+
 _EXIT_CODES: Final = {
     0: "done",
     1: "neither agent nor checkpoint can be read (--watch: the agent does not respond)",
     2: "wrong usage or settings, or no such GPU",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
-    """`gpu` is an index, name or UUID. None: all."""
-
-    gpu: str | None = None
-    namespace: str | None = None
-
-    def apply(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The state with only the matching rows. Raises InputError for an unknown GPU, GpumgrError for another document."""
-        shown = read_state(document)
-        gpus, containers = document["gpus"], document["containers"]
-        if self.gpu is not None:
-            name = gpus_of(shown.gpus, failures=shown.failures).find(self.gpu)
-            gpus = [row for row in gpus if row["name"] == name]
-            containers = [row for row in containers if row["gpu"] == name]
-        if self.namespace is not None:
-            containers = [row for row in containers if row.get("namespace") == self.namespace]
-        return {**document, "gpus": gpus, "containers": containers}
 
 
 @click.command(
@@ -83,7 +66,7 @@ def command(
     If the agent does not respond, the grants are read from its checkpoint (not with --watch); the rest is then not known.
     """
     location = find_agent(file, socket)
-    rows = Filter(gpu=gpu, namespace=namespace)
+    rows = partial(_filtered, gpu=gpu, namespace=namespace)
     if not watch:
         asyncio.run(_once(location, rows, as_json=output == "json"))
         return
@@ -96,26 +79,40 @@ def command(
         return
 
 
-async def _once(location: AgentLocation, rows: Filter, *, as_json: bool) -> None:
+def _filtered(document: dict[str, Any], *, gpu: str | None, namespace: str | None) -> dict[str, Any]:
+    """The state with only the matching rows; `gpu` is an index, name or UUID. Raises InputError for an unknown GPU, GpumgrError for another
+    document."""
+    shown = read_state(document)
+    gpus, containers = document["gpus"], document["containers"]
+    if gpu is not None:
+        name = gpus_of(shown.gpus, failures=shown.failures).find(gpu)
+        gpus = [row for row in gpus if row["name"] == name]
+        containers = [row for row in containers if row["gpu"] == name]
+    if namespace is not None:
+        containers = [row for row in containers if row.get("namespace") == namespace]
+    return {**document, "gpus": gpus, "containers": containers}
+
+
+async def _once(location: AgentLocation, rows: _Filter, *, as_json: bool) -> None:
     async with open_node_data(location) as data:
-        _print(rows.apply(data.state), as_json=as_json, live=data.live)
+        _print(rows(data.state), as_json=as_json, live=data.live)
 
 
-async def _print_each(socket: Path, rows: Filter, *, as_json: bool) -> None:
+async def _print_each(socket: Path, rows: _Filter, *, as_json: bool) -> None:
     async with AgentClient(socket) as agent:
         async for document in follow_states(agent, report_unavailable):
-            _print(rows.apply(document), as_json=as_json)
+            _print(rows(document), as_json=as_json)
             if not as_json:
                 click.echo()
 
 
-async def _live(socket: Path, rows: Filter) -> None:
+async def _live(socket: Path, rows: _Filter) -> None:
     async with AgentClient(socket) as agent:
         with Screen(Console(highlight=False)) as screen:
 
             async def draw() -> None:
                 async for document in follow_states(agent, screen.unavailable):
-                    screen.show(read_state(rows.apply(document)))
+                    screen.show(read_state(rows(document)))
 
             await until_pressed("q", draw(), on_key=screen.on_key)
 

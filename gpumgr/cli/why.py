@@ -3,17 +3,16 @@
 import asyncio
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 import click
 
 from gpumgr.allocator.pods import PodKey
-from gpumgr.cli.client.location import AgentLocation, agent_options, find_agent
 from gpumgr.cli.client.node_data import Document, open_node_data
 from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import AgentLocation, agent_options, find_agent, output_option
 from gpumgr.cli.parameters import sendable
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
@@ -35,16 +34,6 @@ _EXIT_CODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """`pod` None: nothing is known of it. `known` is filled only if it was needed."""
-
-    pod: Document | None
-    state: Document
-    known: frozenset[PodKey] = frozenset()
-    live: bool
-
-
 @click.command(
     "why",
     cls=ExitingCommand,
@@ -52,32 +41,33 @@ class _Answer:
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
-@click.argument("pod", callback=sendable)
+@click.argument("pod_name", metavar="POD", callback=sendable)
 @agent_options
-@click.option("--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How to print.")
-def command(pod: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
+@output_option
+def command(pod_name: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
     """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, or why it was refused.
 
     Without a namespace it is the only pod of this name on this node, or else the one in "default". If the agent does not respond, its
     checkpoint is read; what the pod uses now is then not known.
     """
-    name = PodName.of(pod)
-    answer = asyncio.run(_query(find_agent(file, socket), name))
-    if answer.pod is None:
-        raise GpumgrError(unknown_pod_message(name, answer.known))
+    name = PodName.of(pod_name)
+    pod, state, live = asyncio.run(_query(find_agent(file, socket), name))
     if output == "json":
-        click.echo(json_line({**answer.pod, "live": answer.live}))
+        click.echo(json_line({**pod, "live": live}))
         return
-    details = read_pod(answer.pod)
+    details = read_pod(pod)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    gpus = gpus_of(read_state(answer.state).gpus, details.history)
-    click.echo(pod_text(details, gpus, live=answer.live, width=width))
+    gpus = gpus_of(read_state(state).gpus, details.history)
+    click.echo(pod_text(details, gpus, live=live, width=width))
 
 
-async def _query(location: AgentLocation, name: PodName) -> _Answer:
+async def _query(location: AgentLocation, name: PodName) -> tuple[Document, Document, bool]:
+    """The pod's details, the node's state, and whether both are the agent's. Raises GpumgrError if nothing is known of the pod."""
     async with open_node_data(location) as data:
         pod = await data.pod(name.namespace, name.name) if name.namespace is not None else None
         known = await data.pods() if pod is None else frozenset[PodKey]()
         if name.namespace is None:
             pod = await data.pod(*name.among(known))
-        return _Answer(pod=pod, state=data.state, known=known, live=data.live)
+        if pod is None:
+            raise GpumgrError(unknown_pod_message(name, known))
+        return pod, data.state, data.live

@@ -16,7 +16,6 @@ from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.demo.agent_log import AgentLog
 from gpumgr.demo.process import COMMAND, AgentProcess
-from gpumgr.demo.settings import node_settings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.control import SimControl, SimProcess
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
@@ -24,7 +23,7 @@ from gpumgr.sim.load import SimLoad
 from gpumgr.sim.nodes import NodeDescription, load_node
 from gpumgr.sim.processes import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
-from gpumgr.units import CORE_RESOURCE, RESOURCE_NAMES, RESOURCES, GpuName
+from gpumgr.units import RESOURCE_NAMES, RESOURCES, GpuName
 
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
@@ -34,6 +33,8 @@ _GPUS: Final = "gpus"
 _CONFIG: Final = "gpumgr.yaml"
 
 Facts = dict[str, Any]
+#: Settings by section and key.
+Sections = Mapping[str, Mapping[str, object]]
 #: (name, labels) -> value.
 Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -133,12 +134,12 @@ class Node:
 
     async def memory_used(self) -> Mapping[tuple[str, str, str], float]:
         """Used bytes by (pod, container, GPU's UUID), from the agent's last metrics."""
-        labelled = {
-            tuple(dict(labels)[key] for key in ("pod", "container", "gpu")): value
+        used = [
+            (dict(labels), value)
             for (name, labels), value in (await self.metrics()).items()
             if name == "gpumgr_container_memory_used_bytes"
-        }
-        return {(pod, container, gpu): value for (pod, container, gpu), value in labelled.items()}
+        ]
+        return {(labels["pod"], labels["container"], labels["gpu"]): value for labels, value in used}
 
     def ledger(self) -> Ledger:
         """The ledger in the agent's checkpoint. Raises ValueError if one of its invariants is violated."""
@@ -185,14 +186,9 @@ class Node:
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)
 
-    def gpus_of(self, pod: SimPod) -> frozenset[str]:
-        """Names of the GPUs of the ids that the kubelet gave to the pod's containers."""
-        return frozenset(
-            device_id.rpartition("-")[0]
-            for container in pod.containers
-            for kind in RESOURCES
-            for device_id in self.kubelet.held(pod.uid, container.name, RESOURCE_NAMES[kind])
-        )
+    def gpus_of(self, pod: SimPod) -> frozenset[GpuName]:
+        """The GPUs of the ids that the kubelet gave to the pod's containers."""
+        return frozenset[GpuName]().union(*(self._gpus_of(pod, container.name) for container in pod.containers))
 
     # -- what their processes do -------------------------------------------------------------------------------------------
 
@@ -227,7 +223,7 @@ class Node:
         self._load.remove([pid])
 
     def _gpus_of(self, pod: SimPod, container: str) -> frozenset[GpuName]:
-        ids = self.kubelet.held(pod.uid, container, CORE_RESOURCE)
+        ids = [each for resource in RESOURCE_NAMES.values() for each in self.kubelet.held(pod.uid, container, resource)]
         return frozenset(device_id.rpartition("-")[0] for device_id in ids)
 
     # -- kubelet and ledger ------------------------------------------------------------------------------------------------
@@ -266,7 +262,7 @@ async def open_node(
     *,
     sim: str = "hgx-h100-8",
     api_server: bool = True,
-    settings: Mapping[str, Mapping[str, object]] | None = None,
+    settings: Sections | None = None,
     command: Sequence[str] = COMMAND,
     agent_log: AgentLog | None = None,
     **kubelet_options: Any,
@@ -282,8 +278,7 @@ async def open_node(
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
         runtime = await stack.enter_async_context(SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS)))
         config = folder / _CONFIG
-        written = node_settings(folder, NODE_NAME, SAMPLE_PERIOD_SECONDS, runtime, api, settings or {})
-        config.write_text(yaml.safe_dump(written), encoding="utf-8")
+        config.write_text(yaml.safe_dump(_settings(folder, runtime, api, settings or {})), encoding="utf-8")
         arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]
         agent = AgentProcess(arguments, agent_log or AgentLog(), command=command)
         stack.push_async_callback(agent.close)
@@ -295,3 +290,29 @@ def _leaves(node: Facts) -> list[Facts]:
     if node.get("gpu"):
         return [node["gpu"]]
     return [leaf for child in node.get("children", ()) for leaf in _leaves(child)]
+
+
+def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over: Sections) -> Sections:
+    """The content of the agent's settings file, by section: everything in one folder, nothing of this host. `over` overrides the node's
+    own settings. Without an API server (`api` None) the agent runs standalone."""
+    kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
+    own: dict[str, dict[str, object]] = {
+        "node": {"name": NODE_NAME},
+        "kubelet": {
+            "device_plugin_dir": str(folder / "device-plugins"),
+            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
+        },
+        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "gpu-manager.json")},
+        "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
+        "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
+        "container": {"allocation_dir": str(folder / "vm")},
+        # The GPUs are simulated, so nothing of this host may limit them: neither its MPS nor its containers.
+        "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+        "mps": {"control_program": str(folder / "no-mps")},
+        "cri": {"socket": str(runtime.socket), "cgroup_root": str(runtime.processes.cgroup_root)},
+        "http": {"port": 0, "socket": str(folder / "agent.sock")},
+        "display": {"socket": str(folder / "display.sock")},
+        "log": {"format": "json"},
+        "process": {"lock_path": str(folder / "agent.lock")},
+    }
+    return {section: {**own.get(section, {}), **over.get(section, {})} for section in {**own, **over}}

@@ -8,6 +8,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Final, TypeVar
 
+from gpumgr.aio import run_until
 from gpumgr.demo.agent_log import AgentLog
 from gpumgr.errors import GpumgrError
 
@@ -63,15 +64,10 @@ class AgentProcess:
     async def while_running(self, work: Awaitable[T]) -> T:
         """Returns the result of `work`. Raises AgentEndedError with the end of the log if the agent ends first."""
         assert self._reader is not None, "the agent was started"
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task, self._reader], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise AgentEndedError(f"the agent ended with status {await self.ended()}:\n{self.agent_log.tail()}")
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
+        done = await run_until(self.ended(), work)
+        if done.cancelled():
+            raise AgentEndedError(f"the agent ended with status {await self.ended()}:\n{self.agent_log.tail()}")
+        return done.result()
 
     async def ended(self) -> int:
         """Returns the exit status (negative: the signal's number) when the process has ended and its log is read."""

@@ -10,10 +10,11 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import aiohttp
 
+from gpumgr.aio import run_until
 from gpumgr.demo.activity import Activity
 from gpumgr.demo.agent_log import AgentLog, Line
 from gpumgr.demo.node import Node, open_node
@@ -43,23 +44,24 @@ class Result:
     seconds: float = 0.0
 
 
-class Display(Protocol):
-    """Shows the progress. `pause_seconds` is the pause between steps; `stays`: activity continues after the script."""
+class Display:
+    """The progress for a user; this one shows nothing. `pause_seconds` is the pause between steps; `stays`: activity continues after
+    the script."""
 
-    pause_seconds: float
-    stays: bool
+    pause_seconds = 0.0
+    stays = False
 
     def on_log_line(self, line: Line) -> None:
         """Called with each line of the agent's log."""
-        ...
 
     def step_begins(self, name: str) -> None: ...
 
     def step_ended(self, result: Result) -> None: ...
 
-    def watching(self, node: Node) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def watching(self, node: Node) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
         """A context around the whole run."""
-        ...
+        yield
 
 
 async def play(display: Display) -> list[Result]:
@@ -68,9 +70,13 @@ async def play(display: Display) -> list[Result]:
     Signals are handled before the folder exists and until it is removed, so that an interrupted demo leaves no folder.
     """
     results: list[Result] = []
-    with _interruption() as interrupted, tempfile.TemporaryDirectory(prefix="gm", dir=_short_temporary_folder()) as folder:
+    with (
+        _interruption() as interrupted,
+        tempfile.TemporaryDirectory(prefix="gm", dir=_short_temporary_folder()) as folder,
+        reserved_page_port() as port,
+    ):
         await asyncio.to_thread(compile_library)
-        settings = {"http": {"port": _page_port()}}
+        settings = {"http": {"port": port}}
         async with (
             open_node(Path(folder), sim=SIM, settings=settings, agent_log=AgentLog(display.on_log_line)) as node,
             display.watching(node),
@@ -95,13 +101,21 @@ def _short_temporary_folder() -> str:
     return folder if len(os.fsencode(folder)) <= _TEMPORARY_FOLDER_BYTES else "/tmp"
 
 
-def _page_port() -> int:
-    """The first of the page's ports that is free; 0 if none is. A fixed port lets a browser find the page again after a restart of
-    the agent. The kernel assigns ephemeral ports from a higher range, so no other process gets this one by chance."""
-    for port in _PAGE_PORTS:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    return 0
+@contextlib.contextmanager
+def reserved_page_port() -> Iterator[int]:
+    """The first of the page's ports that is free and that no other demo has reserved; 0 if none is.
+
+    A fixed port lets a browser find the page again after a restart of the agent. The kernel assigns ephemeral ports from a higher range,
+    so only another demo may take the port before the agent listens: an abstract unix socket is the reservation, which ends with the demo.
+    """
+    with contextlib.ExitStack() as reserved:
+        for port in _PAGE_PORTS:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                reservation = reserved.enter_context(socket.socket(socket.AF_UNIX))
+                reservation.bind(f"\0gpumgr-demo-page-{port}")
+                yield port
+                return
+        yield 0
 
 
 @contextlib.asynccontextmanager
@@ -162,12 +176,6 @@ def _interruption() -> Iterator[asyncio.Event]:
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work` to its end or until the event is set."""
-    task, bell = asyncio.create_task(work, name="play"), asyncio.create_task(interrupted.wait(), name="interruption")
-    try:
-        await asyncio.wait([task, bell], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        task.cancel()
-        bell.cancel()
-        await asyncio.wait([task, bell])
+    done = await run_until(interrupted.wait(), work)
+    if not done.cancelled():
+        done.result()

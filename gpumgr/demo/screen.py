@@ -1,4 +1,4 @@
-"""Displays of the demo: a live screen on a terminal, plain lines elsewhere, or none."""
+"""Displays of the demo: a live screen on a terminal, plain lines elsewhere."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from gpumgr.demo.agent_log import Line
 from gpumgr.demo.log_sentences import LogSentences
 from gpumgr.demo.node import Facts, Metrics, Node
 from gpumgr.demo.process import COMMAND
-from gpumgr.demo.runner import Result
+from gpumgr.demo.runner import Display, Result
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 _LOOK_SECONDS: Final = 0.3
@@ -35,24 +35,7 @@ _DECISIONS_KEPT: Final = 100
 _FRAME_ROWS: Final = 4
 
 
-class Silent:
-    """Shows nothing; the caller prints the results."""
-
-    pause_seconds = 0.0
-    stays = False
-
-    def on_log_line(self, line: Line) -> None: ...
-
-    def step_begins(self, name: str) -> None: ...
-
-    def step_ended(self, result: Result) -> None: ...
-
-    @contextlib.asynccontextmanager
-    async def watching(self, node: Node) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
-        yield
-
-
-class PlainText(Silent):
+class PlainText(Display):
     """Prints a line for each decision, and one for each step when it ends."""
 
     def __init__(self) -> None:
@@ -71,7 +54,7 @@ class PlainText(Silent):
         yield
 
 
-class LiveScreen(Silent):
+class LiveScreen(Display):
     """Containers per GPU with their use, redrawn several times a second, above the decisions and the steps.
 
     On a terminal with few rows decisions and steps are cut. The first rows (how to ask the agent) and the last ones (the current step) are

@@ -28,7 +28,7 @@ class UnexpectedResultError(Exception):
     """A step had another result than expected."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """`play` returns a description of the result, or raises UnexpectedResultError."""
 
@@ -42,38 +42,33 @@ class Script:
     def __init__(self, node: Node, now: Callable[[], float]) -> None:
         self._node, self._now = node, now
         self._pods: dict[str, SimPod] = {}
-        self._granted = 0
 
     @property
     def steps(self) -> tuple[Step, ...]:
         return (
-            Step(name="the agent starts", play=self.start),
-            Step(name="shares are packed", play=self.shares),
-            Step(
-                name="a share without memory", play=lambda: self.refused("no-memory", _app(20), "20 cores asked without memory")
-            ),
-            Step(name="150 cores", play=lambda: self.refused("odd-size", _app(150, 4), "must be a multiple of 100")),
-            Step(
-                name="a share too big", play=lambda: self.refused("too-big", _app(60, 400), "no GPU has 60 cores and 400 memory")
-            ),
-            Step(name="a whole GPU", play=lambda: self.whole_gpus("whole", 1, "fragment")),
-            Step(name="four GPUs", play=lambda: self.whole_gpus("quad", 4, "link")),
-            Step(name="two GPUs", play=lambda: self.whole_gpus("pair", 2, "link")),
-            Step(name="an init container", play=self.init_container),
-            Step(name="kill -9 of the agent", play=self.kill),
-            Step(name="a kubelet restart", play=self.kubelet_restart),
-            Step(name="free GPUs are reused", play=self.reuse),
-            Step(name="a GPU fails", play=self.failure),
-            Step(name="the GPU recovers", play=self.recovery),
-            Step(name="a GPU is cordoned", play=self.cordon),
-            Step(name="usage is reported", play=self.usage),
-            Step(name="metrics agree", play=self.metrics),
+            Step("the agent starts", self.start),
+            Step("shares are packed", self.shares),
+            Step("a share without memory", lambda: self.refused("no-memory", _app(20), "20 cores asked without memory")),
+            Step("150 cores", lambda: self.refused("odd-size", _app(150, 4), "must be a multiple of 100")),
+            Step("a share too big", lambda: self.refused("too-big", _app(60, 400), "no GPU has 60 cores and 400 memory")),
+            Step("a whole GPU", lambda: self.whole_gpus("whole", 1, "fragment")),
+            Step("four GPUs", lambda: self.whole_gpus("quad", 4, "link")),
+            Step("two GPUs", lambda: self.whole_gpus("pair", 2, "link")),
+            Step("an init container", self.init_container),
+            Step("kill -9 of the agent", self.kill),
+            Step("a kubelet restart", self.kubelet_restart),
+            Step("free GPUs are reused", self.reuse),
+            Step("a GPU fails", self.failure),
+            Step("the GPU recovers", self.recovery),
+            Step("a GPU is cordoned", self.cordon),
+            Step("usage is reported", self.usage),
+            Step("metrics agree", self.metrics),
         )
 
     @property
     def last_step(self) -> Step:
         """Stops the agent."""
-        return Step(name="the agent stops", play=self.stop)
+        return Step("the agent stops", self.stop)
 
     # -- the steps ---------------------------------------------------------------------------------------------------------
 

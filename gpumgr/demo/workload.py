@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
 from typing import Final, NoReturn
 
@@ -20,37 +19,18 @@ _PIECE_BYTES: Final = 2 << 20
 _EXCESS_BYTES: Final = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadProfile:
-    """How one container works. Ratios are of its grant; `phase` is 0..1 of a period."""
+def use_at(name: str, tick: int, *, memory_bytes: int, cores: int, noise: float) -> tuple[int, int]:
+    """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; `noise` is within ±0.02.
 
-    memory_ratio: float
-    memory_swing: float
-    busy_ratio: float
-    busy_swing: float
-    period_ticks: float
-    phase: float
-
-
-def load_profile(seed: int, pod: str, container: str) -> LoadProfile:
-    """The same profile for the same name. Use stays within the grant, noise (up to 0.02) included."""
-    random = Random(f"{seed}/{pod}/{container}")
-    return LoadProfile(
-        memory_ratio=random.uniform(0.5, 0.78),
-        memory_swing=random.uniform(0.08, 0.2),
-        busy_ratio=random.uniform(0.55, 0.75),
-        busy_swing=random.uniform(0.1, 0.2),
-        period_ticks=random.uniform(20, 60),
-        phase=random.random(),
-    )
-
-
-def use_at(load_profile: LoadProfile, tick: int, *, memory_bytes: int, cores: int, noise: float) -> tuple[int, int]:
-    """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; `noise` is within ±0.02."""
-    turn = tick / load_profile.period_ticks + load_profile.phase
+    The same for the same name. Use stays within the grant, noise included.
+    """
+    random = Random(name)
+    memory_ratio, memory_swing = random.uniform(0.5, 0.78), random.uniform(0.08, 0.2)
+    busy_ratio, busy_swing = random.uniform(0.55, 0.75), random.uniform(0.1, 0.2)
+    turn = tick / random.uniform(20, 60) + random.random()
     loaded = min(1.0, (tick + 1) / _LOADING_TICKS)
-    memory = load_profile.memory_ratio + load_profile.memory_swing * _wave(turn) + noise
-    busy = load_profile.busy_ratio + load_profile.busy_swing * _wave(1.7 * turn) + 2 * noise
+    memory = memory_ratio + memory_swing * _wave(turn) + noise
+    busy = busy_ratio + busy_swing * _wave(1.7 * turn) + 2 * noise
     return int(memory_bytes * loaded * memory) // _PIECE_BYTES * _PIECE_BYTES, max(1, int(cores * loaded * busy))
 
 
@@ -61,9 +41,9 @@ def _wave(turn: float) -> float:
 class Workload:
     """Sets the use of every container of the node. Processes that others put on a GPU are not changed."""
 
-    def __init__(self, node: Node, *, seed: int = 0) -> None:
-        self._node, self._seed = node, seed
-        self._noise = Random(seed)
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._noise = Random(0)
         self._ticks: dict[tuple[str, str], int] = {}
         self._over: set[str] = set()
 
@@ -88,7 +68,7 @@ class Workload:
     def _uses(self) -> Iterator[Use]:
         for pod, container, gpus in self._node.running():
             memory_bytes, sm_percent = use_at(
-                load_profile(self._seed, pod.name, container.name),
+                f"{pod.name}/{container.name}",
                 self._ticks.get((pod.uid, container.name), 0),
                 memory_bytes=(granted := self._granted_bytes(container, gpus)),
                 cores=min(container.cores, CORES_PER_GPU),

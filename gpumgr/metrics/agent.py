@@ -1,4 +1,4 @@
-"""Metrics of the agent itself and its connections: driver, kubelet, API server, web server, enforcement. Pure functions of a picture."""
+"""Metrics of the agent itself and its connections: driver, kubelet, API server, web server, enforcement. Pure functions of a report."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,6 +14,9 @@ _ERRORS: Final = counter("nvml_call_errors_total", "Failed calls of the driver's
 _STREAMS: Final = gauge("listandwatch_streams", "Open ListAndWatch calls of the kubelet.", "resource")
 _CONNECTIONS: Final = gauge("http_connections", "Connections that the web server has open.")
 _REFUSED: Final = counter("http_connections_refused_total", "Connections that the web server refused at its limit.")
+_DISCONNECTS: Final = counter(
+    "http_disconnects_total", "Requests that the client ended, by closing the connection, before the response was complete."
+)
 _SERVER_UP: Final = gauge("api_server_up", "1 while the API server answers.")
 _WAITING: Final = gauge("api_queue_waiting", "Objects that are still to be written to the API server.")
 _OLDEST: Final = gauge(
@@ -34,7 +37,7 @@ _REGISTRATIONS: Final = counter("vcuda_registrations_total", "Registrations of p
 _RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu")
 
 FAMILIES: Final = (
-    *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED),
+    *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED, _DISCONNECTS),
     *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES),
     *(_MECHANISMS, _FREE, _REGISTRATIONS, _RESTARTS),
 )
@@ -45,7 +48,7 @@ OUTCOMES: Final = ("ok", "refused")
 
 
 def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iterator[RenderedFamily]:
-    """`picture` is None before the first. `sampled_at`: unix time of its sample, None if it has none."""
+    """`report` is None before the first. `sampled_at`: unix time of its sample, None if it has none."""
     yield render(_UP, {"": report is not None and report.nvml_up})
     yield render(_READY, {"": report is not None and not report.not_ready})
     if report is None:
@@ -56,6 +59,7 @@ def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iter
     yield render(_STREAMS, {label_text(_STREAMS.labels, (resource,)): number for resource, number in report.streams.items()})
     yield render(_CONNECTIONS, {"": report.connections})
     yield render(_REFUSED, {"": report.connections_refused})
+    yield render(_DISCONNECTS, {"": report.disconnects})
     if report.outbox is not None:
         yield from _api_server(report.outbox)
     yield from _mechanisms(report)

@@ -1,4 +1,4 @@
-"""Metrics of containers: what they hold, use and may use. Pure functions of a picture. A container that left the ledger has no series.
+"""Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
 
 Only shares have limits; a container with whole GPUs has no series of limits.
 """

@@ -4,7 +4,7 @@ Invariants:
 - A scrape of a format that was scraped recently sends bytes that are rendered, and compressed, already.
 - A format that was not scraped for a while is not rendered until its next scrape.
 - No scrape calls NVML or the kubelet, or reads a file other than the process's own in /proc.
-- All formats of one sample period are rendered from one picture.
+- All formats of one sample period are rendered from one report.
 - Rendering releases the GIL often: an Allocate call does not wait for its end.
 """
 
@@ -12,9 +12,9 @@ import asyncio
 import gzip
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Final
 
+from gpumgr.accept import accepts_gzip, ranked
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.metrics.event_loop import yielding_gil
 from gpumgr.metrics.registry import Metrics
@@ -29,17 +29,13 @@ _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 _PLAIN_TYPES: Final = ("text/plain", "text/*", "*/*")
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    content_type: str
-    openmetrics: bool
-
-
-_CLASSIC: Final = _Format("text/plain; version=0.0.4; charset=utf-8", openmetrics=False)
-_OPENMETRICS: Final = _Format("application/openmetrics-text; version=1.0.0; charset=utf-8", openmetrics=True)
-
-#: A format, and whether it is compressed.
-_Variant = tuple[_Format, bool]
+#: By whether the format is OpenMetrics.
+_CONTENT_TYPES: Final = {
+    False: "text/plain; version=0.0.4; charset=utf-8",
+    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
+#: Whether the format is OpenMetrics, and whether the page is compressed.
+_Variant = tuple[bool, bool]
 
 
 class Exposition:
@@ -48,9 +44,9 @@ class Exposition:
     def __init__(
         self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`picture` returns the picture to render; None before the first."""
+        """`report` returns the report to render; None before the first."""
         self._metrics = metrics
-        self._picture = report
+        self._report = report
         self._clock = clock
         self._lock = asyncio.Lock()
         self._pages: dict[_Variant, bytes] = {}
@@ -64,14 +60,14 @@ class Exposition:
             if not self._scraped_at:
                 self._pages = {}
                 return
-            self._take_picture()
+            self._take_report()
             self._pages = await self._render(self._scraped_at)
 
     async def scrape(self, accept: str, accept_encoding: str) -> tuple[Mapping[str, str], bytes]:
         """Headers and body, in the format and encoding that the request's headers prefer."""
-        variant = (_OPENMETRICS if prefers_openmetrics(accept) else _CLASSIC, accepts_gzip(accept_encoding))
+        variant = (prefers_openmetrics(accept), accepts_gzip(accept_encoding))
         self._scraped_at[variant] = self._clock()
-        headers = {"Content-Type": variant[0].content_type, "Vary": "Accept, Accept-Encoding"}
+        headers = {"Content-Type": _CONTENT_TYPES[variant[0]], "Vary": "Accept, Accept-Encoding"}
         if variant[1]:
             headers["Content-Encoding"] = "gzip"
         return headers, self._pages.get(variant) or await self._first(variant)
@@ -84,24 +80,24 @@ class Exposition:
                     self._pages[variant] = await asyncio.to_thread(_compressed, text)
                 else:
                     if not self._pages:
-                        self._take_picture()
+                        self._take_report()
                     self._pages |= await self._render([variant])
             return self._pages[variant]
 
-    def _take_picture(self) -> None:
-        if (report := self._picture()) is not None:
-            self._metrics.set_picture(report)
+    def _take_report(self) -> None:
+        if (report := self._report()) is not None:
+            self._metrics.set_report(report)
 
     async def _render(self, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
         return await asyncio.to_thread(_render_pages, self._metrics, tuple(variants))
 
 
 def _render_pages(metrics: Metrics, variants: Collection[_Variant]) -> dict[_Variant, bytes]:
-    """All formats of one picture; with each compressed page also its text."""
+    """All formats of one report; with each compressed page also its text."""
     families = list(yielding_gil(metrics.render()))
     pages: dict[_Variant, bytes] = {}
-    for each in {format_ for format_, _ in variants}:
-        text = pages[each, False] = page(families, openmetrics=each.openmetrics)
+    for each in {openmetrics for openmetrics, _ in variants}:
+        text = pages[each, False] = page(families, openmetrics=each)
         if (each, True) in variants:
             pages[each, True] = _compressed(text)
     return pages
@@ -114,29 +110,9 @@ def _compressed(text: bytes) -> bytes:
 def prefers_openmetrics(accept: str) -> bool:
     """Whether an Accept header ranks OpenMetrics 1.0 (or its drafts) at least as high as plain text."""
     openmetrics_weight = plain_weight = 0.0
-    for name, weight, parameters in _ranked(accept):
+    for name, weight, parameters in ranked(accept):
         if name == _OPENMETRICS_TYPE and parameters.get("version", "1.0.0") in ("1.0.0", "0.0.1"):
             openmetrics_weight = max(openmetrics_weight, weight)
         elif name in _PLAIN_TYPES:
             plain_weight = max(plain_weight, weight)
     return openmetrics_weight > 0 and openmetrics_weight >= plain_weight
-
-
-def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip; a missing one does not."""
-    weights = {name: weight for name, weight, _ in _ranked(accept_encoding)}
-    return weights.get("gzip", weights.get("*", 0.0)) > 0
-
-
-def _ranked(header: str) -> list[tuple[str, float, dict[str, str]]]:
-    """Entries of an Accept header (RFC 9110, 12.4.2): name in lower case, weight 0..1, other parameters. Malformed ones weigh 0."""
-    entries = []
-    for entry in header.split(","):
-        name, *words = (word.strip() for word in entry.split(";"))
-        parameters = {key.strip().lower(): value.strip() for key, _, value in (word.partition("=") for word in words)}
-        try:
-            weight = float(parameters.pop("q", "1"))
-        except ValueError:
-            weight = 0.0
-        entries.append((name.lower(), weight, parameters))
-    return entries

@@ -1,4 +1,4 @@
-"""Metrics of GPUs: pure functions of a picture. A value that the driver does not report has no series.
+"""Metrics of GPUs: pure functions of a report. A value that the driver does not report has no series.
 
 The label `gpu` is the GPU's UUID everywhere. Ratios are 0..1, memory is in bytes (Prometheus: base units only).
 """

@@ -1,4 +1,4 @@
-"""The agent's metrics: counts events when they happen, and renders gauges from the latest picture of the node.
+"""The agent's metrics: counts events when they happen, and renders gauges from the latest report of the node.
 
 Invariants: every label has a bounded set of values (resources, outcomes and reasons are fixed; GPUs, pods and containers are those of
 the node now). Counters only grow, also when a resource is registered again.
@@ -34,8 +34,8 @@ BACKENDS: Final = ("mps", "mps-open", "hami-core", "vcuda", "nvml-memory", "none
 FINDINGS: Final = ("tampered", "unregistered", "broken", "over_limit")
 #: RPC of the device plugin API -> name in its metrics.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
-#: Families that are rendered from a picture; not every picture has all of them.
-_PICTURE_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
+#: Families that are rendered from a report; not every report has all of them.
+_REPORT_FAMILIES: Final = (*agent.FAMILIES, *gpus.FAMILIES, *containers.FAMILIES)
 
 
 class Metrics:
@@ -70,7 +70,7 @@ class Metrics:
         if process:
             ProcessCollector(registry=self._registry)
         self._containers, self._holders = LabelCache(*CONTAINER_LABELS), LabelCache(*HOLDER_LABELS)
-        self._picture: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
+        self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
 
     def _make_kubelet_metrics(self) -> None:
         """All series exist from the start, so that a first event shows as an increase."""
@@ -133,7 +133,7 @@ class Metrics:
     @property
     def families(self) -> Sequence[Family]:
         """All families of gpumgr, without those with other agents' names."""
-        return (*self._counted, *_PICTURE_FAMILIES)
+        return (*self._counted, *_REPORT_FAMILIES)
 
     def apply(self, *, gpu_manager_names: bool, hami_names: bool) -> None:
         """Counts from the next rendering on."""
@@ -187,13 +187,13 @@ class Metrics:
 
     # -- rendering ---------------------------------------------------------------------------------------------------------
 
-    def set_picture(self, report: NodeReport) -> None:
-        """The gauges of the next `render` come from this picture."""
-        self._picture = (report, tuple(self._pods()))
+    def set_report(self, report: NodeReport) -> None:
+        """The gauges of the next `render` come from this report."""
+        self._report = (report, tuple(self._pods()))
 
     def render(self) -> Iterator[RenderedFamily]:
         """Each family once. Computes for milliseconds: call it on a thread, and on one thread at a time."""
-        report, pods = self._picture
+        report, pods = self._report
         self._containers.start_page()
         self._holders.start_page()
         yield from agent.render_agent(report, sampled_at=self._sampled_at(report))

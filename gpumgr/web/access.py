@@ -100,7 +100,8 @@ def authorize(scope: Scope, caller: Caller, policy: AuthPolicy, names: Collectio
         return None
     if not policy.takes_token:
         return _CERTIFICATE
-    if _same(_bearer(caller.authorization), policy.token):
+    sent = _bearer(caller.authorization)
+    if sent is not None and policy.token is not None and hmac.compare_digest(sent, policy.token):
         return None
     return _TOKEN_OR_CERTIFICATE if policy.takes_certificate else _TOKEN
 
@@ -135,8 +136,3 @@ def _names_this_host(host: str, names: Collection[str]) -> bool:
 def _bearer(authorization: str | None) -> bytes | None:
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else None
-
-
-def _same(sent: bytes | None, token: bytes | None) -> bool:
-    """In constant time."""
-    return sent is not None and token is not None and hmac.compare_digest(sent, token)

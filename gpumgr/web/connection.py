@@ -145,7 +145,7 @@ class Connection(web.RequestHandler):
         assert self._slot is not None
         for layer in self._slot.transports:
             # The next response waits until the client has read this one, however many requests it pipelines.
-            layer.set_write_buffer_limits(high=1)  # type: ignore[attr-defined]  # with 0 TLS waits for more than there is
+            layer.set_write_buffer_limits(high=1)  # with 0 TLS waits for more than there is
         self._http = True
         super().connection_made(transport)
         if self._early:

@@ -9,23 +9,14 @@ Invariants:
 3. The bytes that all clients together leave unread are bounded: the connection that has done so for the longest is cut first.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 #: "receiving": a request is awaited or arrives (from the accept on); "responding": a handler works or its response is sent;
 #: "streaming": the response has no end; "idle": a response was sent, and another request may follow.
 Stage = Literal["receiving", "responding", "streaming", "idle"]
-
-
-class Transport(Protocol):
-    """The part of asyncio.Transport that is used here."""
-
-    def get_write_buffer_size(self) -> int:
-        """Bytes that the peer has not read yet."""
-        ...
-
-    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +42,7 @@ _REMOTE: Final = "remote"
 class Slot:
     """One connection. `transports` are its transport and, with TLS, the one above it; the first is the socket's."""
 
-    def __init__(self, transport: Transport, now: float, *, peer: str | None = None) -> None:
+    def __init__(self, transport: asyncio.WriteTransport, now: float, *, peer: str | None = None) -> None:
         """`peer` is the address of a remote client; None: the client is on this host."""
         self.transports, self.peer = [transport], peer
         self.stage: Stage = "receiving"

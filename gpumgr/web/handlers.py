@@ -6,6 +6,7 @@ A page shows what is in memory: none of them waits for the driver, the kubelet o
 import asyncio
 import platform
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final, cast
 
 import msgspec
@@ -25,31 +26,8 @@ from gpumgr.web.responses import failure, json_bytes, json_response, on_response
 from gpumgr.web.sources import Sources
 from gpumgr.web.stream import Streams
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 _HISTORY_SHOWN: Final = 100
 _MAX_PROFILE_SECONDS: Final = 30
-
-#: The paths that can be read; `Pages.handlers` has the same order.
-_READ: Final[Mapping[str, Scope]] = {
-    "/": "page",
-    "/metrics": "metrics",
-    "/metric": "metrics",  # gpu-manager's path
-    "/healthz": "probe",
-    "/readyz": "probe",
-    "/version": "page",
-    "/graph": "page",
-    "/usage": "page",
-    "/api/state": "page",
-    "/api/stream": "page",
-    "/api/history": "page",
-    "/api/pods": "page",
-    "/api/pods/{namespace}/{pod}": "page",
-    "/debug/stacks": "debug",
-    "/debug/profile": "debug",
-}
-_MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset}"
-PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,25 +41,6 @@ class Pages:
     def __init__(self, sources: Sources, page: IndexPage, streams: Streams) -> None:
         self._sources, self._page, self._streams = sources, page, streams
         self._profiling, self._reading_stacks = asyncio.Lock(), asyncio.Lock()
-
-    def handlers(self) -> Sequence[_Handler]:
-        return (
-            self.index,
-            self.metrics,
-            self.metrics,
-            self.healthz,
-            self.readyz,
-            self.version,
-            self.graph,
-            self.usage,
-            self.state,
-            self._streams.serve,
-            self.history,
-            self.pods,
-            self.pod,
-            self.stacks,
-            self.profile,
-        )
 
     async def index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
@@ -136,6 +95,9 @@ class Pages:
     async def state(self, _request: web.Request) -> web.Response:
         return json_bytes(await self._sources.state())
 
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        return await self._streams.serve(request)
+
     async def history(self, request: web.Request) -> web.Response:
         """Newest first, entries with all fields."""
         entries = reversed(self._sources.history())
@@ -186,14 +148,36 @@ class Pages:
         return json_response(await run_shielded(self._sources.maintain(order), name=f"maintenance_{order.action}"))
 
 
+#: The paths that can be read.
+_READ: Final[Mapping[str, tuple[Scope, Callable[[Pages, web.Request], Awaitable[web.StreamResponse]]]]] = {
+    "/": ("page", Pages.index),
+    "/metrics": ("metrics", Pages.metrics),
+    "/metric": ("metrics", Pages.metrics),  # gpu-manager's path
+    "/healthz": ("probe", Pages.healthz),
+    "/readyz": ("probe", Pages.readyz),
+    "/version": ("page", Pages.version),
+    "/graph": ("page", Pages.graph),
+    "/usage": ("page", Pages.usage),
+    "/api/state": ("page", Pages.state),
+    "/api/stream": ("page", Pages.stream),
+    "/api/history": ("page", Pages.history),
+    "/api/pods": ("page", Pages.pods),
+    "/api/pods/{namespace}/{pod}": ("page", Pages.pod),
+    "/debug/stacks": ("debug", Pages.stacks),
+    "/debug/profile": ("debug", Pages.profile),
+}
+_MAINTENANCE: Final = "/api/gpus/{gpu}/{action:cordon|drain|uncordon|reset}"
+PATHS: Final = (*_READ, "/api/gpus/{gpu}/{action}")
+
+
 def make_app(
     sources: Sources, *, page: IndexPage, streams: Streams, policy: Callable[[], AuthPolicy], names: Collection[str] = ()
 ) -> web.Application:
     pages = Pages(sources, page, streams)
-    scopes: dict[str, Scope] = {**_READ, PATHS[-1]: "maintenance"}
+    scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
     app = web.Application(middlewares=[make_middleware(scopes, policy, names)], client_max_size=MAX_BODY_BYTES)
-    for path, handler in zip(_READ, pages.handlers(), strict=True):
-        app.router.add_get(path, handler, allow_head=handler != streams.serve)
+    for path, (_, handler) in _READ.items():
+        app.router.add_get(path, partial(handler, pages), allow_head=handler is not Pages.stream)
     app.router.add_post(_MAINTENANCE, pages.maintenance)
     app.on_response_prepare.append(on_response_prepare)
     return app

@@ -46,7 +46,7 @@ def pod_details(
     if view is None and not allocations and not entries:
         return None
     incarnations = _incarnations(view, allocations, entries)
-    own, held = {entry.number for entry, _ in entries}, {gpu for a in allocations for gpu in _gpus_of(a)}
+    own, held = {entry.number for entry, _ in entries}, {gpu for a in allocations for gpu in a.places}
     periods = _periods(allocations, [entry for entry, _ in entries])
     return PodDetails(
         namespace=namespace,
@@ -77,16 +77,12 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[Entry])
     return [(entry, holders.get(entry.id or "", (entry.pod, entry.pod_uid))) for entry in history]
 
 
-def _gpus_of(allocation: Allocation) -> set[GpuName]:
-    return set(allocation.places)
-
-
 def _periods(allocations: Sequence[Allocation], entries: Sequence[Entry]) -> list[tuple[set[GpuName], float, float]]:
     """The GPUs of each allocation, with its begin and end (unix seconds), as far as they are known."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.at) for entry in entries if entry.what == "freed" and entry.id in granted]
     return [
-        *((_gpus_of(a), a.granted_at, inf) for a in allocations),
+        *((set(a.places), a.granted_at, inf) for a in allocations),
         *((set(grant.gpus), grant.at, until) for grant, until in ended),
     ]
 

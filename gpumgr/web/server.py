@@ -70,7 +70,7 @@ class WebServer:
         self._certificates = Certificates.of(tls_cert_file, tls_key_file, client_ca_file)
         self._policy = AuthPolicy(takes_token=token_file is not None, takes_certificate=client_ca_file is not None)
         self._streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
-        app = make_app(sources, page=IndexPage.read(page), streams=self._streams, policy=self._current_policy, names=names)
+        app = make_app(sources, page=IndexPage(page), streams=self._streams, policy=self._current_policy, names=names)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_seconds)
         self._check_seconds = timeouts.check_seconds
         self._tcp_listener = Listener(

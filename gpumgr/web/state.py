@@ -1,4 +1,4 @@
-"""The document of /api/state: pure functions of a picture and the history.
+"""The document of /api/state: pure functions of a report and the history.
 
 A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
 """
@@ -68,7 +68,7 @@ def node_state(report: NodeReport, history: Sequence[Entry], *, clock: Callable[
 
 
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
-    """A row for each allocation on each of its GPUs, oldest first. All allocations are in the picture's ledger."""
+    """A row for each allocation on each of its GPUs, oldest first. All allocations are in the report's ledger."""
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(card, shown) for gpu, (card, shown) in _cards(report).items()}
     return [

@@ -100,7 +100,7 @@ async def core_percent(work: Any) -> float:
 
 
 async def measure_pages(held: HeldTimes, seconds: float) -> Mapping[str, object]:
-    sources, front = node(), IndexPage.read()
+    sources, front = node(), IndexPage()
     server = WebServer(sources, host="127.0.0.1", port=0, heartbeat_seconds=15)
     await server.start()
     sizes: dict[str, object] = {

@@ -55,7 +55,7 @@ def complaints(text: bytes) -> str:
 
 def test_promtool_accepts_the_metrics() -> None:
     metrics = Metrics(node="node-1", version="1", gpu_manager_names=False)
-    metrics.set_picture(full_picture())
+    metrics.set_report(full_picture())
     metrics.xid(uuid_of(0), 79)
     assert complaints(page(metrics.render(), openmetrics=False)) == ""
 

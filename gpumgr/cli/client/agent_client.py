@@ -23,7 +23,7 @@ class AgentUnavailable(GpumgrError):
 
 
 class AgentClient:
-    """`async with AgentClient(socket) as agent`; for one event loop.
+    """`async with AgentClient(socket) as agent`, on the running event loop.
 
     All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission,
     with the agent's own sentence.
@@ -31,15 +31,13 @@ class AgentClient:
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
-        self._session: aiohttp.ClientSession | None = None
+        self._session = aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(path=str(socket)))
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(path=str(self._socket)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def get(self, path: str, *, timeout_seconds: float = RESPONSE_SECONDS) -> Any:
         """The JSON data at this path (with query)."""
@@ -52,7 +50,7 @@ class AgentClient:
     async def stream(self, path: str) -> AsyncIterator[Any]:
         """The JSON data of each server-sent event, until the agent ends the stream."""
         try:
-            async with self._open.get(path, timeout=_timeout(None)) as response:
+            async with self._session.get(path, timeout=_timeout(None)) as response:
                 if response.status != 200:
                     raise self._error(path, response.status, await response.read())
                 async for data in _events(response.content):
@@ -62,7 +60,7 @@ class AgentClient:
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> Any:
         try:
-            async with self._open.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
+            async with self._session.request(method, path, json=body, timeout=_timeout(timeout_seconds)) as response:
                 text = await response.read()
         except TimeoutError as error:
             raise AgentUnavailable(
@@ -76,12 +74,6 @@ class AgentClient:
             return json.loads(text)
         except ValueError as error:
             raise GpumgrError(f"the process at {self._socket} is not a gpumgr agent: its response is not JSON") from error
-
-    @property
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("the client is not open: use `async with`")
-        return self._session
 
     def _error(self, path: str, status: int, text: bytes) -> GpumgrError:
         kind = InputError if status == _NOT_FOUND else AgentUnavailable if status >= _SERVER_ERROR else GpumgrError

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import click
@@ -24,8 +24,8 @@ from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.cli.client.location import AgentLocation
 from gpumgr.cli.client.schema import PODS, STATE, read_pods
+from gpumgr.cli.options import AgentLocation
 from gpumgr.cli.printable import printable
 from gpumgr.cli.rendering.formats import clock_time
 from gpumgr.errors import CheckpointError, GpumgrError, InputError
@@ -35,41 +35,28 @@ from gpumgr.web.state import node_state
 Document = dict[str, Any]
 
 
-class NodeData(Protocol):
+class AgentData:
     """`live`: it comes from the agent, and is current. `state` is as /api/state. All calls raise GpumgrError."""
 
-    live: bool
-    state: Document
-
-    async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
-        """History entries with their candidates, oldest first."""
-        ...
-
-    async def pods(self) -> frozenset[PodKey]:
-        """The pods of which something is known."""
-        ...
-
-    async def pod(self, namespace: str, pod: str) -> Document | None:
-        """As /api/pods/{namespace}/{pod}; None if nothing is known."""
-        ...
-
-
-class AgentData:
     live = True
 
     def __init__(self, agent: AgentClient, state: Document) -> None:
         self._agent, self.state = agent, state
 
     async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
-        return await newest_entries(self._agent, newest)
+        """The newest history entries with their candidates, oldest first."""
+        documents: list[Document] = await self._agent.get(f"/api/history?limit={newest}")
+        return documents[::-1]
 
     async def pods(self) -> frozenset[PodKey]:
+        """The pods of which something is known."""
         try:
             return read_pods(await self._agent.get(PODS))
         except InputError as error:
             raise GpumgrError("the agent is older than this command and can't list its pods: restart it") from error
 
     async def pod(self, namespace: str, pod: str) -> Document | None:
+        """As /api/pods/{namespace}/{pod}; None if nothing is known."""
         try:
             document: Document = await self._agent.get(f"/api/pods/{quote(namespace, safe='')}/{quote(pod, safe='')}")
         except InputError:
@@ -78,25 +65,25 @@ class AgentData:
 
 
 class CheckpointData:
-    """A checkpoint that was last written at `at` (unix seconds)."""
+    """The same of a checkpoint that was last written at `at` (unix seconds)."""
 
     live = False
 
     def __init__(self, loaded: Loaded, *, at: float) -> None:
-        self._picture, self._history = _picture_of(loaded, at), loaded.history
+        self._report, self._history = _report_of(loaded, at), loaded.history
         newest = next((entry.candidates for entry in reversed(loaded.history) if entry.candidates), ())
         self._indices = {candidate.gpu: candidate.index for candidate in newest}
-        state = node_state(self._picture, self._history)
+        state = node_state(self._report, self._history)
         self.state: Document = builtins(msgspec.structs.replace(state, gpus=self._gpus(state.gpus)))
 
-    async def entries(self, newest: int = HISTORY_ENTRIES) -> list[Document]:
-        return [msgspec.to_builtins(entry) for entry in self._history[-newest:]]
+    async def entries(self) -> list[Document]:
+        return [msgspec.to_builtins(entry) for entry in self._history]
 
     async def pods(self) -> frozenset[PodKey]:
-        return frozenset(pods_with_details(self._picture.view.ledger, (), self._history))
+        return frozenset(pods_with_details(self._report.view.ledger, (), self._history))
 
     async def pod(self, namespace: str, pod: str) -> Document | None:
-        found = pod_details(self._picture, None, namespace, pod, self._history)
+        found = pod_details(self._report, None, namespace, pod, self._history)
         return builtins(msgspec.structs.replace(found, gpus=self._gpus(found.gpus))) if found else None
 
     def _gpus(self, rows: Sequence[GpuRow]) -> tuple[GpuRow, ...]:
@@ -105,6 +92,9 @@ class CheckpointData:
             msgspec.structs.replace(row, healthy=None, reason=None, message=None, index=self._indices.get(row.name))
             for row in rows
         )
+
+
+NodeData = AgentData | CheckpointData
 
 
 @asynccontextmanager
@@ -132,12 +122,6 @@ async def open_node_data(location: AgentLocation) -> AsyncIterator[NodeData]:
     yield CheckpointData(loaded, at=at)
 
 
-async def newest_entries(agent: AgentClient, count: int) -> list[Document]:
-    """The newest entries with their candidates, oldest first. Raises GpumgrError."""
-    documents: list[Document] = await agent.get(f"/api/history?limit={count}")
-    return documents[::-1]
-
-
 def _load(folder: Path, reason: str) -> tuple[Loaded, float]:
     """The checkpoint, and when it was last written (unix seconds). Raises GpumgrError with both reasons."""
     try:
@@ -150,7 +134,7 @@ def _load(folder: Path, reason: str) -> tuple[Loaded, float]:
     return loaded, max((file.stat().st_mtime for file in files), default=0.0)
 
 
-def _picture_of(loaded: Loaded, at: float) -> NodeReport:
+def _report_of(loaded: Loaded, at: float) -> NodeReport:
     """The allocations, without the hardware."""
     ledger, inventory = loaded.ledger, Inventory()
     return NodeReport(

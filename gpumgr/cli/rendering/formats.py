@@ -1,11 +1,14 @@
-"""Numbers as text; "-" for None."""
+"""Numbers as text ("-" for None), and the mechanisms that limit a share."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from gpumgr.units import BLOCK_BYTES
 
 _GIB: Final = 1 << 30
+#: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.
+_UNLIMITED: Final = ("none", "mps-open")
 
 
 def clock_time(at: float) -> str:
@@ -30,3 +33,13 @@ def blocks(count: int) -> str:
 
 def cores(count: int) -> str:
     return f"{count} core{'' if count == 1 else 's'}"
+
+
+def limiting(mechanisms: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in mechanisms if name not in _UNLIMITED)
+
+
+def limits_sentence(mechanisms: Sequence[str]) -> str:
+    if names := limiting(mechanisms):
+        return f"kept within its share by {' and '.join(names)}"
+    return f"nothing keeps it within its share{' (mps-open: it is exempt)' if 'mps-open' in mechanisms else ''}"

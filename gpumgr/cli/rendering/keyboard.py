@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from gpumgr.aio import run_until
+
 #: Without a handler they end the process before the terminal is restored.
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -45,16 +47,9 @@ async def until_pressed(key: str, work: Coroutine[Any, Any, None], *, on_key: Ca
     """
     pressed = asyncio.Event()
     with _listening(key, pressed.set, on_key):
-        working, waiting = asyncio.create_task(work), asyncio.create_task(pressed.wait())
-        try:
-            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended = working.done()
-            working.cancel()
-            waiting.cancel()
-            await asyncio.wait({working, waiting})
-    if ended:
-        working.result()
+        done = await run_until(pressed.wait(), work)
+    if not done.cancelled():
+        done.result()
 
 
 @contextmanager

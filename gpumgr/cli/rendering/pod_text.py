@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from rich.text import Text
+
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
 from gpumgr.allocator.history import Call, Candidate, Entry
-from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, percent
+from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, percent
 from gpumgr.cli.rendering.gpu_labels import Gpus
 from gpumgr.cli.rendering.gpu_status import gpu_sentences
-from gpumgr.cli.rendering.limits import limits_sentence
+from gpumgr.cli.rendering.tables import open_table, plain_text
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
 
 #: The names of the kubelet's calls.
@@ -177,17 +179,13 @@ def _candidates(entry: Entry, request: ContainerRequest) -> Iterator[str]:
     """A table of what was free on each GPU."""
     if not entry.candidates:
         return
-    labels = [_candidate_label(candidate) for candidate in entry.candidates]
-    first = max(len("GPU"), *map(len, labels))
-    yield f"{'GPU':<{first}}  cores free  blocks free  chosen, or why not"
-    for label, candidate in zip(labels, entry.candidates, strict=True):
+    table = open_table(("GPU", False), ("cores free", True), ("blocks free", True), ("chosen, or why not", False))
+    for candidate in entry.candidates:
+        label = f"{'-' if candidate.index is None else candidate.index} ({candidate.gpu})"
         free_blocks = candidate.memory_mebibytes_free // BLOCK_MEBIBYTES
-        row = f"{label:<{first}}  {candidate.cores_free:>10}  {free_blocks:>11}  {_verdict(entry, candidate, request)}"
-        yield row.rstrip()
-
-
-def _candidate_label(candidate: Candidate) -> str:
-    return f"- ({candidate.gpu})" if candidate.index is None else f"{candidate.index} ({candidate.gpu})"
+        cells = (label, str(candidate.cores_free), str(free_blocks), _verdict(entry, candidate, request))
+        table.add_row(*map(Text, cells))
+    yield from plain_text(table).splitlines()
 
 
 def _verdict(entry: Entry, candidate: Candidate, request: ContainerRequest) -> str:

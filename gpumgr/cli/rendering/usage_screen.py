@@ -1,7 +1,6 @@
 """The output of `gpumgr usage`: tables once, plain text, or live on the terminal's alternate screen."""
 
 import sys
-from types import TracebackType
 from typing import Final, Self
 
 import click
@@ -12,10 +11,9 @@ from rich.text import Text
 
 from gpumgr.agent.api import State
 from gpumgr.cli.rendering.formats import clock_time
+from gpumgr.cli.rendering.tables import UNBOUNDED, plain_text
 from gpumgr.cli.rendering.usage_table import WIDE, usage_tables
 
-#: Without a terminal nothing is folded or cut.
-_UNBOUNDED: Final = 100_000
 #: With less the columns of names have no space; a narrower terminal breaks or cuts the lines.
 _MIN_WIDTH: Final = 80
 _FOOTER_ROWS: Final = 2
@@ -37,10 +35,8 @@ def print_usage(state: State) -> None:
 
 def usage_text(state: State, *, width: int | None) -> str:
     """Plain text; `width` None: without limit."""
-    console = Console(width=max(width or _UNBOUNDED, _MIN_WIDTH), highlight=False, force_terminal=False, color_system=None)
-    with console.capture() as printed:
-        console.print(usage_tables(state, wide=console.width >= WIDE))
-    return "\n".join(line.rstrip() for line in printed.get().splitlines())
+    width = max(width or UNBOUNDED, _MIN_WIDTH)
+    return plain_text(usage_tables(state, wide=width >= WIDE), width=width)
 
 
 class Screen:
@@ -57,7 +53,7 @@ class Screen:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, state: State) -> None:
@@ -72,7 +68,7 @@ class Screen:
     def on_key(self, key: str) -> None:
         """Scrolls, if the key (of gpumgr.cli.rendering.keyboard) is one that scrolls."""
         page = self._visible_rows
-        moves = {"up": -1, "down": 1, "page_up": -page, "page_down": page, " ": page, "home": -self._first, "end": _UNBOUNDED}
+        moves = {"up": -1, "down": 1, "page_up": -page, "page_down": page, " ": page, "home": -self._first, "end": UNBOUNDED}
         if key in moves and self._state is not None:
             self._first += moves[key]
             self._draw()

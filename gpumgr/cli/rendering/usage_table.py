@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, State
-from gpumgr.cli.rendering.formats import clock_time, gibibytes, percent
+from gpumgr.cli.rendering.formats import clock_time, gibibytes, limiting, percent
 from gpumgr.cli.rendering.gpu_labels import Gpus, gpus_of
 from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
-from gpumgr.cli.rendering.limits import limiting
+from gpumgr.cli.rendering.tables import open_table
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: Terminal width from which the container's name and its mechanisms have their own columns.
@@ -37,20 +37,12 @@ def _head(state: State) -> str:
     return f"{state.node or 'this node'} at {clock_time(state.at)}{driver}"
 
 
-def _table(*columns: tuple[str, bool]) -> Table:
-    """Columns by heading; columns of numbers are right-aligned and never cut."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading, number in columns:
-        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
 # -- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
 def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
     names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
-    table = _table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
+    table = open_table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
     for gpu in gpus.indices:
         row = next(row for row in rows if row.name == gpu)
         granted_blocks = row.memory_blocks - row.memory_blocks_free
@@ -102,7 +94,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: Gpus, *, wide: bool) ->
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
     numbers = ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
-    table = _table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
+    table = open_table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
     for row in rows:
         container = f"{row.container or '?'}{', init' if row.init else ''}"
         names_cells = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]

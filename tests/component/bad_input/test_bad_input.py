@@ -4,26 +4,20 @@ What people write wrongly is tested with the part that reads it: settings in tes
 test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in tests/unit/topology/test_matrix.py
 and tests/unit/cli/test_topology.py, state files and lines of requests in tests/unit/cli/test_place.py, descriptions of simulated
 nodes in tests/unit/nvml/test_sim_nodes.py. Damaged checkpoints are in tests/component/checkpoint/test_store.py, malformed messages
-in tests/unit/deviceplugin/test_codec.py. A clock that is set back under a whole process is in tests/agent/test_recovery.py.
+in tests/unit/deviceplugin/test_codec.py, kubelets that refuse a registration in tests/component/deviceplugin/test_registration.py. A
+full disk and a clock that is set back are in tests/agent/test_recovery.py, a second agent in tests/unit/deviceplugin/test_node_lock.py.
 """
 
-import asyncio
-import os
-from itertools import count
 from pathlib import Path
 
 import pytest
 
-from gpumgr.aio import LatestValue
 from gpumgr.app.hardware_events import HardwareEvents
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
-from gpumgr.deviceplugin.registration import KubeletLink, LinkTiming
-from gpumgr.errors import AlreadyRunning, Refusal
+from gpumgr.errors import Refusal
 from gpumgr.proc import HostProcesses
-from gpumgr.sim.kubelet import SimContainer, SimKubelet
+from gpumgr.sim.kubelet import SimContainer
 from gpumgr.topology.devices import NodeSample
-from gpumgr.units import CORE_RESOURCE, RESOURCES, Resource
-from tests.component.deviceplugin.harness import ScriptedAllocator, device_list
+from gpumgr.units import CORE_RESOURCE, Resource
 from tests.component.stage.stage import snapshot, stage
 
 
@@ -98,91 +92,6 @@ async def test_a_preference_among_unknown_ids_takes_known_ones(folder: Path) -> 
             await node.agent.prefer("core", strange, [], 3)
 
 
-async def test_a_container_with_ids_that_were_never_offered_does_not_start(folder: Path) -> None:
-    async with stage(folder) as node:
-        with pytest.raises(Refusal, match=r"holds core ids that this node never offered \(5f3a9c01-c00 \.\.\.\)"):
-            await node.agent.pre_start("core", ["5f3a9c01-c00"])
-        with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) are in nobody's name here"):
-            await node.agent.pre_start("core", cores(0, 2))
-
-
-async def test_a_kubelet_that_refuses_and_then_does_not(folder: Path) -> None:
-    """Pods that run keep what they hold while the restarted kubelet refuses us; the next one runs as soon as it takes us again."""
-    async with stage(folder) as node:
-        first = node.pod("first", app(20, 4))
-        assert (await node.run(first)).phase == "Running"
-        node.kubelet.register_error = "the ResourceName is invalid"
-        seen = len(node.kubelet.registrations)
-        await node.kubelet.restart()
-        await node.kubelet.until(lambda: len(node.kubelet.registrations) >= seen + 3)
-        node.check_agreement(first)
-        node.kubelet.register_error = None
-        for kind in RESOURCES:
-            await node.kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
-        second = node.pod("second", app(20, 4))
-        assert (await node.run(second)).phase == "Running"
-        node.check_agreement(first, second)
-
-
-async def test_a_refused_or_unanswered_registration_is_reported(folder: Path) -> None:
-    timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.3, first_retry_seconds=0.01, last_retry_seconds=0.05)
-    devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(device_list(4)) for kind in RESOURCES}
-    told: asyncio.Queue[str | None] = asyncio.Queue()
-    async with SimKubelet(folder) as kubelet, asyncio.timeout(30):
-        kubelet.register_hangs = True
-        link = KubeletLink(
-            kubelet.plugin_folder,
-            ScriptedAllocator(),
-            devices,
-            timing=timing,
-            on_state=lambda _, state: told.put_nowait(state.error),
-        )
-        running = asyncio.create_task(link.run())
-        try:
-            while "there was no answer in time" not in str(await told.get()):
-                pass
-            kubelet.register_error, kubelet.register_hangs = "the ResourceName is invalid", False
-            while "the answer was UNKNOWN: the ResourceName is invalid" not in str(await told.get()):
-                pass
-            kubelet.register_error = None
-            await link.wait_registered()
-            assert [state.error for state in link.states.values()] == [None, None]
-        finally:
-            await link.stop(0.1)
-            await running
-
-
-def test_a_second_agent_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with NodeLock(path), pytest.raises(AlreadyRunning) as refused:
-        NodeLock(path).acquire()
-    assert str(refused.value) == (
-        f"another gpumgr agent (pid {os.getpid()}) runs on this node: it holds {path}; stop it before starting this one"
-    )
-    with lock_folder(tmp_path), pytest.raises(AlreadyRunning) as refused, lock_folder(tmp_path):
-        raise AssertionError("two agents serve one folder")
-    assert str(refused.value) == f"another gpumgr agent serves {tmp_path}; stop it before starting this one"
-
-
-async def test_with_a_full_disk_calls_are_refused_with_a_message_and_no_state_is_lost(folder: Path) -> None:
-    async with stage(folder) as node:
-        first = node.pod("first", app(20, 4))
-        assert (await node.run(first)).phase == "Running"
-        before = node.ledger
-        node.checkpoint.full = True
-        for number in range(3):
-            status = await node.run(node.pod(f"refused-{number}", app(20, 4)))
-            assert "the allocation can't be remembered, so it was not made: no space left on the disk of the checkpoint" in (
-                status.message or ""
-            )
-        assert node.ledger == before
-        assert dict(before.allocations) == node.checkpoint.allocations
-        node.checkpoint.full = False
-        second = node.pod("second", app(20, 4))
-        assert (await node.run(second)).phase == "Running"
-        node.check_agreement(first, second)
-
-
 async def ignore(*_: object) -> None:
     """Somebody whom the news do not concern."""
 
@@ -212,25 +121,3 @@ async def test_a_gpu_without_its_device_node_is_not_offered(folder: Path) -> Non
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 300)
         node.clock.now += 5
         assert (await node.run(node.pod("all", app(300)))).phase == "Running"
-
-
-async def test_a_clock_that_is_set_back_changes_no_decision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock only dates allocations; durations are measured by the monotonic clock."""
-    falling = count(2_000_000_000, -3600)
-    async with stage(folder) as node:
-        monkeypatch.setattr(node.agent, "_wall_clock", lambda: float(next(falling)))
-        init = SimContainer(name="fetch", cores=10, memory_blocks=2, kind="init")
-        pods = [node.pod(f"p{n}", init, app(30, 4)) for n in range(3)]
-        for pod in pods:
-            assert (await node.run(pod)).phase == "Running"
-        node.check_agreement(*pods)
-        dates = [a.granted_at for a in node.ledger.allocations.values()]
-        assert dates == sorted(dates, reverse=True)
-        for pod in pods:
-            await node.kubelet.start_container(pod, "main")
-        node.delete(pods[0])
-        node.clock.now += 60
-        for _ in range(3):
-            assert await node.agent.reconciler.sweep()
-        node.check_agreement(*pods[1:])
-        assert {a.pod for a in node.ledger.allocations.values()} == {("team", "p1"), ("team", "p2")}

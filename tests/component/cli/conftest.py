@@ -43,7 +43,7 @@ async def agent(socket: Path) -> AsyncIterator[FakeAgent]:
 def _no_settings_of_this_host(folder: Path, socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("GPUMGR_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("gpumgr.cli.effective_settings.DEFAULT_CONFIG", folder / "gpumgr.yaml")
+    monkeypatch.setattr("gpumgr.cli.options.DEFAULT_CONFIG", folder / "gpumgr.yaml")
     monkeypatch.setenv("GPUMGR_CHECKPOINT_DIR", str(folder))
     monkeypatch.setenv("GPUMGR_HTTP_SOCKET", str(socket))
 

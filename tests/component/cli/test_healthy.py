@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from .conftest import Gpumgr
+from .peer import listening
 
 
 class Agent:
@@ -26,13 +27,9 @@ class Agent:
 @pytest.fixture
 async def alive(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     monkeypatch.setattr("gpumgr.cli.healthy._RESPONSE_SECONDS", 30.0)
-    agent, app = Agent(), web.Application()
-    app.router.add_get("/healthz", agent.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(socket)).start()
-    yield agent
-    await runner.cleanup()
+    agent = Agent()
+    async with listening(socket, {("GET", "/healthz"): agent.answer}):
+        yield agent
 
 
 async def test_the_socket_of_the_settings_is_used(alive: Agent, socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:

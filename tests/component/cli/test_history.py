@@ -40,6 +40,8 @@ async def test_json_has_one_whole_entry_a_line(agent: FakeAgent, gpumgr_command:
         (("--pod", "team/resnet-0", "-n", "2"), [4, 6]),
         (("--pod", "resnet-0"), [3, 4, 6]),
         (("--gpu", "1"), [1]),
+        (("--gpu", "2b3c"), [2]),
+        (("--pod", "team/resnet-0", "--gpu", "0", "-n", "1"), [6]),
         (("--since", "1s"), []),
         (("--since", "99999d", "--refused"), [5]),
     ],

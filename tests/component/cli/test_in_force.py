@@ -1,14 +1,9 @@
 """Commands that use the settings in force find the file of the agent unless an option names another."""
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-
-from gpumgr.cli import group
 
 from .conftest import Gpumgr
 from .remembered import remember
@@ -33,6 +28,14 @@ async def test_the_checkpoint_is_the_one_that_the_default_file_names(state: Path
     assert [each["pod"] for each in json.loads(shown.out)["allocations"]] == ["resnet-0"]
 
 
+async def test_the_table_of_the_checkpoint_has_all_columns_on_80_columns(state: Path, gpumgr_command: Gpumgr) -> None:
+    await remember(state)
+    title, heading, row = (await gpumgr_command("checkpoint", "show")).out.splitlines()
+    assert title.split() == ["1", "allocation", "on", "2", "GPUs"]
+    assert heading.split() == ["Allocation", "Pod", "Container", "GPUs", "Cores", "MiB", "Since", "(UTC)"]
+    assert row.split() == ["a1", "team/resnet-0", "main", "11111111", "30", "512", "11-14", "22:13:20"]
+
+
 async def test_settings_in_force_are_those_of_the_default_file(state: Path, gpumgr_command: Gpumgr) -> None:
     document = json.loads((await gpumgr_command("config", "show", "--output", "json")).out)
     assert (document["checkpoint"]["dir"], document["http"]["port"]) == (str(state), 9000)
@@ -49,25 +52,3 @@ async def test_a_place_without_checkpoint_is_not_taken_for_one_without_allocatio
     shown = await gpumgr_command("checkpoint", "show")
     assert (shown.code, shown.out.replace("\n", "")) == (0, f"there is no checkpoint at {state}/gpumgr.sqlite3")
     assert json.loads((await gpumgr_command("checkpoint", "show", "--output", "json")).out)["lost"]
-
-
-def commands(command: click.Command, name: str = "gpumgr") -> Iterator[tuple[str, click.Command]]:
-    yield name, command
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for each in command.list_commands(context):
-            found = command.get_command(context, each)
-            assert found is not None
-            yield from commands(found, f"{name} {each}")
-
-
-def test_each_command_with_a_settings_option_documents_the_default_path() -> None:
-    told = {
-        name: option.help or ""
-        for name, command in commands(group)
-        for option in command.params
-        if isinstance(option, click.Option) and "--config" in option.opts
-    }
-    assert {"gpumgr run", "gpumgr checkpoint show", "gpumgr config show", "gpumgr doctor", "gpumgr healthy"} <= set(told)
-    # Not the default's own name: a command that was first asked in a test may have that test's.
-    assert {name for name, text in told.items() if not re.search(r"\[default: /\S+/gpumgr\.yaml, if it exists\]$", text)} == set()

@@ -104,10 +104,3 @@ async def test_an_agent_of_another_version_is_reported(agent: FakeAgent, gpumgr_
     ended = await gpumgr_command("usage", "--socket", agent.socket)
     assert (ended.code, ended.out) == (1, "")
     assert "may be of another version" in ended.err
-
-
-async def test_help_has_examples(gpumgr_command: Gpumgr) -> None:
-    for name in ("usage", "why", "history"):
-        ended = await gpumgr_command(name, "--help")
-        assert ended.code == 0
-        assert f"  Examples:\n    gpumgr {name}" in ended.out

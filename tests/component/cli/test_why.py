@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.cordons import Cordon
-from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.files import NAME
-from gpumgr.checkpoint.store import SqliteCheckpoint
 from tests.unit.cli.node_story import container, entry, story
 from tests.unit.cli.test_why_story import told
 
@@ -157,16 +155,6 @@ async def test_an_unreadable_checkpoint_is_reported(folder: Path, gpumgr_command
     ended = await gpumgr_command("why", "resnet-0")
     assert (ended.code, ended.out) == (1, "")
     assert "and without it:" in ended.err
-
-
-async def test_hostile_names_in_the_checkpoint_are_spelled_out(folder: Path, gpumgr_command: Gpumgr) -> None:
-    checkpoint = SqliteCheckpoint.open(folder, wall_clock=lambda: 0.0)
-    await checkpoint.save(Change(entries=(ENTRIES[1],)))
-    assert await checkpoint.close()
-    ended = await gpumgr_command("why", f"team/{ENTRIES[1].pod[1]}" if ENTRIES[1].pod else "")
-    assert ended.code == 0
-    assert "Pod team/\\x1b[2Jevil\\n.\n" in ended.out
-    assert "\x1b" not in ended.out
 
 
 async def test_an_entry_unknown_to_this_version_is_printed(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:

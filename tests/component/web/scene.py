@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
@@ -19,6 +21,7 @@ from gpumgr.web.access import Origin, origin_of
 from tests.unit.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"
+TLS = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
 #: A client that binds this address counts as one from another machine.
 REMOTE = "127.0.0.77"
 
@@ -106,6 +109,17 @@ async def say(address: tuple[str, int], *parts: bytes, half_close: bool = False,
         return await reader.read()
     finally:
         writer.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110  the condition has no event
+            await asyncio.sleep(0.01)
+
+
+def by_unix(socket: Path) -> aiohttp.ClientSession:
+    """A client on the unix socket, as root is."""
+    return aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(socket)))
 
 
 def get(path: str, *headers: str) -> bytes:

@@ -12,7 +12,7 @@ from gpumgr.errors import SettingsError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import CERTIFICATES, REMOTE, Scene, get, parsed, say
+from tests.component.web.scene import REMOTE, TLS, Scene, get, parsed, say
 
 READABLE = [path.format(namespace="team", pod="share") for path in PATHS if not path.startswith(("/api/gpus", "/api/stream"))]
 
@@ -59,14 +59,11 @@ async def test_from_beyond_no_spelling_of_a_path_opens_more(server: WebServer, p
 
 
 async def test_without_a_configured_token_the_denial_names_the_setting_and_probes_are_served(serve: Serve) -> None:
-    server = await serve()
-    connector = aiohttp.TCPConnector(local_addr=(REMOTE, 0))
-    async with aiohttp.ClientSession(server.url, connector=connector) as client:
-        async with client.get("/api/state", headers={"X-Forwarded-For": "127.0.0.1", "Forwarded": "for=127.0.0.1"}) as answer:
-            assert answer.status == 403
-            assert "set http.token_file or http.client_ca_file" in (await answer.json())["error"]
-        async with client.post("/metrics") as answer:
-            assert answer.status == 403
+    forged = get("/api/state", "X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1")
+    address = (await serve()).address
+    status, told = parsed(await say(address, forged, source=REMOTE))
+    assert (status, "set http.token_file or http.client_ca_file" in told["error"]) == (403, True)
+    assert parsed(await say(address, get("/metrics").replace(b"GET", b"POST", 1), source=REMOTE))[0] == 403
 
 
 async def test_a_token_opens_what_is_no_debug_page(serve: Serve, tmp_path: Path) -> None:
@@ -85,12 +82,9 @@ async def test_a_request_without_a_token_gets_401(serve: Serve, tmp_path: Path) 
     file = tmp_path / "token"
     file.write_text("s3cret")
     server = await serve(token_file=file)
-    async with (
-        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(local_addr=(REMOTE, 0))) as client,
-        client.get("/metrics") as answer,
-    ):
-        assert answer.status == 401
-        assert answer.headers["WWW-Authenticate"] == 'Bearer realm="gpumgr"'
+    answer = await say(server.address, get("/metrics"), source=REMOTE)
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b'\r\nWWW-Authenticate: Bearer realm="gpumgr"\r\n' in answer
 
 
 async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(serve: Serve, tmp_path: Path) -> None:
@@ -154,7 +148,6 @@ async def test_unauthenticated_clients_get_the_number_of_reasons_only(
 
 async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
-    tls = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
 
     async def warnings(**settings: Any) -> list[dict[str, Any]]:
         with capture_logs() as logs:
@@ -165,7 +158,7 @@ async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(serv
     assert (warning["log_level"], warning["addresses"]) == ("warning", ["0.0.0.0"])
     assert "http.tls_cert_file" in warning["remedy"]
     assert await warnings(host="127.0.0.1", token_file=tmp_path / "token", unix_socket=tmp_path / "agent.sock") == []
-    assert await warnings(host="0.0.0.0", token_file=tmp_path / "token", **tls) == []
+    assert await warnings(host="0.0.0.0", token_file=tmp_path / "token", **TLS) == []
     assert await warnings(host="0.0.0.0") == []
 
 

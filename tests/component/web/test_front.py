@@ -74,4 +74,4 @@ async def test_another_file_is_read_once_at_the_start(serve: Serve, tmp_path: Pa
 
 def test_a_package_without_its_page_is_broken(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        IndexPage.read(tmp_path / "index.html")
+        IndexPage(tmp_path / "index.html")

@@ -15,14 +15,13 @@ from gpumgr.web.connection import Connection
 from gpumgr.web.connection_limit import Timeouts
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import CERTIFICATES, REMOTE, Scene, get, parsed, say
+from tests.component.web.scene import REMOTE, TLS, Scene, by_unix, get, parsed, say, until
 
 PLACES = 16
 #: No connection is closed for slowness while a test runs, and checks are frequent.
 ENDLESS = Timeouts(request_seconds=3600, idle_seconds=3600, unread_seconds=3600, half_closed_seconds=3600, check_seconds=0.02)
 KEPT = get("/api/state").replace(b"Connection: close\r\n", b"")
 STREAM = get("/api/stream")
-TLS = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
 #: More than the kernel holds for a client that takes nothing.
 LARGE = b'{"a": "' + b"x" * (1 << 19) + b'"}'
 
@@ -58,17 +57,8 @@ async def come(
     return reader
 
 
-async def until_full(server: WebServer, many: int = PLACES) -> None:
-    async with asyncio.timeout(10):
-        while server.connections < many:  # noqa: ASYNC110  the server sends no event
-            await asyncio.sleep(0.01)
-
-
 async def status_by(path: Path) -> int:
-    async with (
-        aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(path))) as root,
-        root.get("/healthz") as answer,
-    ):
+    async with by_unix(path) as root, root.get("/healthz") as answer:
         return answer.status
 
 
@@ -81,7 +71,7 @@ async def test_connections_that_read_no_answers_are_closed(
     for _ in range(PLACES):
         reader = await come(clients, server, KEPT * 20, secured=bool(security))
         await reader.readuntil(b"\r\n")
-    await until_full(server)
+    await until(lambda: server.connections >= PLACES)
     for _ in range(3):
         async with aiohttp.ClientSession(server.url) as probe, probe.get("/healthz", ssl=not security) as answer:
             assert answer.status == 200
@@ -101,7 +91,7 @@ async def test_root_comes_in_where_all_others_are_busy(serve: Serve, clients: li
 async def test_connections_to_the_unix_socket_do_not_displace_the_probes(serve: Serve, path: Path) -> None:
     server = await serve(unix_socket=path, max_connections=PLACES, timeouts=ENDLESS)
     held = [await asyncio.open_unix_connection(str(path)) for _ in range(100)]
-    await until_full(server, 64)
+    await until(lambda: server.connections >= 64)
     assert parsed(await say(server.address, get("/healthz")))[0] == 200
     assert server.connections_refused == 0
     for _, writer in held:
@@ -143,6 +133,6 @@ async def test_the_node_s_own_address_counts_as_this_host(serve: Serve, clients:
     server = await serve(host=REMOTE, max_connections=PLACES, timeouts=ENDLESS)
     for _ in range(PLACES):
         await come(clients, server, b"GET /", source=REMOTE)
-    await until_full(server)
+    await until(lambda: server.connections >= PLACES)
     status, _ = parsed(await say(server.address, get("/healthz"), source=REMOTE))
     assert status == 200

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import platform
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,6 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-import gpumgr
 from gpumgr.agent.api import PodDetails, builtins
 from gpumgr.errors import InputError
 from gpumgr.web.handlers import PATHS
@@ -68,17 +66,6 @@ async def test_one_part_of_readiness_can_be_requested(client: aiohttp.ClientSess
         assert (answer.status, (await answer.json())["error"]) == (400, "only 'luck' is none of: driver")
 
 
-async def test_version(client: aiohttp.ClientSession) -> None:
-    async with client.get("/version") as answer:
-        assert await answer.json() == {
-            "version": gpumgr.__version__,
-            "python": platform.python_version(),
-            "driver": "550.54.15",
-            "nvml": "12.550.54.15",
-            "cuda": "12.4",
-        }
-
-
 async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
     async with client.get("/graph?format=text") as answer:
         assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
@@ -93,26 +80,6 @@ async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
         f"|  |     NVIDIA A10, {uuid_of(1)}: 0 of 100 cores and 0 of 8 memory blocks free",
         "|  |     team/train/main: 100 cores, 0 memory blocks",
     ]
-
-
-async def test_graph_is_gpu_managers_message_by_default(client: aiohttp.ClientSession) -> None:
-    async with client.get("/graph", headers={"Accept": "text/plain"}) as answer:
-        assert answer.content_type == "application/json"
-        message = await answer.json()
-    async with client.get("/graph?format=text") as answer:
-        assert message == {"graph": await answer.text()}
-
-
-async def test_graph_is_data_for_scripts(client: aiohttp.ClientSession) -> None:
-    async with client.get("/graph?format=json") as answer:
-        assert answer.content_type == "application/json"
-        graph = await answer.json()
-    assert graph["tree"]["name"] == "ROOT"
-    assert graph["missing"] == []
-    leaf = graph["tree"]["children"][0]["children"][0]
-    assert leaf["name"] == "GPU0"
-    assert leaf["gpu"]["cores_free"] == 97
-    assert [(h["pod"], h["cores"], h["memory_blocks"]) for h in leaf["gpu"]["holders"]] == [("share", 3, 1)]
 
 
 async def test_an_unknown_graph_format_is_refused(client: aiohttp.ClientSession) -> None:

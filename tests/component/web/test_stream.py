@@ -1,17 +1,14 @@
 """/api/stream over real connections: what comes, when nothing comes, and clients that are slow or many."""
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 
 import aiohttp
-import pytest
 
 from gpumgr.web.connection_limit import Timeouts
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import Scene, get, parsed, say
+from tests.component.web.scene import Scene, get, parsed, say, until
 
 
 class Reader:
@@ -37,18 +34,6 @@ class Reader:
         kind, _, data = (await self.event()).partition(b"\n")
         assert kind == b"event: state"
         return json.loads(data.removeprefix(b"data: "))
-
-
-@pytest.fixture
-async def readers() -> AsyncIterator[contextlib.AsyncExitStack]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield stack
-
-
-async def until_read(scene: Scene, readers: int) -> None:
-    async with asyncio.timeout(10):
-        while scene.states.readers != readers:  # noqa: ASYNC110  the condition has no event
-            await asyncio.sleep(0.01)
 
 
 async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: WebServer, scene: Scene) -> None:
@@ -99,12 +84,12 @@ async def test_a_comment_keeps_a_quiet_line_open(serve: Serve) -> None:
 
 async def test_who_leaves_leaves_no_reader_behind(server: WebServer, scene: Scene) -> None:
     some = [await Reader.open(server) for _ in range(3)]
-    await until_read(scene, 3)
+    await until(lambda: scene.states.readers == 3)
     some[0].writer.close()
     some[1].writer.transport.abort()
-    await until_read(scene, 1)
+    await until(lambda: scene.states.readers == 1)
     some[2].writer.write_eof()
-    await until_read(scene, 0)
+    await until(lambda: scene.states.readers == 0)
     some[2].writer.close()
 
 
@@ -114,7 +99,7 @@ async def test_more_streams_than_there_may_be(serve: Serve, scene: Scene) -> Non
     status, told = parsed(await say(server.address, get("/api/stream")))
     assert (status, told) == (503, {"error": "64 streams are open, which is the limit"})
     some[0].writer.close()
-    await until_read(scene, 63)
+    await until(lambda: scene.states.readers == 63)
     some[0] = await Reader.open(server)
     scene.states.set(b'{"at": 2}')
     for one in some:

@@ -7,7 +7,7 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,10 @@ from gpumgr.web.connection import Connection
 from gpumgr.web.connection_limit import Timeouts
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import CERTIFICATES, Scene, get, parsed, say
+from tests.component.web.scene import TLS, Scene, get, parsed, say, until
 
 LONG = 3600.0
 KEPT = get("/healthz").replace(b"Connection: close\r\n", b"")
-TLS = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
 #: What the server may hold open besides connections: listeners, the loop's own, a certificate being read.
 OTHER_FILES = 64
 #: Connections that were cut a moment ago.
@@ -124,12 +123,6 @@ async def test_an_answer_must_be_taken(serve: Serve, scene: Scene, security: dic
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         assert len(await reader.read()) < len(scene.now)
     writer.close()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110  the condition has no event
-            await asyncio.sleep(0.01)
 
 
 async def opened(server: WebServer, said: bytes = KEPT) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

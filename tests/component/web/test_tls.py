@@ -13,10 +13,9 @@ from structlog.testing import capture_logs
 from gpumgr.errors import SettingsError
 from gpumgr.web.server import WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import CERTIFICATES, REMOTE, Scene, get, say
+from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, say
 
-SERVER = {"tls_cert_file": CERTIFICATES / "server.crt", "tls_key_file": CERTIFICATES / "server.key"}
-WITH_CA = {**SERVER, "client_ca_file": CERTIFICATES / "ca.crt"}
+WITH_CA = {**TLS, "client_ca_file": CERTIFICATES / "ca.crt"}
 
 
 def context(name: str | None = None, *, ca: str = "ca") -> ssl.SSLContext:
@@ -42,7 +41,7 @@ async def status(
 
 
 async def test_pages_come_over_tls(serve: Serve) -> None:
-    server = await serve(**SERVER)
+    server = await serve(**TLS)
     assert server.url.startswith("https://127.0.0.1:")
     assert await status(server, "/graph", context()) == 200
     assert await status(server, "/graph", context(), source=REMOTE) == 403
@@ -50,13 +49,13 @@ async def test_pages_come_over_tls(serve: Serve) -> None:
 
 
 async def test_plain_http_gets_no_answer_there_and_others_go_on(serve: Serve) -> None:
-    server = await serve(**SERVER)
+    server = await serve(**TLS)
     assert b"HTTP" not in await say(server.address, get("/graph"))
     assert await status(server, "/healthz", context()) == 200
 
 
 async def test_old_tls_is_refused(serve: Serve) -> None:
-    server = await serve(**SERVER)
+    server = await serve(**TLS)
     old = context()
     with pytest.warns(DeprecationWarning, match="deprecated"):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
@@ -93,8 +92,8 @@ async def test_a_token_or_a_certificate(serve: Serve, tmp_path: Path) -> None:
 
 
 async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_path: Path) -> None:
-    files = {key: tmp_path / path.name for key, path in SERVER.items()}
-    for key, path in SERVER.items():
+    files = {key: tmp_path / path.name for key, path in TLS.items()}
+    for key, path in TLS.items():
         shutil.copy(path, files[key])
     server = await serve(**files)
     assert await status(server, "/healthz", context()) == 200

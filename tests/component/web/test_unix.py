@@ -15,7 +15,7 @@ from gpumgr.errors import NvmlError, Refusal, StateError
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.server import ListenError, WebServer
 from tests.component.web.conftest import Serve
-from tests.component.web.scene import CERTIFICATES, REMOTE, Scene
+from tests.component.web.scene import REMOTE, TLS, Scene, by_unix, get, parsed, say
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 async def root(serve: Serve, path: Path) -> AsyncIterator[aiohttp.ClientSession]:
     await serve(unix_socket=path)
-    async with aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(path))) as session:
+    async with by_unix(path) as session:
         yield session
 
 
@@ -55,16 +55,8 @@ async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp
 
 async def test_the_unix_socket_needs_neither_tls_nor_a_token(serve: Serve, path: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
-    await serve(
-        unix_socket=path,
-        token_file=tmp_path / "token",
-        tls_cert_file=CERTIFICATES / "server.crt",
-        tls_key_file=CERTIFICATES / "server.key",
-    )
-    async with (
-        aiohttp.ClientSession("http://agent", connector=aiohttp.UnixConnector(str(path))) as root,
-        root.get("/graph") as answer,
-    ):
+    await serve(unix_socket=path, token_file=tmp_path / "token", **TLS)
+    async with by_unix(path) as root, root.get("/graph") as answer:
         assert answer.status == 200
 
 
@@ -197,14 +189,9 @@ async def test_a_maintenance_request_completes_after_the_client_disconnects(root
 
 @pytest.mark.parametrize("source", ["127.0.0.1", REMOTE])
 async def test_orders_come_by_no_other_way(serve: Serve, scene: Scene, source: str) -> None:
-    server = await serve()
-    async with (
-        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(local_addr=(source, 0))) as client,
-        client.post("/api/gpus/3/drain", json={}) as answer,
-    ):
-        assert answer.status == 403
-        assert "unix socket" in (await answer.json())["error"]
-    assert scene.orders == []
+    order = get("/api/gpus/3/drain").replace(b"GET", b"POST", 1)
+    status, told = parsed(await say((await serve()).address, order, source=source))
+    assert (status, "unix socket" in told["error"], scene.orders) == (403, True, [])
 
 
 async def test_an_order_can_not_be_read(root: aiohttp.ClientSession) -> None:

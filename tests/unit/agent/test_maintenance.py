@@ -16,7 +16,7 @@ from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.topology.devices import GpuProcess, NodeSnapshot
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.node_use import NodeUse, UnattributedProcess
+from gpumgr.usage.node_use import ContainerUse, NodeUse, UnattributedProcess
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
@@ -78,6 +78,7 @@ class Bench:
         self.publisher = MemoryEvictor()
         self.kept_by: str | None = None
         self.use: NodeUse | None = NodeUse(taken_at=0.0)
+        self.over: set[str] = set()
         self._api_server = api_server
         self.maintenance = self.again()
 
@@ -97,6 +98,7 @@ class Bench:
             reset=self.driver.reset,
             kept_by=lambda _uuid: self.kept_by,
             use=lambda: self.use,
+            over=lambda: self.over,
         )
 
     async def restart(self) -> None:
@@ -272,6 +274,18 @@ async def test_a_drain_lists_the_remaining_containers_until_none_is_left() -> No
     await bench.world.sweep(2)
     assert (await bench.order("drain"))["empty"]
     assert bench.told == [("draining", "broken fan")]
+
+
+async def test_a_drain_shows_the_use_of_the_remaining_containers() -> None:
+    bench = await Bench.made()
+    await bench.run("first")
+    (allocation,) = bench.world.agent_state.ledger.allocations
+    processes = ContainerUse(
+        allocation=allocation, gpu="00000000", uuid=FIRST, memory_bytes=7, utilization_ratio=0.5, processes={9: 7}
+    )
+    bench.use, bench.over = NodeUse(taken_at=1.0, containers={(allocation, "00000000"): processes}), {allocation}
+    (row,) = (await bench.order("drain"))["containers"]
+    assert (row["memory_used_bytes"], row["utilization_ratio"], row["processes"], row["over"]) == (7, 0.5, 1, True)
 
 
 async def test_a_whole_gpus_memory_is_the_gpus() -> None:

@@ -3,13 +3,12 @@
 import json
 from typing import Any
 
-import click
 import pytest
 
 from gpumgr.cli.parameters import duration_seconds
 from gpumgr.cli.rendering.history_filter import HistoryFilter, HistoryQuery
 from gpumgr.errors import InputError
-from tests.unit.cli.node_story import AT, NAMES, entries, entry, state
+from tests.unit.cli.node_story import entries, entry, state
 
 LINES = """\
 2026-09-21 13:56:41Z  granted  team/bert (main)                  100 cores   GPU1    fragment: in the group that is nearest to used up: PIX with 1 of 2 free GPUs
@@ -21,11 +20,6 @@ LINES = """\
 2026-09-21 13:56:47Z  freed    pod uid uid-gone (main)           -           GPU0    held for 12 s"""  # noqa: E501
 
 
-def lines_of(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None) -> list[str]:
-    lines = HistoryFilter(wanted).lines(entries() if documents is None else documents, state())
-    return [click.unstyle(line) for line in lines]
-
-
 def numbers(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None) -> list[int]:
     lines = HistoryFilter(
         HistoryQuery(refused=wanted.refused, pod=wanted.pod, gpu=wanted.gpu, since=wanted.since, as_json=True)
@@ -33,51 +27,9 @@ def numbers(wanted: HistoryQuery, documents: list[dict[str, Any]] | None = None)
     return [json.loads(line)["number"] for line in lines]
 
 
-def test_each_entry_has_one_line() -> None:
-    assert "\n".join(lines_of(HistoryQuery())) == LINES
-
-
-@pytest.mark.parametrize(
-    ("wanted", "shown"),
-    [
-        (HistoryQuery(refused=True), [5]),
-        (HistoryQuery(pod=("team", "resnet-0")), [3, 4, 6]),
-        (HistoryQuery(pod=("team", "resnet")), []),
-        (HistoryQuery(gpu="1"), [1]),
-        (HistoryQuery(gpu="2b3c"), [2]),
-        (HistoryQuery(since=AT - 1000 + 6), [6, 7]),
-        (HistoryQuery(gpu="0", since=AT - 1000 + 5, pod=("team", "resnet-0")), [6]),
-    ],
-)
-def test_only_requested_entries_are_shown(wanted: HistoryQuery, shown: list[int]) -> None:
-    assert numbers(wanted) == shown
-
-
 def test_entries_of_an_allocation_before_its_pod_was_known_are_the_pods_too() -> None:
     documents = [entry(1, "granted", id="a"), entry(2, "granted", id="b"), entry(3, "freed", id="a", pod=["team", "late"])]
     assert numbers(HistoryQuery(pod=("team", "late")), documents) == [1, 3]
-
-
-def test_what_was_shown_is_not_shown_again() -> None:
-    told = HistoryFilter(HistoryQuery())
-    assert len(told.lines(entries()[:5], state())) == 5
-    assert len(told.lines(entries(), state())) == 2
-    assert told.last == 7
-    assert told.lines(entries(), state()) == []
-
-
-def test_json_is_the_entry_as_it_came() -> None:
-    (line,) = lines_of(HistoryQuery(refused=True, as_json=True))
-    assert json.loads(line) == entries()[4]
-
-
-def test_an_unknown_gpu_is_reported() -> None:
-    with pytest.raises(InputError, match="--gpu: no GPU of this node is called '9'"):
-        lines_of(HistoryQuery(gpu="9"))
-
-
-def test_without_index_a_gpu_goes_by_its_name() -> None:
-    assert f"GPU {NAMES[2]}  lost" in lines_of(HistoryQuery())[1]
 
 
 @pytest.mark.parametrize(

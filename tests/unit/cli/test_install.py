@@ -96,14 +96,6 @@ def test_wrong_settings_are_named_before_anything_is_written(image: Path) -> Non
     assert not host.path(UNIT).exists()
 
 
-def test_a_kubeconfig_that_the_unit_hides_is_named(image: Path) -> None:
-    host = Host(root=image)
-    host.path(CONFIG).parent.mkdir(parents=True)
-    host.path(CONFIG).write_text("kubernetes: {kubeconfig: /root/.kube/config}\n")
-    assert install(host, PROGRAM)[0].startswith("move /root/.kube/config, which the unit hides from the agent")
-    assert host.actions == [f"write      {UNIT}", f"unchanged  {CONFIG}"]
-
-
 def configured(image: Path, text: str) -> Host:
     """The image with these settings, and nothing asked of a cluster."""
     host = Host(root=image)
@@ -141,14 +133,6 @@ def test_the_drivers_modules_can_be_loaded_where_the_settings_require_it(image: 
     assert host.text(DROP_IN) is None
 
 
-def test_an_uninstall_takes_the_drop_in_of_the_settings_along(image: Path) -> None:
-    host = configured(image, "checkpoint: {dir: /data}\n")
-    install(host, PROGRAM)
-    uninstall(host)
-    assert f"remove     {DROP_IN}" in host.actions
-    assert not host.path(DROP_IN.parent).exists()
-
-
 def test_a_drop_in_of_the_operators_is_not_overwritten(image: Path) -> None:
     host = configured(image, "checkpoint: {dir: /data}\n")
     host.place(DROP_IN).parent.mkdir(parents=True)
@@ -165,14 +149,6 @@ def test_a_drop_in_of_the_operators_is_not_overwritten(image: Path) -> None:
 
 def test_our_drop_in_comes_after_the_operators() -> None:
     assert DROP_IN.name > "override.conf"
-
-
-def test_a_reset_in_the_operators_drop_in_is_made_up_for(image: Path) -> None:
-    host = configured(image, "")
-    host.place(DROP_IN).parent.mkdir(parents=True)
-    host.place(DROP_IN).with_name("override.conf").write_text("[Service]\nReadWritePaths=\n")
-    install(host, PROGRAM)
-    assert "ReadWritePaths=-/var/lib/kubelet\n" in (host.text(DROP_IN) or "")
 
 
 def test_another_root_of_the_kubelet_is_allowed_and_its_pods_are_hidden(image: Path) -> None:

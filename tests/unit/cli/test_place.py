@@ -191,7 +191,3 @@ def test_a_topology_on_the_command_line_serves_lines_without_one(tmp_path: Path)
     path.write_text('{"cores": 400}\n{"cores": 100, "topology": [["X"]]}\n')
     result = run("--batch", str(path), "--topology", SEVEN)
     assert [json.loads(line)["gpus"] for line in result.stdout.splitlines()] == [[3, 4, 5, 6], [0]]
-
-
-def test_help_has_examples() -> None:
-    assert "gpumgr place --sim" in run("--help").stdout

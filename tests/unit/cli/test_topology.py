@@ -43,7 +43,3 @@ def test_malformed_text_exits_2_with_the_place(tmp_path: Path) -> None:
 
 def test_two_sources_are_one_too_many() -> None:
     assert run("--topology", str(SEVEN), "--sim", "hgx-h100-8").exit_code == 2
-
-
-def test_help_has_examples() -> None:
-    assert "nvidia-smi topo -m | gpumgr topology" in run("--help").stdout

@@ -240,25 +240,6 @@ def test_a_name_alone_is_the_only_pod_of_that_name_or_in_the_default_namespace()
         PodName.of("two").among(known)
 
 
-@pytest.mark.parametrize("word", ["0", "GPU0", "gpu0", "0fe1c342", "0fe1", "GPU-0fe1c342-0000", "GPU-0FE1"])
-def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(word: str) -> None:
-    assert gpus_of(read_state(state()).gpus).find(word) == NAMES[0]
-
-
-@pytest.mark.parametrize("word", ["7", "", "GPU-", "ffff"])
-def test_an_unknown_gpu_is_reported_with_all_known_ones(word: str) -> None:
-    with pytest.raises(
-        InputError, match=r"--gpu: no GPU .* is called .*; there are: GPU0 = GPU-0fe1c342-.*, GPU1 = GPU-.*, GPU-2b3c"
-    ):
-        gpus_of(read_state(state()).gpus).find(word)
-
-
-def test_the_beginning_of_two_uuids_names_neither() -> None:
-    rows = [GpuRow(uuid=f"GPU-aabbcc0{n}-1", name=f"aabbcc0{n}", index=n) for n in (0, 1)]
-    with pytest.raises(InputError, match="several GPUs of this node are called 'aabbcc'"):
-        gpus_of(rows).find("aabbcc")
-
-
 def test_a_gpu_that_can_not_be_described_is_not_readable() -> None:
     told = read_state({**state(), "failures": [{"index": 7, "uuid": None, "message": "GPU is lost"}]})
     with pytest.raises(InputError, match="--gpu: GPU7 of this node is not readable: GPU is lost"):

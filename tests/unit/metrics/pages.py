@@ -39,7 +39,7 @@ def metrics_of(
         process=False,
     )
     if report is not None:
-        metrics.set_picture(report)
+        metrics.set_report(report)
     return metrics
 
 

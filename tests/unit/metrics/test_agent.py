@@ -50,11 +50,13 @@ def test_calls_streams_and_connections_are_exported() -> None:
         streams={"tencent.com/vcuda-core": 1},
         connections=4,
         connections_refused=2,
+        disconnects=3,
     )
     assert ours(report, "nvml_call_errors_total") == {("15", "nvmlDeviceGetMemoryInfo"): 3.0}
     assert ours(report, "listandwatch_streams") == {("tencent.com/vcuda-core",): 1.0}
     assert ours(report, "http_connections") == {(): 4.0}
     assert ours(report, "http_connections_refused_total") == {(): 2.0}
+    assert ours(report, "http_disconnects_total") == {(): 3.0}
 
 
 def test_without_an_api_server_its_metrics_are_absent() -> None:

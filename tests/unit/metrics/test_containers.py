@@ -84,24 +84,10 @@ def test_what_could_not_be_read_has_no_series() -> None:
     assert ours(report, "container_memory_limit_bytes") == {SERIES: 2.0 * BLOCK_BYTES}
 
 
-def test_a_container_over_its_memory_shows_by_how_much() -> None:
-    report = picture_of(share(), processes={11: 3 * BLOCK_BYTES}, owners={11: container("a", WEB)})
-    assert ours(report, "container_over_limit_ratio") == {SERIES: 1.5}
-
-
 def test_a_share_without_memory_blocks_has_no_ratio_of_them() -> None:
     report = picture_of(share(blocks=0), processes={11: 1}, owners={11: container("a", WEB)})
     assert ours(report, "container_over_limit_ratio") == {}
     assert ours(report, "container_memory_limit_bytes") == {SERIES: 0.0}
-
-
-@pytest.mark.parametrize(("told", "shown"), [(-0.5, 0.0), (7.0, 1.0)])
-def test_a_share_of_time_is_never_below_0_or_above_1(told: float, shown: float) -> None:
-    report = picture_of(share(), processes={11: 1}, owners={11: container("a", WEB)})
-    assert report.use is not None
-    uses = {place: replace(use, utilization_ratio=told) for place, use in report.use.containers.items()}
-    report = replace(report, use=replace(report.use, containers=uses))
-    assert ours(report, "container_core_utilization_ratio") == {SERIES: shown}
 
 
 def test_two_pods_of_one_name_make_one_series() -> None:
@@ -146,7 +132,7 @@ def test_series_of_ended_containers_vanish_with_the_next_snapshot() -> None:
     metrics = metrics_of(before)
     assert 'pod="leaving"' in text_of(metrics)
     assert 'pod_name="leaving"' in text_of(metrics)
-    metrics.set_picture(replace(before, view=view_of(share())))
+    metrics.set_report(replace(before, view=view_of(share())))
     after = text_of(metrics)
     assert "leaving" not in after
     assert 'pod="web"' in after

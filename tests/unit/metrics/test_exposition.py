@@ -8,8 +8,9 @@ import pytest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
+from gpumgr.accept import accepts_gzip
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.metrics.exposition import WANTED_SECONDS, Exposition, accepts_gzip, prefers_openmetrics
+from gpumgr.metrics.exposition import WANTED_SECONDS, Exposition, prefers_openmetrics
 from gpumgr.metrics.registry import Metrics
 
 from .pictures import allocation, sample_of, view_of
@@ -72,7 +73,9 @@ def test_the_format_follows_the_accept_header(accept: str, expected: bool) -> No
         ("", False),
         ("identity", False),
         ("gzip;q=0", False),
-        ("gzip;q=0,*", False),
+        ("gzip; q=0.0, *", False),
+        ("*;q=0", False),
+        ("gzip;q=much", False),
     ],
 )
 def test_compression_follows_the_accept_encoding_header(header: str, expected: bool) -> None:

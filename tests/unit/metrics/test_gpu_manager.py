@@ -146,11 +146,3 @@ def test_gpus_are_named_by_their_index_in_nvml() -> None:
     lost = NodeReport(view=hidden, nvml_up=True, use=used(hidden.ledger, sample({}, {}), {}))
     assert uuid_of(1) not in {gpu.uuid for gpu in hidden.inventory.snapshot.gpus}
     assert series(metrics_of(lost), MEMORY) == {}
-
-
-@pytest.mark.parametrize("name", ['say "hello"', "back\\slash\\", "two\nlines", "x" * 253])
-def test_names_of_any_letters_come_back_as_they_were(name: str) -> None:
-    key = (name, f"pod {name}")
-    report = picture_of(allocation("a", key, cores={0: 1}, blocks={0: 1}))
-    assert {labels[2] for labels in series(metrics_of(report), MEMORY)} == {name}
-    assert {labels[4] for labels in series(metrics_of(report), MEMORY)} == {f"pod {name}"}

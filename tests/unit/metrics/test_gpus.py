@@ -1,7 +1,5 @@
 """Metrics of GPUs: absent values, holders, health, and impossible samples."""
 
-from dataclasses import replace
-
 import pytest
 
 from gpumgr.agent.cordons import Cordon
@@ -135,12 +133,3 @@ def test_reasons_of_a_healthy_gpu_are_absent() -> None:
 def test_a_cordon_shows() -> None:
     report = NodeReport(view=view_of(), cordons={uuid_of(1): Cordon(reason="its fan rattles", draining=True)})
     assert ours(report, "gpu_cordoned") == {FIRST: 0.0, SECOND: 1.0}
-
-
-def test_a_model_of_any_letters_is_one_label() -> None:
-    view = view_of(count=1)
-    (gpu,) = view.inventory.snapshot.gpus
-    strange = 'NVIDIA "A10"\n\\{x="1"} # 2'
-    snapshot = replace(view.inventory.snapshot, gpus=(replace(gpu, model=strange),))
-    report = NodeReport(view=replace(view, inventory=view.inventory.with_snapshot(snapshot)))
-    assert [labels[4] for labels in ours(report, "gpu_info")] == [strange]

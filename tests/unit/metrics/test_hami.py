@@ -9,27 +9,16 @@ from .pages import families, full_picture, metrics_of
 from .pictures import BLOCKS, allocation, sample_of, uuid_of, view_of, whole
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
+_IN_CONTAINER = "namespace pod container vdevice_index device_uuid"
 #: New name -> old name, labels, old labels; all without `zone`. From HAMi's documentation of its metrics.
 TABLE = {
     "hami_host_gpu_memory_used_bytes": ("HostGPUMemoryUsage", "node device_index device_uuid device_type"),
     "hami_host_gpu_utilization_ratio": ("HostCoreUtilization", "node device_index device_uuid device_type"),
     "hami_host_gpu_memory_controller_utilization_ratio": (None, "device_index device_uuid device_type"),
-    "hami_vgpu_memory_used_bytes": (
-        "vGPU_device_memory_usage_in_bytes",
-        "namespace pod container vdevice_index device_uuid",
-    ),
-    "hami_vgpu_memory_limit_bytes": (
-        "vGPU_device_memory_limit_in_bytes",
-        "namespace pod container vdevice_index device_uuid",
-    ),
-    "hami_container_device_memory_bytes": (
-        "Device_memory_desc_of_container",
-        "namespace pod container vdevice_index device_uuid",
-    ),
-    "hami_container_device_utilization_ratio": (
-        "Device_utilization_desc_of_container",
-        "namespace pod container vdevice_index device_uuid",
-    ),
+    "hami_vgpu_memory_used_bytes": ("vGPU_device_memory_usage_in_bytes", _IN_CONTAINER),
+    "hami_vgpu_memory_limit_bytes": ("vGPU_device_memory_limit_in_bytes", _IN_CONTAINER),
+    "hami_container_device_memory_bytes": ("Device_memory_desc_of_container", _IN_CONTAINER),
+    "hami_container_device_utilization_ratio": ("Device_utilization_desc_of_container", _IN_CONTAINER),
     "hami_gpu_memory_limit_bytes": ("GPUDeviceMemoryLimit", "node device_uuid device_index device_type"),
     "hami_gpu_core_limit_ratio": ("GPUDeviceCoreLimit", "node device_uuid device_index device_type"),
     "hami_gpu_memory_allocated_bytes": ("GPUDeviceMemoryAllocated", "node device_uuid device_index device_cores device_type"),

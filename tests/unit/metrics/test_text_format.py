@@ -87,21 +87,6 @@ def test_the_output_equals_that_of_prometheus_client(families: list[Drawn]) -> N
 
 @settings(deadline=None)
 @given(_families())
-def test_what_is_read_is_what_was_meant(families: list[Drawn]) -> None:
-    expected = [
-        (family.name, dict(zip(family.labels, values, strict=True)), float(number))
-        for family, series in families
-        for values, number in series.items()
-    ]
-    for parsed in (
-        parse_classic(_rendered(families, modern=False)),
-        parse_openmetrics(_rendered(families, modern=True)),  # type: ignore[no-untyped-call]
-    ):
-        assert [(each.name, each.labels, each.value) for family in parsed for each in family.samples] == expected
-
-
-@settings(deadline=None)
-@given(_families())
 def test_what_prometheus_client_counts_keeps_its_samples(families: list[Drawn]) -> None:
     metrics = _Given(families).collect()
     text = page(map(render_metric, metrics), openmetrics=False).decode()

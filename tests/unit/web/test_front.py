@@ -3,9 +3,7 @@
 import base64
 import hashlib
 
-import pytest
-
-from gpumgr.web.index_page import policy, takes_gzip
+from gpumgr.web.index_page import policy
 
 
 def sha(text: str) -> str:
@@ -38,21 +36,3 @@ def test_the_policy_allows_nothing_else() -> None:
 
 def test_browsers_hash_scripts_with_plain_newlines() -> None:
     assert rules("<script>a\r\nb</script>")["script-src"] == sha("a\nb")
-
-
-@pytest.mark.parametrize(
-    ("header", "taken"),
-    [
-        ("", False),
-        ("gzip", True),
-        ("deflate, GZIP;q=0.5", True),
-        ("gzip;q=0", False),
-        ("gzip; q=0.0, *", False),
-        ("*", True),
-        ("*;q=0", False),
-        ("identity", False),
-        ("gzip;q=much", False),
-    ],
-)
-def test_takes_gzip(header: str, taken: bool) -> None:
-    assert takes_gzip(header) == taken
