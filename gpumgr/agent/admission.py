@@ -11,8 +11,17 @@ import structlog
 
 from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.ports import PodResources, Pods
-from gpumgr.allocator.callers import NOBODY, Caller, find_caller, handed_on, next_container, oldest_waiting, reuser, waits_for
-from gpumgr.allocator.choose import Ask, Choice
+from gpumgr.allocator.callers import (
+    UNKNOWN_CALLER,
+    Caller,
+    find_caller,
+    handed_on,
+    next_container,
+    oldest_waiting,
+    reuser,
+    waits_for,
+)
+from gpumgr.allocator.choose import Choice, Request
 from gpumgr.allocator.ids import Masks, common, count, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
@@ -34,7 +43,7 @@ FOLLOWS_SECONDS = 1.0
 class Pending:
     """A preference that was answered and whose Allocate must come next."""
 
-    asking: CallRecord
+    record: CallRecord
     choice: Choice
 
 
@@ -54,7 +63,7 @@ class Admission:
         self._incomplete_until = float("-inf")
         self._spare_looks = SPARE_LOOKS_BURST
         self._spare_since = clock()
-        self.current: Caller = NOBODY
+        self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
         self.pending: Pending | None = None
@@ -92,43 +101,43 @@ class Admission:
         """For so long a pod that `List` lacks is no pod that ended."""
         self._incomplete_until = self._clock() + incomplete_seconds
 
-    async def identify(self, ledger: Ledger, ask: Ask) -> tuple[Ledger, Caller]:
+    async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
         """Ledger without what the kubelet has freed, and who asks for a preference, as exactly as it can be known."""
-        kind, size, offered = ask.kind, ask.size, minus(ask.available, ask.must)
-        follows = self._follower(ledger, kind, size)
-        contested = bool(common(ledger.held(kind), offered))
+        resource, size, offered = request.resource, request.size, minus(request.available, request.must)
+        follows = self._follower(ledger, resource, size)
+        contested = bool(common(ledger.held(resource), offered))
         if follows is not None and not contested and not self._spare_look():
             return ledger, follows
         listing = await self.list_pods()
         if listing is None:
-            return ledger, follows or self._by_order(ledger, kind, size)
-        ledger = self._corrected(self._without_guess(ledger, listing), listing, kind, offered)
-        caller = await self._find(ledger, listing, kind, size)
+            return ledger, follows or self._by_order(ledger, resource, size)
+        ledger = self._corrected(self._without_guess(ledger, listing), listing, resource, offered)
+        caller = await self._find(ledger, listing, resource, size)
         if caller.spec is not None:
-            caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, kind))
-        return handed_on(ledger, kind, ask.must, caller.pod), caller
+            caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, resource))
+        return handed_on(ledger, resource, request.must, caller.pod), caller
 
-    async def unasked(self, ledger: Ledger, kind: Resource, masks: Masks) -> tuple[Ledger, Caller]:
+    async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
         """The same for an Allocate that came without a preference: a container that takes over ids of its pod's init containers, or
         one for which the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
-        left_by = reuser(ledger, kind, masks)
+        left_by = reuser(ledger, resource, masks)
         if (
             left_by is not None
             and last is not None
             and last.same_pod(left_by)
-            and (heir := self._heir(ledger, left_by, kind, size))
+            and (heir := self._heir(ledger, left_by, resource, size))
         ):
-            return handed_on(ledger, kind, masks, left_by.pod), heir
-        if ledger.holders(kind, masks) and (listing := await self.list_pods()) is not None:
+            return handed_on(ledger, resource, masks, left_by.pod), heir
+        if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
             # The holder may have ended just now. `List` does harm inside an Allocate, but the alternative is a sure refusal.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
-                ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), kind, masks, pod)
-                left_by = reuser(ledger, kind, masks)
+                ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
+                left_by = reuser(ledger, resource, masks)
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
-                    return ledger, Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
-            ledger = self._corrected(ledger, listing, kind, masks)
-        return ledger, self._follower(ledger, kind, size) or self._by_order(ledger, kind, size, masks)
+                    return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
+            ledger = self._corrected(ledger, listing, resource, masks)
+        return ledger, self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         """An Allocate of this caller is being answered."""
@@ -136,11 +145,11 @@ class Admission:
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
-    def _corrected(self, ledger: Ledger, listing: Listing, kind: Resource, offered: Masks) -> Ledger:
+    def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
         """Without what ended pods held of these ids, and with the names that `List` tells."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
-        freed = freed_by_offer(ledger, listing, self._pods.get, kind, offered, over)
+        freed = freed_by_offer(ledger, listing, self._pods.get, resource, offered, over)
         for gone in ledger.allocations.keys() - freed.allocations.keys():
             pod = ledger.allocations[gone].pod
             if pod in self._seen and not freed.of(pod):
@@ -175,22 +184,22 @@ class Admission:
         view = self._pods.by_uid(a.uid)
         return view is None or view.ended
 
-    async def _find(self, ledger: Ledger, listing: Listing, kind: Resource, size: int) -> Caller:
+    async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The pod under admission is the newest one that waits for this. No pod joins the list while another is admitted, so where
         the cache can't tell (it is late, or knows an earlier life of the name) it is one of those that joined last."""
-        found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+        found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
         if found is not None and found.pod is not None and (self._seen[found.pod] == newest or not late):
             return found
         pod = self._likely(ledger, listing)
         if pod is None:
-            return NOBODY
+            return UNKNOWN_CALLER
         if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
-            found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+            found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
             if found is not None:
                 return found
-        return Caller(pod=pod, continues=self._open(ledger, pod, kind, size) or _half(ledger, listing, pod, kind))
+        return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
         """Of the listed pods that may lack something, the one that joined last. Whichever look showed it first, its own call's or
@@ -213,15 +222,15 @@ class Admission:
 
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
-    def _follower(self, ledger: Ledger, kind: Resource, size: int) -> Caller | None:
+    def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
         """The pod of the last call, if one of its containers waits for just this."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
-        spec = waits_for(ledger, view, kind, size)
+        spec = waits_for(ledger, view, resource, size)
         return Caller(pod=view.key, view=view, spec=spec, guessed=self.current.guessed) if spec else None
 
-    def _by_order(self, ledger: Ledger, kind: Resource, size: int, masks: Masks | None = None) -> Caller:
+    def _by_order(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None) -> Caller:
         """Without `List`: the container of the last Allocate if it lacks this, or the pod that waits for it the longest.
 
         A share lacks its other half for sure. Whole GPUs may do without memory; ids on others (`masks`, if known) are not theirs.
@@ -229,18 +238,18 @@ class Admission:
         last = self._last(ledger)
         if (
             last is not None
-            and self._open(ledger, last.pod, kind, size)
+            and self._open(ledger, last.pod, resource, size)
             and (masks is None or not last.whole or {*masks} & {*last.held("core")})
         ):
             return Caller(pod=last.pod, continues=last.id)
-        return oldest_waiting(ledger, self._pods.all(), kind, size) or NOBODY
+        return oldest_waiting(ledger, self._pods.all(), resource, size) or UNKNOWN_CALLER
 
-    def _heir(self, ledger: Ledger, left_by: Allocation, kind: Resource, size: int) -> Caller | None:
+    def _heir(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
         """The container of this pod that waits for so much; None if none does."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
-            return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, kind, size))
-        spec = waits_for(ledger, view, kind, size)
+            return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))
+        spec = waits_for(ledger, view, resource, size)
         guessed = self.current.guessed and self.current.pod == view.key
         return Caller(pod=view.key, view=view, spec=spec, guessed=guessed) if spec else None
 
@@ -254,21 +263,21 @@ class Admission:
         fresh = self._clock() - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
-    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, kind: Resource) -> AllocationId | None:
+    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:
         """The last Allocate's allocation if nobody's name is on it and it is what this container wants of its other resource."""
         last = self._last(ledger)
-        other = other_resource(kind)
-        if last is None or last.pod is not None or last.held(kind) or count(last.held(other)) != spec.wants(other):
+        other = other_resource(resource)
+        if last is None or last.pod is not None or last.held(resource) or count(last.held(other)) != spec.wants(other):
             return None
         return last.id
 
-    def _open(self, ledger: Ledger, pod: PodKey | None, kind: Resource, size: int) -> AllocationId | None:
-        """The last Allocate's allocation if this pod's call for `kind` may complete it."""
+    def _open(self, ledger: Ledger, pod: PodKey | None, resource: Resource, size: int) -> AllocationId | None:
+        """The last Allocate's allocation if this pod's call for `resource` may complete it."""
         last = self._last(ledger)
-        if last is None or last.held(kind) or last.pod != pod:
+        if last is None or last.held(resource) or last.pod != pod:
             return None
         spec = self.current.spec if self.current.pod == last.pod else None
-        return None if spec is not None and spec.wants(kind) != size else last.id
+        return None if spec is not None and spec.wants(resource) != size else last.id
 
     def _spare_look(self) -> bool:
         now = self._clock()

@@ -15,13 +15,13 @@ class Answers:
     def __init__(self, *, agent_state: AgentState, pods: Pods, enforcement: Enforcement, host: HostPaths) -> None:
         self._agent_state, self._pods, self._enforcement, self._host = agent_state, pods, enforcement, host
 
-    def whole(self, allocation: Allocation, kind: Resource) -> ContainerResponse:
+    def whole(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
         """The answer to one of the container's calls. Raises Refusal."""
-        return self._enforcement.answer(self.base(allocation, kind), kind, allocation, self.tenant(allocation))
+        return self._enforcement.answer(self.base(allocation, resource), resource, allocation, self.tenant(allocation))
 
-    def base(self, allocation: Allocation, kind: Resource) -> ContainerResponse:
+    def base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
         """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
-        if kind == "memory":
+        if resource == "memory":
             return memory_answer(allocation)
         return core_answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
 

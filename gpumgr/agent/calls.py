@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.history import Call, Candidate, Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.errors import Refusal
@@ -14,10 +14,10 @@ class CallRecord:
     """Filled in as the call is understood. `id` is the allocation's that it concerns, or the one that it would make."""
 
     call: Call
-    kind: Resource
+    resource: Resource
     size: int
     id: AllocationId
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
     candidates: tuple[Candidate, ...] = ()
 
     def refused(self, refusal: Refusal) -> Entry:
@@ -28,7 +28,7 @@ class CallRecord:
             pod_uid=self.caller.uid,
             container=self.caller.container,
             call=self.call,
-            kind=self.kind,
+            kind=self.resource,
             size=self.size,
             why=str(refusal),
             code=refusal.code,
@@ -43,7 +43,7 @@ class CallRecord:
             pod_uid=allocation.uid,
             container=allocation.container,
             call=self.call,
-            kind=self.kind,
+            kind=self.resource,
             size=self.size,
             gpus=tuple(allocation.gpus),
             amounts=allocation.gpus,

@@ -54,7 +54,7 @@ def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]
     raise InputError(f"{what} {text!r}; there are: {_listed(known)}")
 
 
-def find_card(
+def find_registered_gpu(
     text: str, gpu_registry: GpuRegistry, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]
 ) -> RegisteredGpu:
     """The card that is called so. `indices` are NVML's, `failures` what the driver lists and can't describe. Raises as `find_gpu`."""

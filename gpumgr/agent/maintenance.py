@@ -16,7 +16,7 @@ import structlog
 from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import CORDONS_NOTE, REASON_CHARACTERS, Cordon, decode_cordons, encode_cordons
 from gpumgr.agent.drain_evictions import DrainEvictions, Evictor
-from gpumgr.agent.gpu_names import find_card
+from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.rows import rows_on, unattributed_rows
 from gpumgr.agent.state import AgentState
@@ -126,7 +126,7 @@ class Maintenance:
             raise InputError(f"the reason has {len(order.reason)} characters; {REASON_CHARACTERS} at most")
         async with self._turn:
             agent_state = self._agent_state
-            card = find_card(
+            card = find_registered_gpu(
                 order.gpu, agent_state.ledger.gpu_registry, agent_state.node().indices, agent_state.inventory.snapshot.failures
             )
             match order.action:

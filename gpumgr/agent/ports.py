@@ -55,7 +55,7 @@ class Enforcement(Protocol):
         ...
 
     def answer(
-        self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None
+        self, base: ContainerResponse, resource: Resource, allocation: Allocation, tenant: GpuShare | None
     ) -> ContainerResponse:
         """The answer to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
         Raises Refusal."""

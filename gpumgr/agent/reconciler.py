@@ -96,7 +96,7 @@ class Reconciler:
         async with agent_state.lock:
             agent_state.expire_open()
             await agent_state.register_gpus()
-            await self._before_offer()
+            await agent_state.prepare_offer()
             agent_state.publish()
             if self._clock() < self._quiet_until:
                 return False
@@ -173,13 +173,6 @@ class Reconciler:
             if a.pod is None and a.uid is not None and a.uid in pods:
                 ledger = ledger.occupy(replace(a, pod=pods[a.uid]))
         await self._agent_state.commit(ledger)
-
-    async def _before_offer(self) -> None:
-        """Whose GPU came, or could not be remembered when it came, has it before it is offered. The caller holds the books' lock."""
-        agent_state = self._agent_state
-        if agent_state.inventory.snapshot.gpus and (first := agent_state.before_first_offer) is not None:
-            agent_state.before_first_offer = None
-            await first()
 
     async def _settle(self, rebuilt: Rebuilt) -> None:
         for a in rebuilt.added:

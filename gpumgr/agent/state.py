@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 #: A container whose memory call has not come this long after its core call will not make it.
 OPEN_SECONDS = 5.0
 #: The kubelet reads a ListAndWatch message within milliseconds; no pod but the one that would be refused waits for it.
-HASTE_SECONDS = 0.1
+PUBLISH_SECONDS = 0.1
 QUARANTINE_NOTE = "quarantine"
 
 
@@ -48,6 +48,7 @@ class AgentState:
         clock: Callable[[], float],
         history: History | None = None,
         on_freed: Callable[[AllocationId], None] = lambda _: None,
+        before_offer: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = history or History(checkpoint, wall_clock=time.time)
@@ -59,9 +60,7 @@ class AgentState:
         self._policy = policy
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
-        self._on_freed = on_freed
-        #: Awaited once, under `lock`, when the first GPUs are known and before the kubelet hears of them.
-        self.before_first_offer: Callable[[], Awaitable[None]] | None = None
+        self._on_freed, self._before_offer = on_freed, before_offer
 
     def apply(self, *, policy: Policy) -> None:
         """Counts from the next decision on."""
@@ -72,7 +71,7 @@ class AgentState:
             self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks()
         )
 
-    async def node_in_haste(self) -> NodeView | None:
+    async def node_with_pending_blocks(self) -> NodeView | None:
         """The node with all blocks that can be offered, after telling the kubelet of them at once; None if it knows them all.
 
         For a request that fits nowhere else: if the kubelet has not heard in time, it refuses the pod itself.
@@ -80,7 +79,7 @@ class AgentState:
         self.publish()
         if not self._device_lists.hurry():
             return None
-        await asyncio.sleep(HASTE_SECONDS)
+        await asyncio.sleep(PUBLISH_SECONDS)
         return self.inventory.view(
             self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks(0)
         )
@@ -91,7 +90,7 @@ class AgentState:
         Raises CheckpointError, also for a ledger that contradicts itself (LedgerError); then nothing has changed.
         """
         change = ledger.since(self._durable)
-        _refuse_broken(ledger, change)
+        _refuse_violations(ledger, change)
         if telling is not None:
             telling = self.history.numbered(telling)
             change = replace(change, entries=(telling,))
@@ -104,13 +103,12 @@ class AgentState:
 
     def put(self, ledger: Ledger) -> None:
         """Applies `ledger`, which the next commit makes durable. Raises LedgerError, and then nothing has changed."""
-        _refuse_broken(ledger, ledger.since(self.ledger))
+        _refuse_violations(ledger, ledger.since(self.ledger))
         self._apply(ledger)
 
     def _apply(self, ledger: Ledger) -> None:
         """Logs what was freed, and checks GPUs without a holder for remaining processes."""
-        for gone in self.ledger.allocations.keys() - ledger.allocations.keys():
-            a = self.ledger.allocations[gone]
+        for a in ledger.freed_since(self.ledger):
             log.info(
                 "allocation_freed",
                 allocation=a.id,
@@ -121,7 +119,8 @@ class AgentState:
             )
             seconds = max(0, round(self.history.now() - a.granted_at))
             self.history.add(about(a, Entry(what="freed", why=f"held for {seconds} s")))
-            self._on_freed(a.id)
+        for allocation in self.ledger.allocations.keys() - ledger.allocations.keys():
+            self._on_freed(allocation)
         left = self.ledger.occupied - ledger.occupied
         self.ledger = ledger
         if left:
@@ -161,14 +160,17 @@ class AgentState:
                 await self.register_gpus()
             except CheckpointError as error:
                 log.error("gpus_not_remembered", error=str(error), consequence="GPUs that are new here are not offered")
-            if snapshot.gpus and self.before_first_offer is not None:
-                first, self.before_first_offer = self.before_first_offer, None
-                await first()
+            await self.prepare_offer()
             self.publish()
 
     async def register_gpus(self) -> None:
         """Raises CheckpointError, and then nothing has changed. The caller holds `lock`."""
-        await self.commit(self.ledger.with_cards(self.inventory.register(self.ledger.gpu_registry)))
+        await self.commit(self.ledger.with_gpu_registry(self.inventory.register(self.ledger.gpu_registry)))
+
+    async def prepare_offer(self) -> None:
+        """To be called between `register_gpus` and `publish`. The caller holds `lock`."""
+        if self.inventory.snapshot.gpus and self._before_offer is not None:
+            await self._before_offer()
 
     async def set_health(self, *, failed: Mapping[str, str], cordoned: Mapping[str, str]) -> None:
         """By UUID: why a GPU does not work, why it takes nothing new. What is in neither works."""
@@ -216,6 +218,6 @@ class AgentState:
             self.publish()
 
 
-def _refuse_broken(ledger: Ledger, change: Change) -> None:
-    if broken := ledger.broken_laws(change.put):
+def _refuse_violations(ledger: Ledger, change: Change) -> None:
+    if broken := ledger.violations(change.put):
         raise LedgerError(f"the ledger would contradict itself: {'; '.join(broken)}")

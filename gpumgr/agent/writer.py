@@ -21,7 +21,7 @@ from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.choose import Ask, Choice, candidates, choose, open_allocation
+from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -80,60 +80,63 @@ class Agent:
     def view(self) -> AgentView:
         return AgentView(ledger=self.agent_state.ledger, inventory=self.agent_state.inventory, node=self.agent_state.node())
 
-    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+    async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
-        with self._telling("prefer", kind, size) as asking:
-            return await self._prefer(asking, available, must_include)
+        with self._recording("prefer", resource, size) as record:
+            return await self._prefer(record, available, must_include)
 
-    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
+    async def allocate(self, resource: Resource, device_ids: Sequence[str]) -> ContainerResponse:
         """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
-        with self._telling("allocate", kind, len(device_ids)) as asking:
-            return await self._allocate(asking, device_ids)
+        with self._recording("allocate", resource, len(device_ids)) as record:
+            return await self._allocate(record, device_ids)
 
-    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
+    async def pre_start(self, resource: Resource, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
-        with self._telling("pre_start", kind, len(device_ids)) as asking:
-            await self._starts.start(asking, device_ids)
+        with self._recording("pre_start", resource, len(device_ids)) as record:
+            await self._starts.start(record, device_ids)
 
     @contextmanager
-    def _telling(self, call: Call, kind: Resource, size: int) -> Iterator[CallRecord]:
+    def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
         """A refusal is a decision: it gets its line in the log and its place in the history."""
-        asking = CallRecord(call=call, kind=kind, size=size, id=self._new_id())
+        record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
         try:
-            yield asking
+            yield record
         except Refusal as refusal:
-            caller = asking.caller
+            caller = record.caller
             log.warning(
                 "refused",
-                allocation=asking.id,
+                allocation=record.id,
                 call=call,
-                resource=kind,
+                resource=resource,
                 pod="/".join(caller.pod) if caller.pod else None,
                 container=caller.container,
                 code=refusal.code,
                 reason=str(refusal),
             )
-            self.agent_state.history.add_unless_repeated(asking.refused(refusal))
+            self.agent_state.history.add_unless_repeated(record.refused(refusal))
             raise
 
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 
-    async def _prefer(self, asking: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
-        agent_state, kind, size = self.agent_state, asking.kind, asking.size
+    async def _prefer(self, record: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
+        agent_state, resource, size = self.agent_state, record.resource, record.size
         async with agent_state.lock:
             self.admission.pending = None
             gpu_registry = agent_state.ledger.gpu_registry
-            ask = Ask(
-                kind=kind, available=gpu_registry.known(kind, available), must=gpu_registry.parse(kind, must_include), size=size
+            request = Request(
+                resource=resource,
+                available=gpu_registry.known(resource, available),
+                must=gpu_registry.parse(resource, must_include),
+                size=size,
             )
-            ledger, caller = await self.admission.identify(agent_state.ledger, ask)
+            ledger, caller = await self.admission.identify(agent_state.ledger, request)
             self._put(ledger)
-            self._know(asking, caller)
-            self._refuse_share(kind, size)
-            choice = await self._choose(caller, ask)
-            self.admission.pending = Pending(asking=asking, choice=choice)
+            self._know(record, caller)
+            self._refuse_share(resource, size)
+            choice = await self._choose(caller, request)
+            self.admission.pending = Pending(record=record, choice=choice)
             self.reconciler.preferred()
-            return gpu_registry.format(kind, choice.masks)
+            return gpu_registry.format(resource, choice.masks)
 
     def _put(self, ledger: Ledger) -> None:
         if ledger is not self.agent_state.ledger:
@@ -142,70 +145,70 @@ class Agent:
             except LedgerError as error:
                 raise Refusal("internal", f"the pod was not placed: {error}") from error
 
-    def _know(self, asking: CallRecord, caller: Caller) -> None:
+    def _know(self, record: CallRecord, caller: Caller) -> None:
         """Who asks is known; what is decided now is decided on what the GPUs have left now."""
         agent_state = self.agent_state
-        asking.caller, asking.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
-        other = other_resource(asking.kind)
+        record.caller, record.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
+        other = other_resource(record.resource)
         own = open_allocation(agent_state.ledger, caller, other)
-        asking.id = own.id if own else asking.id
+        record.id = own.id if own else record.id
 
-    async def _choose(self, caller: Caller, ask: Ask) -> Choice:
+    async def _choose(self, caller: Caller, request: Request) -> Choice:
         """What fits now; else what fits with blocks that came free this moment."""
         agent_state = self.agent_state
         try:
-            return choose(agent_state.node(), agent_state.ledger, caller, ask)
+            return choose(agent_state.node(), agent_state.ledger, caller, request)
         except Refusal as refusal:
-            if refusal.code != "no_fit" or (node := await agent_state.node_in_haste()) is None:
+            if refusal.code != "no_fit" or (node := await agent_state.node_with_pending_blocks()) is None:
                 raise
-        return choose(node, agent_state.ledger, caller, ask)
+        return choose(node, agent_state.ledger, caller, request)
 
-    def _refuse_share(self, kind: Resource, size: int) -> None:
-        if kind == "core" and size < CORES_PER_GPU and not self._share_mode:
+    def _refuse_share(self, resource: Resource, size: int) -> None:
+        if resource == "core" and size < CORES_PER_GPU and not self._share_mode:
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )
 
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
-    async def _allocate(self, asking: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        agent_state, kind = self.agent_state, asking.kind
+    async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
+        agent_state, resource = self.agent_state, record.resource
         async with agent_state.lock:
             if not device_ids:
-                raise Refusal("invalid_request", f"the kubelet asked to allocate no {kind} ids at all")
-            masks = agent_state.ledger.gpu_registry.parse(kind, device_ids)
+                raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
+            masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
             pending, self.admission.pending = self.admission.pending, None
-            if pending is not None and (pending.asking.kind, pending.asking.size) == (kind, len(device_ids)):
-                before, why, evaluator = pending.asking, pending.choice.why, pending.choice.evaluator
-                asking.caller, asking.candidates, asking.id = before.caller, before.candidates, before.id
+            if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
+                before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
+                record.caller, record.candidates, record.id = before.caller, before.candidates, before.id
             else:
-                ledger, caller = await self.admission.unasked(agent_state.ledger, kind, masks)
+                ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
                 self._put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
-                self._know(asking, caller)
-            caller = asking.caller
-            self._refuse_share(kind, len(device_ids))
+                self._know(record, caller)
+            caller = record.caller
+            self._refuse_share(resource, len(device_ids))
             allocation = grant(
-                agent_state.node(), agent_state.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why
+                agent_state.node(), agent_state.ledger, caller, resource, masks, new_id=record.id, now=self._wall_clock(), why=why
             )
             allocation = self._with_terms(allocation, caller)
-            answer = self._answers.whole(allocation, kind)
+            answer = self._answers.whole(allocation, resource)
             try:
-                await agent_state.commit(agent_state.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator))
+                await agent_state.commit(agent_state.ledger.occupy(allocation), telling=record.granted(allocation, evaluator))
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
-            self._mind_memory(kind, allocation, caller)
+            self._mind_memory(resource, allocation, caller)
             agent_state.publish()
             self.reconciler.answered()
-        self._log_grant(kind, allocation, len(device_ids), evaluator)
+        self._log_grant(resource, allocation, len(device_ids), evaluator)
         return answer
 
-    def _mind_memory(self, kind: Resource, allocation: Allocation, caller: Caller) -> None:
+    def _mind_memory(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
         """Free blocks of GPUs taken whole turn Unhealthy only when the container's own memory call can't come any more."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
-        if kind == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
+        if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
@@ -218,7 +221,7 @@ class Agent:
         terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
 
-    def _log_grant(self, kind: Resource, allocation: Allocation, size: int, evaluator: str | None) -> None:
+    def _log_grant(self, resource: Resource, allocation: Allocation, size: int, evaluator: str | None) -> None:
         pod = "/".join(allocation.pod) if allocation.pod else None
         log.info(
             "allocation_granted",
@@ -226,7 +229,7 @@ class Agent:
             pod=pod,
             pod_uid=allocation.uid,
             container=allocation.container,
-            resource=kind,
+            resource=resource,
             size=size,
             gpus=tuple(allocation.gpus),
             evaluator=evaluator,

@@ -20,10 +20,10 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One GetPreferredAllocation call: `size` ids of `kind` out of `available`, among them all of `must`."""
+class Request:
+    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, among them all of `must`."""
 
-    kind: Resource
+    resource: Resource
     available: Masks
     must: Masks
     size: int
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """Free ids by kind in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
+    """Free ids by resource in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -57,23 +57,23 @@ class _Needs:
     whole_gpus: int = 0
 
 
-def choose(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask) -> Choice:
+def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
     """Best ids for this call. Raises Refusal if the container's request is wrong or fits nowhere."""
-    other = other_resource(ask.kind)
+    other = other_resource(request.resource)
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     own = open_allocation(ledger, caller, other)
-    room = _room(node, ledger, caller, ask, own)
-    needs = _needs(caller, ask, own)
+    room = _room(node, ledger, caller, request, own)
+    needs = _needs(caller, request, own)
     if needs.cores == 0:
-        return _memory_first(node, ledger, ask, room)
+        return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, ledger, room, needs)
-    if ask.kind == "memory":
+    if request.resource == "memory":
         own_cores = caller.spec.cores if caller.spec else needs.cores
-        picked = _pick_blocks(ask, room, gpus, share=own_cores < CORES_PER_GPU)
+        picked = _pick_blocks(request, room, gpus, share=own_cores < CORES_PER_GPU)
     else:
-        picked = _pick_cores(ask, room, gpus)
-    _require_full(node, picked, ask)
+        picked = _pick_cores(request, room, gpus)
+    _require_full(node, picked, request)
     return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
 
 
@@ -82,25 +82,25 @@ def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocati
 
     Without a spec the caller knows no more than the one that it `continues`.
     """
-    kind = other_resource(other)
+    resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
-    return next((a for a in reversed(found) if a.held(other) and not a.held(kind)), None)
+    return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
 
 
-def _room(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask, own: Allocation | None) -> _Room:
-    other = other_resource(ask.kind)
+def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own: Allocation | None) -> _Room:
+    other = other_resource(request.resource)
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
     sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
-    strangers = minus(ledger.held(ask.kind), ask.must)
+    strangers = minus(ledger.held(request.resource), request.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
         free={
-            ask.kind: minus(union(ask.available, ask.must), strangers),
+            request.resource: minus(union(request.available, request.must), strangers),
             other: union(minus(sight, ledger.held(other)), spare, granted),
         },
         blocked=dict.fromkeys((*strangers, *others), 1),
-        pinned=frozenset(ask.must) | frozenset(own.gpus if own else ()) | _heirs_place(caller, other, spare, own),
+        pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _heirs_place(caller, other, spare, own),
     )
 
 
@@ -112,11 +112,11 @@ def _heirs_place(caller: Caller, other: Resource, spare: Masks, own: Allocation 
     return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
 
 
-def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
+def _needs(caller: Caller, request: Request, own: Allocation | None) -> _Needs:
     if caller.spec is None:
-        if ask.kind == "core":
-            return _Needs(cores=ask.size, memory_blocks=0 if own or ask.size >= CORES_PER_GPU else 1)
-        return _Needs(cores=own.cores if own else 0, memory_blocks=ask.size)
+        if request.resource == "core":
+            return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
+        return _Needs(cores=own.cores if own else 0, memory_blocks=request.size)
     needs = chain_needs(caller.chain)
     if needs.most_cores >= CORES_PER_GPU:
         return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
@@ -174,55 +174,55 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
     return tuple(names[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
-def _pick_blocks(ask: Ask, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
+def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
     """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
     first = [gpu for gpu in gpus if gpu in room.pinned] or list(gpus)
     order = [*first, *(gpu for gpu in gpus if gpu not in first)]
     if share:
         order = order[:1]
-    picked: dict[GpuName, int] = {gpu: ask.must[gpu] for gpu in order if gpu in ask.must}
-    left = ask.size - count(picked)
+    picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
+    left = request.size - count(picked)
     for position, gpu in enumerate(order):
         even = -(-left // (len(order) - position))
-        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), even)
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), even)
         picked[gpu] = picked.get(gpu, 0) | take
         left -= take.bit_count()
     for gpu in order:
-        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), left)
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), left)
         picked[gpu] |= take
         left -= take.bit_count()
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
-def _pick_cores(ask: Ask, room: _Room, gpus: Sequence[GpuName]) -> Masks:
+def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks:
     """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
     first = [gpu for gpu in gpus if gpu in room.pinned] + [gpu for gpu in gpus if gpu not in room.pinned]
     picked: dict[GpuName, int] = {}
-    left = ask.size
+    left = request.size
     for gpu in first:
-        must = ask.must.get(gpu, 0)
+        must = request.must.get(gpu, 0)
         take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
         picked[gpu] = take
         left -= take.bit_count()
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
-def _memory_first(node: NodeView, ledger: Ledger, ask: Ask, room: _Room) -> Choice:
+def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
     """Memory of a container whose cores are not known (no spec): where the most cores are left, so that they will fit too."""
     capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
     names = {row: gpu for gpu, row in node.rows.items()}
     one = [
         c
         for c in capacities
-        if c.cores_free and c.memory_blocks_free >= ask.size and (not room.pinned or room.pinned == {names[c.index]})
+        if c.cores_free and c.memory_blocks_free >= request.size and (not room.pinned or room.pinned == {names[c.index]})
     ]
     if one:
         best = max(one, key=lambda c: (c.cores_free, c.memory_blocks_free, -c.index))
         gpus: tuple[GpuName, ...] = (names[best.index],)
     else:
         gpus = tuple(names[c.index] for c in capacities if c.entirely_free)
-    picked = _pick_blocks(ask, room, gpus, share=bool(one)) if gpus else NO_IDS
-    _require_full(node, picked, ask)
+    picked = _pick_blocks(request, room, gpus, share=bool(one)) if gpus else NO_IDS
+    _require_full(node, picked, request)
     return Choice(
         masks=picked,
         gpus=tuple(g for g in gpus if g in picked),
@@ -231,15 +231,17 @@ def _memory_first(node: NodeView, ledger: Ledger, ask: Ask, room: _Room) -> Choi
     )
 
 
-def _require_full(node: NodeView, picked: Masks, ask: Ask) -> None:
-    if count(picked) == ask.size and not minus(ask.must, picked):
+def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
+    if count(picked) == request.size and not minus(request.must, picked):
         return
     where = (
-        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, ask.available).items()))
+        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, request.available).items()))
         or "none"
     )
-    unit = "cores" if ask.kind == "core" else "memory blocks"
-    raise Refusal("no_fit", f"{ask.size} {unit} are not free together on the GPUs that fit this container (free there: {where})")
+    unit = "cores" if request.resource == "core" else "memory blocks"
+    raise Refusal(
+        "no_fit", f"{request.size} {unit} are not free together on the GPUs that fit this container (free there: {where})"
+    )
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:

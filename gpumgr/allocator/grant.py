@@ -24,26 +24,34 @@ from gpumgr.units import CORES_PER_GPU, GpuName, Resource, other_resource
 
 
 def grant(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, *, new_id: AllocationId, now: float, why: str
+    node: NodeView,
+    ledger: Ledger,
+    caller: Caller,
+    resource: Resource,
+    masks: Masks,
+    *,
+    new_id: AllocationId,
+    now: float,
+    why: str,
 ) -> Allocation:
     """The caller's allocation with these ids in it; `ledger.occupy` it to commit. Raises Refusal, and then nothing has changed."""
     size = count(masks)
-    if kind == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
+    if resource == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
         raise Refusal(
             "invalid_request", f"{size} cores are not a multiple of {CORES_PER_GPU}: ask for 1 to 99 cores or for whole GPUs"
         )
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
-    other = other_resource(kind)
+    other = other_resource(resource)
     own = open_allocation(ledger, caller, other)
     uid = caller.uid or (own.uid if own else None)
-    reused = common(masks, ledger.reusable(kind, caller.pod, uid)) if caller.pod or uid else {}
+    reused = common(masks, ledger.reusable(resource, caller.pod, uid)) if caller.pod or uid else {}
     fresh = minus(masks, reused)
-    _refuse_held(ledger, kind, fresh)
+    _refuse_held(ledger, resource, fresh)
     _refuse_unfit(node, fresh)
-    _refuse_shape(node, ledger, caller, kind, masks, fresh, own)
+    _refuse_shape(node, ledger, caller, resource, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
-    device_ids = {**base.device_ids, kind: masks}
+    device_ids = {**base.device_ids, resource: masks}
     allocation = replace(
         base,
         pod=caller.pod or base.pod,
@@ -58,12 +66,12 @@ def grant(
     return allocation
 
 
-def _refuse_held(ledger: Ledger, kind: Resource, fresh: Masks) -> None:
-    for holder in ledger.holders(kind, fresh):
-        ids = ledger.gpu_registry.format(kind, common(fresh, holder.held(kind)))
+def _refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
+    for holder in ledger.holders(resource, fresh):
+        ids = ledger.gpu_registry.format(resource, common(fresh, holder.held(resource)))
         raise Refusal(
             "conflict",
-            f"the kubelet handed out {len(ids)} {kind} ids ({ids[0]} ...) that {holder.describe()} still holds; "
+            f"the kubelet handed out {len(ids)} {resource} ids ({ids[0]} ...) that {holder.describe()} still holds; "
             f"nothing was given twice, the pod may simply be created again",
         )
 
@@ -86,13 +94,13 @@ def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
 
 
 def _refuse_shape(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, fresh: Masks, own: Allocation | None
+    node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
     """Fresh ids must be a feasible placement; ids taken over from the pod's init containers are free of form."""
     if not fresh:
         return
-    whole = count(masks) >= CORES_PER_GPU if kind == "core" else (own.whole if own else _whole_wanted(caller))
-    if kind == "core" and whole:
+    whole = count(masks) >= CORES_PER_GPU if resource == "core" else (own.whole if own else _whole_wanted(caller))
+    if resource == "core" and whole:
         _refuse_broken_gpus(node, ledger, caller, masks, fresh, own)
         return
     for gpu in fresh:

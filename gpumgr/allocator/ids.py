@@ -1,7 +1,7 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A set of ids of one kind is `Masks`: for each GPU an integer whose bit n stands for core or block n.
+their GPU). A set of ids of one resource is `Masks`: for each GPU an integer whose bit n stands for core or block n.
 """
 
 from collections import Counter
@@ -71,8 +71,8 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
     return next(name for n in range(len(names) + 1) if (name := f"{digits}x{n}") not in names)
 
 
-def format_id(gpu: GpuName, kind: Resource, number: int) -> str:
-    return f"{gpu}-c{number:02d}" if kind == "core" else f"{gpu}-m{number}"
+def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
+    return f"{gpu}-c{number:02d}" if resource == "core" else f"{gpu}-m{number}"
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class RegisteredGpu:
     def memory_mebibytes(self) -> int:
         return self.memory_blocks * BLOCK_MEBIBYTES
 
-    def all_ids(self, kind: Resource) -> int:
-        return ALL_CORES if kind == "core" else (1 << self.memory_blocks) - 1
+    def all_ids(self, resource: Resource) -> int:
+        return ALL_CORES if resource == "core" else (1 << self.memory_blocks) - 1
 
 
 @dataclass(frozen=True)
 class _Table:
-    """All ids of one kind in a row: id -> its position, and where each GPU's positions begin and end.
+    """All ids of one resource in a row: id -> its position, and where each GPU's positions begin and end.
 
     The largest requests name thousands of ids, so they are marked in a row of digits and made a number once for each GPU.
     """
@@ -136,7 +136,7 @@ class GpuRegistry:
 
     @cached_property
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
-        """kind -> GPU -> all its ids, position = core or block number."""
+        """resource -> GPU -> all its ids, position = core or block number."""
         return {
             "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
@@ -144,28 +144,29 @@ class GpuRegistry:
 
     @cached_property
     def _tables(self) -> Mapping[Resource, "_Table"]:
-        return {kind: _Table.of(by_gpu) for kind, by_gpu in self.ids.items()}
+        return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
-    def parse(self, kind: Resource, device_ids: Collection[str]) -> Masks:
+    def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
         """Ids -> masks. Raises Refusal("unknown_device") for an id that this node never offered or that stands twice."""
-        table = self._tables[kind]
+        table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]
         except KeyError as error:
-            raise Refusal("unknown_device", f"device id {error.args[0]!r} is none of this node's {kind} ids") from None
-        if len(set(found)) < len(found):
+            raise Refusal("unknown_device", f"device id {error.args[0]!r} is none of this node's {resource} ids") from None
+        masks = table.masks(found)
+        if count(masks) < len(found):
             twice = Counter(device_ids).most_common(1)[0][0]
             raise Refusal("invalid_request", f"device id {twice!r} stands twice in one request")
-        return table.masks(found)
+        return masks
 
-    def known(self, kind: Resource, device_ids: Iterable[str]) -> Masks:
+    def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:
         """As `parse`, but leaves out what it does not know (other people's lists: PodResources, checkpoints)."""
-        table = self._tables[kind]
+        table = self._tables[resource]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
-    def format(self, kind: Resource, masks: Masks) -> list[str]:
+    def format(self, resource: Resource, masks: Masks) -> list[str]:
         """Masks -> ids, in the order of the cards, lowest numbers first."""
-        texts = self.ids[kind]
+        texts = self.ids[resource]
         return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in bits(masks[gpu.name])]
 
     def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":

@@ -3,7 +3,7 @@
 The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out;
 an allocation without ids (a claim) is booked by its amounts alone.
 
-Invariants (checked by `Ledger.broken_laws`):
+Invariants (checked by `Ledger.violations`):
 
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
 2. A GPU that is granted whole has no holder of another pod.
@@ -94,7 +94,7 @@ class Allocation:
                 granted[name] = Amounts(count(cores), count(blocks) * BLOCK_MEBIBYTES)
             else:
                 granted[name] = Amounts(cores.get(name, 0).bit_count(), blocks.get(name, 0).bit_count() * BLOCK_MEBIBYTES)
-        return replace(self, gpus=granted, device_ids={kind: masks for kind, masks in device_ids.items() if masks})
+        return replace(self, gpus=granted, device_ids={resource: masks for resource, masks in device_ids.items() if masks})
 
     def same_pod(self, other: "Allocation") -> bool:
         if self.uid and other.uid:
@@ -184,14 +184,14 @@ class Ledger:
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
-    def holders(self, kind: Resource, masks: Masks) -> list[Allocation]:
+    def holders(self, resource: Resource, masks: Masks) -> list[Allocation]:
         """Allocations that hold any of these ids."""
-        return [a for a in self.allocations.values() if common(a.held(kind), masks)]
+        return [a for a in self.allocations.values() if common(a.held(resource), masks)]
 
-    def reusable(self, kind: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
+    def reusable(self, resource: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
         """Ids of the pod's init containers that no sidecar or app container has taken over (kubelet: devicesToReuse)."""
         mine = self.of(pod, uid)
-        return minus(union(*(a.held(kind) for a in mine if a.init)), union(*(a.held(kind) for a in mine if not a.init)))
+        return minus(union(*(a.held(resource) for a in mine if a.init)), union(*(a.held(resource) for a in mine if not a.init)))
 
     @cached_property
     def exclusive(self) -> Mapping[GpuName, Allocation]:
@@ -210,7 +210,7 @@ class Ledger:
         gone = set(ids)
         return Ledger(self.gpu_registry, {k: a for k, a in self.allocations.items() if k not in gone}) if gone else self
 
-    def with_cards(self, gpu_registry: GpuRegistry) -> "Ledger":
+    def with_gpu_registry(self, gpu_registry: GpuRegistry) -> "Ledger":
         return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
@@ -221,15 +221,25 @@ class Ledger:
             gpu_registry=None if self.gpu_registry == before.gpu_registry else self.gpu_registry,
         )
 
+    def freed_since(self, before: "Ledger") -> list[Allocation]:
+        """The allocations of `before` that have ended; not those with ids that moved into another allocation of `before`."""
+        grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
+        return [
+            a
+            for k, a in before.allocations.items()
+            if k not in self.allocations
+            and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in RESOURCES)
+        ]
+
     # -- laws --------------------------------------------------------------------------------------------------------------
 
-    def broken_laws(self, changed: Iterable[Allocation] | None = None) -> list[str]:
+    def violations(self, changed: Iterable[Allocation] | None = None) -> list[str]:
         """Sentences, one for each broken law; empty for a sound ledger. `changed`: only these allocations are checked (None: all)."""
         every = list(self.allocations.values())
         suspects = every if changed is None else list(changed)
         broken: list[str] = []
-        for kind in RESOURCES:
-            broken += _outside(suspects, self.gpu_registry, kind) + _shared_ids(suspects, every, kind)
+        for resource in RESOURCES:
+            broken += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
         broken += [
             f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
         ]
@@ -247,31 +257,34 @@ class Ledger:
 
     def check(self) -> "Ledger":
         """Itself, if sound. Raises ValueError that names the broken laws: a bug, never a user's mistake."""
-        if broken := self.broken_laws():
+        if broken := self.violations():
             raise ValueError("the ledger is broken: " + "; ".join(broken))
         return self
 
 
-def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, kind: Resource) -> list[str]:
+def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, resource: Resource) -> list[str]:
     def room(gpu: GpuName) -> int:
         card = gpu_registry.by_name.get(gpu)
-        return card.all_ids(kind) if card else 0
+        return card.all_ids(resource) if card else 0
 
     return [
-        f"{a.describe()} holds {kind} ids that GPU {gpu} does not have"
+        f"{a.describe()} holds {resource} ids that GPU {gpu} does not have"
         for a in allocations
-        for gpu, mask in a.held(kind).items()
+        for gpu, mask in a.held(resource).items()
         if mask & ~room(gpu)
     ]
 
 
-def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], kind: Resource) -> list[str]:
+def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], resource: Resource) -> list[str]:
     position = {a.id: n for n, a in enumerate(every)}
     pairs = {
-        (position[a.id], n) for a in suspects for n, b in enumerate(every) if b is not a and common(a.held(kind), b.held(kind))
+        (position[a.id], n)
+        for a in suspects
+        for n, b in enumerate(every)
+        if b is not a and common(a.held(resource), b.held(resource))
     }
     return [
-        f"{every[later].describe()} and {every[earlier].describe()} hold the same {kind} ids"
+        f"{every[later].describe()} and {every[earlier].describe()} hold the same {resource} ids"
         for earlier, later in sorted({(min(pair), max(pair)) for pair in pairs})
         if not (every[later].same_pod(every[earlier]) and (every[later].init or every[earlier].init))
     ]

@@ -25,8 +25,8 @@ class ContainerSpec:
     cores: int = 0
     memory_blocks: int = 0
 
-    def wants(self, kind: Resource) -> int:
-        return self.cores if kind == "core" else self.memory_blocks
+    def wants(self, resource: Resource) -> int:
+        return self.cores if resource == "core" else self.memory_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ class KubeletEntry:
 
     uid: str
     container: str
-    kind: Resource
+    resource: Resource
     device_ids: tuple[str, ...]
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
@@ -70,15 +70,15 @@ def adopt(
     claims = _claims(ledger.gpu_registry, entries, listing, find_uid)
     added, problems = list[Allocation](), list[str]()
     for claim in claims.values():
-        masks = {kind: claim.held(kind) for kind in RESOURCES}
-        if all(_known(ledger, kind, masks[kind], claim) for kind in RESOURCES):
+        masks = {resource: claim.held(resource) for resource in RESOURCES}
+        if all(_known(ledger, resource, masks[resource], claim) for resource in RESOURCES):
             continue
         order = [card.name for card in ledger.gpu_registry.gpus]
         gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
         whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
         base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
-        broken = ledger.occupy(candidate).broken_laws()
+        broken = ledger.occupy(candidate).violations()
         if broken:
             problems.append(f"{candidate.describe()}: {broken[0]}")
             continue
@@ -94,7 +94,7 @@ def _claims(
     claims: dict[tuple[str, str], Allocation] = {}
     names: dict[PodKey, str] = {}
     for entry in entries:
-        masks, view = gpu_registry.known(entry.kind, entry.device_ids), find_uid(entry.uid)
+        masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
         if not masks or (view is not None and view.ended):
             continue
         key = (entry.uid, entry.container)
@@ -110,7 +110,7 @@ def _claims(
             names[view.key] = entry.uid
         claims[key] = replace(
             old,
-            device_ids={**old.device_ids, entry.kind: masks},
+            device_ids={**old.device_ids, entry.resource: masks},
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
@@ -145,14 +145,14 @@ def _claims(
     return claims
 
 
-def _known(ledger: Ledger, kind: Resource, masks: Masks, claim: Allocation) -> bool:
-    return not masks or any(a.held(kind) == masks and _may_be(a, claim) for a in ledger.allocations.values())
+def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:
+    return not masks or any(a.held(resource) == masks and _may_be(a, claim) for a in ledger.allocations.values())
 
 
 def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
     """The ledger's allocation of this container that lacks one of the two resources."""
     for a in ledger.allocations.values():
-        if _may_be(a, claim) and any(a.held(kind) and a.held(kind) == claim.held(kind) for kind in RESOURCES):
+        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in RESOURCES):
             return a
     return None
 
@@ -204,7 +204,7 @@ def migrate(
             why="taken over from gpu-manager",
         )
         allocation = base.with_ids(ledger.gpu_registry, device_ids, gpus)
-        broken = ledger.occupy(allocation).broken_laws()
+        broken = ledger.occupy(allocation).violations()
         if broken or count(allocation.held("core")) < min(record.cores, CORES_PER_GPU * len(gpus)):
             problems.append(
                 f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"

@@ -40,9 +40,9 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
     for pod in listing.pods if pods is None else pods:
         for container, devices in listing.containers(pod).items():
             masks = {
-                kind: held
-                for resource, ids in devices.items()
-                if (kind := RESOURCE_BY_NAME.get(resource)) and (held := gpu_registry.known(kind, ids))
+                resource: held
+                for name, ids in devices.items()
+                if (resource := RESOURCE_BY_NAME.get(name)) and (held := gpu_registry.known(resource, ids))
             }
             if masks:
                 result[pod, container] = masks
@@ -50,11 +50,11 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
 
 
 def freed_by_offer(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Resource, offered: Masks, also: Iterable[Allocation] = ()
+    ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, offered: Masks, also: Iterable[Allocation] = ()
 ) -> Ledger:
     """Ledger without those holders of `offered` ids, and of those in `also`, that `List` no longer shows, and without the rest of
     their pods' ids."""
-    suspects = [*ledger.holders(kind, offered), *also]
+    suspects = [*ledger.holders(resource, offered), *also]
     if not suspects:
         return ledger
     visible = shown(ledger.gpu_registry, listing)
@@ -86,7 +86,7 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
 ) -> Swept:
     """One look at everything. `gone` says of a pod UID that the API server knows no such pod any more (False if it is not asked)."""
-    before, visible = ledger.allocations, shown(ledger.gpu_registry, listing)
+    earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
     # Init containers come last: the container that took over their ids carries them to its pod.
     for allocation_id in sorted(before, key=lambda each: before[each].init):
@@ -112,7 +112,7 @@ def sweep(
     after = ledger.free(a.id for a in freed)
     return Swept(
         ledger=after,
-        freed=tuple(ledger.allocations.get(k, a) for k, a in before.items() if k not in after.allocations),
+        freed=tuple(ledger.allocations.get(a.id, a) for a in after.freed_since(earlier)),
         renamed=tuple(a for k, a in ledger.allocations.items() if a != before[k]),
         absent=still_absent,
     )
@@ -129,7 +129,7 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
     def goes_with(a: Allocation, g: Allocation) -> bool:
         if g.uid is not None and _refuted(g, visible):
-            return any(common(a.held(kind), g.held(kind)) for kind in RESOURCES)
+            return any(common(a.held(resource), g.held(resource)) for resource in RESOURCES)
         return order[a.id] < order[g.id]
 
     return [
@@ -152,7 +152,7 @@ def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: Alloca
     if not family:
         return ledger
     named = _renamed(ledger, family, shown(ledger.gpu_registry, listing), find_pod)
-    return ledger if named.broken_laws() else named  # an incomplete `List`: a later one corrects the names
+    return ledger if named.violations() else named  # an incomplete `List`: a later one corrects the names
 
 
 def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
@@ -180,7 +180,7 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
     """Ledger with this name. The kubelet shares ids within one pod only. So an allocation that has some of its ids belongs to an init
     container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
     before = ledger.allocations[named.id]
-    for b in {b.id: b for kind in RESOURCES for b in ledger.holders(kind, named.held(kind))}.values():
+    for b in {b.id: b for resource in RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
             follows = (b.init and b.same_pod(before)) or (b.uid is None and unlisted(b))
             heir = replace(b, pod=named.pod, uid=named.uid, init=True)
@@ -192,7 +192,7 @@ def _joined(ledger: Ledger, named: Allocation) -> Ledger:
     """Ledger in which `named` and the same container's other resource are one allocation. It keeps the id of the one with the cores,
     because the container's folder has that name. Without a UID the other one may be an earlier incarnation's."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
-    cores, blocks = ([a for a in mine if [*a.device_ids] == [kind]] for kind in RESOURCES)
+    cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
         return ledger
     whole = replace(cores[0], pod=named.pod, uid=named.uid)
@@ -233,14 +233,14 @@ def _refuted(a: Allocation, visible: Shown) -> bool:
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
-    return any(a.held(kind) and kind in there and not common(a.held(kind), there[kind]) for kind in RESOURCES)
+    return any(a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in RESOURCES)
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:
-        if a.container is None and not a.init and not a.whole and not all(a.held(kind) for kind in RESOURCES):
+        if a.container is None and not a.init and not a.whole and not all(a.held(resource) for resource in RESOURCES):
             return False  # a share that never got its other half: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
@@ -261,7 +261,7 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
         return None
     if a.pod is not None and a.container is not None:
         there = visible.get((a.pod, a.container))
-        if there is not None and any(common(a.held(kind), there.get(kind, {})) for kind in RESOURCES):
+        if there is not None and any(common(a.held(resource), there.get(resource, {})) for resource in RESOURCES):
             return a.pod, a.container
     return _place(a, visible)
 
@@ -269,6 +269,8 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
     """Pod and container where `List` shows all of this allocation's ids."""
     for owner, masks in visible.items():
-        if any(a.held(kind) for kind in RESOURCES) and all(within(a.held(kind), masks.get(kind, {})) for kind in RESOURCES):
+        if any(a.held(resource) for resource in RESOURCES) and all(
+            within(a.held(resource), masks.get(resource, {})) for resource in RESOURCES
+        ):
             return owner
     return None

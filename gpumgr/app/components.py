@@ -94,7 +94,6 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.agent_state.before_first_offer = self._take_over.first
         self.link = self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
@@ -148,6 +147,7 @@ class Components:
             policy=self.settings.placement.policy,
             clock=time.monotonic,
             on_freed=self._freed,
+            before_offer=lambda: self._take_over.before_offer(),
         )
 
     def _make_nvml(self) -> Nvml:

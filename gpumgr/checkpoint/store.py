@@ -138,7 +138,7 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
             return connection, Loaded(lost=True, why=why)
         tables.check(connection, path)
         loaded = tables.read(connection)
-        if broken := loaded.ledger.broken_laws():
+        if broken := loaded.ledger.violations():
             raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
         _transact(connection, lambda: tables.upgrade(connection))
         return connection, loaded

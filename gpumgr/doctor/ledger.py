@@ -32,7 +32,7 @@ async def look_at_checkpoint(folder: Path) -> Finding:
         return error_of(NAME, exception, _READ)
     if loaded.lost:
         return ok(NAME, f"{loaded.why}: the agent makes one")
-    if broken := loaded.ledger.broken_laws():
+    if broken := loaded.ledger.violations():
         return warning(
             NAME,
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",

@@ -63,7 +63,7 @@ async def test_changes_add_up(open_checkpoint: Open) -> None:
         LEDGER.free(["id-a"])
         .occupy(allocation("b", 0b11100))
         .occupy(allocation("c"))
-        .with_cards(CARDS.register("GPU-33333333-cccc", 4))
+        .with_gpu_registry(CARDS.register("GPU-33333333-cccc", 4))
     )
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))

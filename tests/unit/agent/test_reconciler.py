@@ -275,7 +275,7 @@ async def test_what_contradicts_the_ledger_is_told_and_left_out() -> None:
     (held,) = world.ledger.allocations.values()
     ids = tuple(world.ledger.gpu_registry.format("core", held.held("core")))
     with capture_logs() as logs:
-        rebuilt = await world.reconciler.adopt([KubeletEntry(uid="uid-x", container="other", kind="core", device_ids=ids)])
+        rebuilt = await world.reconciler.adopt([KubeletEntry(uid="uid-x", container="other", resource="core", device_ids=ids)])
     assert rebuilt.problems
     assert "hold the same core ids" in rebuilt.problems[0]
     assert [line["event"] for line in logs if line["log_level"] == "error"] == ["allocation_not_adopted"]

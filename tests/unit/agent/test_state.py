@@ -8,7 +8,7 @@ from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.sim.kubelet_pods import SimContainer
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
-from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE
+from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
@@ -224,6 +224,20 @@ async def test_frees_reach_the_disk_even_when_nothing_is_left() -> None:
     assert not world.ledger.allocations
     await world.sweep(2)
     assert not world.checkpoint.allocations
+
+
+async def test_two_halves_of_a_share_that_become_one_allocation_are_not_freed() -> None:
+    world = await World.made()
+    await world.run(world.pod("first", app(50, 4)))
+    joined = world.ledger
+    (whole,) = joined.allocations.values()
+    (gpu,) = whole.gpus
+    cores = replace(whole, device_ids={"core": whole.held("core")}, gpus={gpu: Amounts(50, 0)})
+    memory = replace(whole, id="half", device_ids={"memory": whole.held("memory")}, gpus={gpu: Amounts(0, 1024)})
+    await world.agent_state.commit(joined.occupy(cores).occupy(memory))
+    await world.agent_state.commit(joined)
+    assert world.checkpoint.allocations == joined.allocations
+    assert "freed" not in {entry.what for entry in world.agent_state.history.entries()}
 
 
 # -- a ledger that contradicts itself ---------------------------------------------------------------------------------------

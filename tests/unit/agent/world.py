@@ -198,7 +198,7 @@ class World:
         await self.agent_state.set_snapshot(self.node)
         self.device_lists.start()
         entries = [
-            KubeletEntry(uid=uid, container=container, kind=RESOURCE_BY_NAME[resource], device_ids=tuple(sorted(holding.ids)))
+            KubeletEntry(uid=uid, container=container, resource=RESOURCE_BY_NAME[resource], device_ids=tuple(sorted(holding.ids)))
             for uid, containers in self.kubelet.held.items()
             for container, resources in containers.items()
             for resource, holding in resources.items()

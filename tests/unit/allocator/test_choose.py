@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.allocator.callers import NOBODY, Caller
-from gpumgr.allocator.choose import Ask, Choice, candidates, choose
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
+from gpumgr.allocator.choose import Choice, Request, candidates, choose
 from gpumgr.allocator.ids import ALL_CORES, Masks, count
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, chain_needs
@@ -33,10 +33,10 @@ def asked(
     **node: object,
 ) -> Choice:
     view = pod("new", *containers)
-    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else NOBODY)
+    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else UNKNOWN_CALLER)
     every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
-    ask = Ask(kind=kind, available=every if available is None else available, must=must or {}, size=size)
-    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, ask)  # type: ignore[arg-type]
+    request = Request(resource=kind, available=every if available is None else available, must=must or {}, size=size)
+    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, request)  # type: ignore[arg-type]
     assert count(choice.masks) == size
     return choice
 
@@ -73,9 +73,9 @@ def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
     assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
     assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
     view = pod("new", app(30, 4))
-    ask = Ask(kind="core", available={}, must={}, size=30)
+    request = Request(resource="core", available={}, must={}, size=30)
     with pytest.raises(Refusal, match=r"GPU2 \(00000000\) .*, GPU5 \(00000001\)"):
-        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
+        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
 
 
 def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:
@@ -113,9 +113,9 @@ def test_a_gpu_that_must_be_among_them_and_is_gone() -> None:
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     view = pod("new", app(30, 4))
-    ask = Ask(kind="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
+    request = Request(resource="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
     with pytest.raises(Refusal, match="GPU 00000000 is gone, and the container holds ids of it") as refused:
-        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
+        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
     assert refused.value.code == "gpu_unhealthy"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import ALL_CORES, Masks
 from gpumgr.allocator.ledger import Ledger
@@ -41,8 +41,8 @@ def test_the_two_calls_of_a_container_make_one_allocation() -> None:
 
 
 def test_without_a_spec_a_call_completes_what_it_continues_and_nothing_else() -> None:
-    ledger = given(empty(), NOBODY, "core", {ONE: low(30)})
-    assert len(given(ledger, NOBODY, "memory", {ONE: 1}).allocations) == 2
+    ledger = given(empty(), UNKNOWN_CALLER, "core", {ONE: low(30)})
+    assert len(given(ledger, UNKNOWN_CALLER, "memory", {ONE: 1}).allocations) == 2
     assert len(given(ledger, Caller(continues="a0"), "memory", {ONE: 1}).allocations) == 1
 
 
@@ -56,7 +56,13 @@ OWNER = allocated(id="o", pod=("team", "o"), uid="uid-o", container="main", core
 @pytest.mark.parametrize(
     ("who", "kind", "masks", "code", "sentence"),
     [
-        (NOBODY, "core", {THREE: ALL_CORES, "00000003": low(50)}, "invalid_request", "150 cores are not a multiple of 100"),
+        (
+            UNKNOWN_CALLER,
+            "core",
+            {THREE: ALL_CORES, "00000003": low(50)},
+            "invalid_request",
+            "150 cores are not a multiple of 100",
+        ),
         (caller(pod("a", app(30))), "core", {THREE: low(30)}, "invalid_request", "30 cores asked without memory"),
         (SHARE, "core", {ONE: low(30)}, "conflict", r"10 core ids \(00000000-c00 ...\) that team/x \(main\) still holds"),
         (SHARE, "core", {TWO: 0b1}, "conflict", r"1 core ids .* that team/o \(main\) still holds"),

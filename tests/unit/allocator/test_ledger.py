@@ -110,9 +110,9 @@ def test_a_change_is_what_a_store_must_write() -> None:
     assert change.drop == ("a",)
     assert change.gpu_registry is None
     assert not after.since(after)
-    grown = after.with_cards(cards_of([16, 16, 16, 16, 16]))
+    grown = after.with_gpu_registry(cards_of([16, 16, 16, 16, 16]))
     assert grown.since(after).gpu_registry == grown.gpu_registry
-    assert after.with_cards(after.gpu_registry) is after
+    assert after.with_gpu_registry(after.gpu_registry) is after
 
 
 def test_freeing_nobody_is_no_change() -> None:

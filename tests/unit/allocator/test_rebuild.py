@@ -22,7 +22,7 @@ def entry(
     kind: Resource, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
 ) -> KubeletEntry:
     ids = tuple(f"{gpu}-c{n:02}" if kind == "core" else f"{gpu}-m{n}" for n in numbers)
-    return KubeletEntry(uid=uid, container=container, kind=kind, device_ids=ids, allocation_id=name)
+    return KubeletEntry(uid=uid, container=container, resource=kind, device_ids=ids, allocation_id=name)
 
 
 def adopted(ledger: Ledger, *entries: KubeletEntry, listing: Listing | None = None, views: tuple[PodView, ...] = ()) -> Rebuilt:
@@ -61,7 +61,7 @@ def test_what_is_known_is_not_added_again() -> None:
 
 def test_pods_that_ended_and_ids_of_others_are_left_out() -> None:
     assert not adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1), phase="Failed"),)).added
-    assert not adopted(empty(), KubeletEntry(uid="u", container="c", kind="core", device_ids=("gpu-manager-1",))).added
+    assert not adopted(empty(), KubeletEntry(uid="u", container="c", resource="core", device_ids=("gpu-manager-1",))).added
 
 
 def test_podresources_alone_are_enough() -> None:
@@ -105,7 +105,7 @@ def test_a_contradiction_is_told_and_left_out() -> None:
 
 def test_whole_gpus_come_back_whole() -> None:
     ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
-    merged = KubeletEntry(uid="uid-a", container="main", kind="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
+    merged = KubeletEntry(uid="uid-a", container="main", resource="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
     (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
     assert (tuple(a.gpus), a.whole) == ((ONE, TWO), True)
 

@@ -247,6 +247,7 @@ def test_a_container_that_was_booked_under_two_names_is_one_allocation(blocks_on
     found = {a.id: (a.pod, a.uid, a.container, a.gpus) for a in swept.ledger.allocations.values()}
     if blocks_on == ONE:
         assert found == {"c": (("team", "a"), "uid-a", "main", {ONE: Amounts(2, 512)})}
+        assert not swept.freed
     else:
         assert {owner for owner, *_ in found.values()} == {("team", "a")}
         assert len(found) == 2
