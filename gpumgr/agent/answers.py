@@ -1,4 +1,4 @@
-"""What containers are answered: a function of the allocation, the node's GPUs and what keeps shares within their limits."""
+"""The response to a container's calls: a function of the allocation, the node's GPUs and the enforcement."""
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
@@ -20,13 +20,13 @@ class Answers:
         return self._enforcement.answer(self.base(allocation, resource), resource, allocation, self.tenant(allocation))
 
     def base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
-        """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
+        """Devices, folder and annotations, which do not depend on the enforcement."""
         if resource == "memory":
             return memory_answer(allocation)
         return core_answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
 
     def tenant(self, allocation: Allocation) -> GpuShare | None:
-        """None: nothing is to keep it within limits."""
+        """None: the allocation has no limits to enforce."""
         if not allocation.mechanisms:
             return None
         gpu_registry = self._agent_state.ledger.gpu_registry

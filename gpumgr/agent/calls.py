@@ -1,4 +1,4 @@
-"""One call of the kubelet's while it is decided: who asks, what each GPU had left, and under which name all of it is told."""
+"""One call of the kubelet while it is decided: its caller, what each GPU has available, and the allocation's id."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from gpumgr.units import Resource
 
 @dataclass(slots=True, kw_only=True)
 class CallRecord:
-    """Filled in as the call is understood. `id` is the allocation's that it concerns, or the one that it would make."""
+    """Completed while the call is decided. `id`: the allocation that the call concerns, or the one that it would make."""
 
     call: Call
     resource: Resource

@@ -1,7 +1,7 @@
-"""The kubelet's calls as turns: gather, decide (pure), persist, commit, tell. One lock orders them.
+"""The kubelet's calls, one at a time under one lock: collect the input, decide (pure), save, apply, respond.
 
-A turn never waits for the API server; it waits for PodResources and the disk only, both within bounds. It runs to its end even if
-the kubelet hangs up meanwhile (the servers shield it), or disk and memory would part.
+A call never waits for the API server, and for PodResources and the disk only within bounds. It is completed even if the kubelet
+cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
 import time
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentView:
-    """What readers (metrics, /graph, the demo) see: one consistent instant."""
+    """The state for readers (metrics, /graph, the demo) at one instant."""
 
     ledger: Ledger
     inventory: Inventory
@@ -43,7 +43,7 @@ class AgentView:
 
 
 class Agent:
-    """Implements the device plugins' port."""
+    """Implements gpumgr.deviceplugin.plugin.Allocator."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class Agent:
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:
-        """Counts from the next call of the kubelet on."""
+        """Takes effect at the kubelet's next call."""
         self._share_mode = share_mode
 
     def view(self) -> AgentView:
         return AgentView(ledger=self.agent_state.ledger, inventory=self.agent_state.inventory, node=self.agent_state.node())
 
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
+        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal, which fails the pod with its message."""
         with self._recording("prefer", resource, size) as record:
             return await self._prefer(record, available, must_include)
 
     async def allocate(self, resource: Resource, device_ids: Sequence[str]) -> ContainerResponse:
-        """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
+        """Allocate: commits exactly these ids durably, then responds. Raises Refusal."""
         with self._recording("allocate", resource, len(device_ids)) as record:
             return await self._allocate(record, device_ids)
 
@@ -97,7 +97,7 @@ class Agent:
 
     @contextmanager
     def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
-        """A refusal is a decision: it gets its line in the log and its place in the history."""
+        """Logs a refusal and adds it to the history."""
         record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
         try:
             yield record
@@ -131,7 +131,7 @@ class Agent:
             )
             ledger, caller = await self.admission.identify(agent_state.ledger, request)
             self._put(ledger)
-            self._know(record, caller)
+            self._identified(record, caller)
             self._refuse_share(resource, size)
             choice = await self._choose(caller, request)
             self.admission.pending = Pending(record=record, choice=choice)
@@ -145,8 +145,8 @@ class Agent:
             except LedgerError as error:
                 raise Refusal("internal", f"the pod was not placed: {error}") from error
 
-    def _know(self, record: CallRecord, caller: Caller) -> None:
-        """Who asks is known; what is decided now is decided on what the GPUs have left now."""
+    def _identified(self, record: CallRecord, caller: Caller) -> None:
+        """Records the caller, and the available amounts on which the decision is based."""
         agent_state = self.agent_state
         record.caller, record.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
         other = other_resource(record.resource)
@@ -154,7 +154,7 @@ class Agent:
         record.id = own.id if own else record.id
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
-        """What fits now; else what fits with blocks that came free this moment."""
+        """The best choice; if there is none, the best one with blocks that were just freed."""
         agent_state = self.agent_state
         try:
             return choose(agent_state.node(), agent_state.ledger, caller, request)
@@ -185,7 +185,7 @@ class Agent:
                 ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
                 self._put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
-                self._know(record, caller)
+                self._identified(record, caller)
             caller = record.caller
             self._refuse_share(resource, len(device_ids))
             allocation = grant(
@@ -194,25 +194,25 @@ class Agent:
             allocation = self._with_terms(allocation, caller)
             answer = self._answers.whole(allocation, resource)
             try:
-                await agent_state.commit(agent_state.ledger.occupy(allocation), telling=record.granted(allocation, evaluator))
+                await agent_state.commit(agent_state.ledger.occupy(allocation), entry=record.granted(allocation, evaluator))
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
-            self._mind_memory(resource, allocation, caller)
+            self._await_memory_call(resource, allocation, caller)
             agent_state.publish()
             self.reconciler.answered()
         self._log_grant(resource, allocation, len(device_ids), evaluator)
         return answer
 
-    def _mind_memory(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Free blocks of GPUs taken whole turn Unhealthy only when the container's own memory call can't come any more."""
+    def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
+        """Free blocks of whole GPUs turn Unhealthy only when the container's own memory call can't come any more."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Decided at the first of the two calls. What the operator excepts is excepted for a pod that is sure to be the caller."""
+        """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
         whole = allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)

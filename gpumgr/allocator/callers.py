@@ -1,7 +1,7 @@
-"""Whose call is this? The kubelet names no pod, but it admits one pod after another, one container after another.
+"""Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
 
-PodResources `List`, asked from inside GetPreferredAllocation, already names the pod under admission (design: identity is exact).
-That pod is a listed one whose first container with something missing wants exactly this many ids of this resource.
+PodResources `List`, called during GetPreferredAllocation, already has the pod under admission (design: identity is exact). It is a
+listed pod of which the first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,10 @@ FindPod = Callable[[PodKey], PodView | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The container on whose behalf the kubelet calls; everything is None as far as it is not known.
+    """The container for which the kubelet calls; what is not known is None.
 
-    `guessed`: nothing but the order of pods speaks for it. `continues`: an allocation that this call completes, as the order of calls
-    tells, though it does not have the caller's name.
+    `guessed`: it follows only from the order of pods. `continues`: an allocation that this call completes according to the order of
+    calls, though it does not have the caller's name.
     """
 
     pod: PodKey | None = None
@@ -61,10 +61,10 @@ UNKNOWN_CALLER = Caller()
 
 
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
-    """First container, in the kubelet's order, that still lacks a resource it wants.
+    """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Those before the last one that holds something are behind us, also an init container whose ids stand under no name because the
-    pod was not known when it got them.
+    Containers before the last one that holds ids are done, also an init container of which the allocation has no name because the pod
+    was not known at its grant.
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
@@ -90,10 +90,10 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed one that waits for this. If several do, it is the one of which the container is listed with its
+    """The pod under admission: a listed one that waits for this. Of several it is the one with a container that is listed with its
     other resource, or else the newest. None if no listed pod fits.
 
-    `seen` numbers the pods in the order in which earlier looks first showed them.
+    `seen` numbers the pods in the order in which they were first listed.
     """
     candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
@@ -119,7 +119,7 @@ def oldest_waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource,
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
-    """An init container's allocation of the pod whose ids are taken over here; None when the ids are new ones."""
+    """The init container's allocation of which these ids are taken over; None if they are new ones."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
         if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
@@ -128,7 +128,7 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """Ledger in which nameless allocations of this pod, or of none, are init containers' of it if any of these ids are theirs.
+    """The ledger in which allocations without a name, of this pod or of none, that hold any of these ids belong to its init containers.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
     """

@@ -1,7 +1,7 @@
-"""GetPreferredAllocation: which GPUs for the whole container, and which ids on them for the resource that is asked now.
+"""GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
 
-The placement is for the container's both resources and for the pod's later containers that must continue on the same ids; the other
-resource's call finds the same GPUs because what was granted first pins them.
+The placement covers both resources of the container and the pod's later containers that must use the same ids. The call for the other
+resource gets the same GPUs, since the first grant pins them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """Free ids by resource in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
+    """Free ids by resource for this caller, GPUs that other pods use, and GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -50,7 +50,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
-    """What must fit on the chosen GPUs. `whole_gpus` counts entirely free GPUs that the pod's chain of containers takes in the end."""
+    """What must fit on the chosen GPUs. `whole_gpus` counts the entirely free GPUs that the pod's chain of containers takes in all."""
 
     cores: int
     memory_blocks: int
@@ -78,10 +78,7 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> 
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """What the caller's container was granted of its other resource and nothing else yet.
-
-    Without a spec the caller knows no more than the one that it `continues`.
-    """
+    """The caller's allocation that has only the other resource yet. Without a spec it is the one that the caller `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -91,21 +88,21 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
     other = other_resource(request.resource)
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
-    sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
-    strangers = minus(ledger.held(request.resource), request.must)
+    visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
+    foreign = minus(ledger.held(request.resource), request.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
         free={
-            request.resource: minus(union(request.available, request.must), strangers),
-            other: union(minus(sight, ledger.held(other)), spare, granted),
+            request.resource: minus(union(request.available, request.must), foreign),
+            other: union(minus(visible, ledger.held(other)), spare, granted),
         },
-        blocked=dict.fromkeys((*strangers, *others), 1),
-        pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _heirs_place(caller, other, spare, own),
+        blocked=dict.fromkeys((*foreign, *others), 1),
+        pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
     )
 
 
-def _heirs_place(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
-    """GPUs where the container's other resource will be, because it takes over ids of an init container."""
+def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
+    """GPUs on which the container's other resource will be, because it takes over ids of an init container."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
     most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
@@ -208,7 +205,7 @@ def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """Memory of a container whose cores are not known (no spec): where the most cores are left, so that they will fit too."""
+    """Memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that these fit too."""
     capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
     names = {row: gpu for gpu, row in node.rows.items()}
     one = [
@@ -245,7 +242,7 @@ def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
-    """What each registered GPU has left, in their order. A GPU that one container has whole has no blocks left for others."""
+    """What each registered GPU has available, in their order. A GPU that one container has whole has no blocks for others."""
     return tuple(
         Candidate(
             gpu=gpu.name,

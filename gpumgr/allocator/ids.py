@@ -1,7 +1,7 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A set of ids of one resource is `Masks`: for each GPU an integer whose bit n stands for core or block n.
+their GPU). A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core or block n.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ def lowest(mask: int, wanted: int) -> int:
 
 
 def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
-    """Name for a newcomer: the first 8 hex digits of its UUID, more while another GPU has that name."""
+    """Name for a new GPU: the first 8 hex digits of its UUID, or more if another GPU has that name."""
     digits = uuid.removeprefix("GPU-").replace("-", "").lower()
     names = set(taken)
     for length in range(8, len(digits) + 1):
@@ -77,7 +77,7 @@ def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
 
 @dataclass(frozen=True)
 class RegisteredGpu:
-    """A GPU that was offered once: its name, UUID and capacity in blocks never shrink (ids may turn Unhealthy, never vanish)."""
+    """A GPU that was offered once. Its name and UUID never change, and its blocks never decrease (ids turn Unhealthy, never vanish)."""
 
     name: GpuName
     uuid: str
@@ -93,9 +93,9 @@ class RegisteredGpu:
 
 @dataclass(frozen=True)
 class _Table:
-    """All ids of one resource in a row: id -> its position, and where each GPU's positions begin and end.
+    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end.
 
-    The largest requests name thousands of ids, so they are marked in a row of digits and made a number once for each GPU.
+    Large requests have thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU.
     """
 
     positions: Mapping[str, int]
@@ -122,7 +122,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class GpuRegistry:
-    """All GPUs that this node ever offered, in a fixed order, with the two directions of the id code."""
+    """All GPUs that this node ever offered, in a fixed order, with the conversion of ids to masks and back."""
 
     gpus: tuple[RegisteredGpu, ...] = ()
 
@@ -147,7 +147,7 @@ class GpuRegistry:
         return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
     def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
-        """Ids -> masks. Raises Refusal("unknown_device") for an id that this node never offered or that stands twice."""
+        """Ids -> masks. Raises Refusal for an id that this node never offered, and for one that is there twice."""
         table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]
@@ -160,17 +160,17 @@ class GpuRegistry:
         return masks
 
     def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:
-        """As `parse`, but leaves out what it does not know (other people's lists: PodResources, checkpoints)."""
+        """As `parse`, but skips unknown ids, for lists of other programs (PodResources, checkpoints)."""
         table = self._tables[resource]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
     def format(self, resource: Resource, masks: Masks) -> list[str]:
-        """Masks -> ids, in the order of the cards, lowest numbers first."""
+        """Masks -> ids, in the order of the registry, lowest numbers first."""
         texts = self.ids[resource]
         return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in bits(masks[gpu.name])]
 
     def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":
-        """The registry with this GPU: a newcomer gets a name and stands last, a known one keeps name and place and never shrinks."""
+        """The registry with this GPU: a new one gets a name and is last; the blocks of a known one never decrease."""
         known = self.by_uuid.get(uuid)
         if known is None:
             return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_blocks)))

@@ -114,7 +114,7 @@ def describe_container(pod: PodKey | None, uid: str | None, container: str | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Difference between two ledgers, as the checkpoint stores it, and what there is to tell of it."""
+    """Difference between two ledgers, as the checkpoint stores it, and history entries to store with it."""
 
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
@@ -127,7 +127,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All allocations of the node, by id, and the cards that their ids lie on."""
+    """All allocations of the node, by id, and the registered GPUs."""
 
     gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
     allocations: Mapping[AllocationId, Allocation] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Ledger:
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def occupy(self, allocation: Allocation) -> "Ledger":
-        """With this allocation added, or put in the place of the one with its id."""
+        """With this allocation added, or replaced by id."""
         return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
 
     def free(self, ids: Iterable[AllocationId]) -> "Ledger":
@@ -214,7 +214,7 @@ class Ledger:
         return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
-        """What must be written so that a store that holds `before` holds this ledger."""
+        """The change that turns a store of `before` into one of this ledger."""
         return Change(
             put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
             drop=tuple(k for k in before.allocations if k not in self.allocations),
@@ -231,41 +231,41 @@ class Ledger:
             and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in RESOURCES)
         ]
 
-    # -- laws --------------------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------------------------
 
     def violations(self, changed: Iterable[Allocation] | None = None) -> list[str]:
-        """Sentences, one for each broken law; empty for a sound ledger. `changed`: only these allocations are checked (None: all)."""
+        """Sentences, one for each violated invariant. `changed`: only these allocations are checked (None: all)."""
         every = list(self.allocations.values())
         suspects = every if changed is None else list(changed)
-        broken: list[str] = []
+        violated: list[str] = []
         for resource in RESOURCES:
-            broken += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
-        broken += [
+            violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
+        violated += [
             f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
         ]
         for a in suspects:
             owners = [(gpu, owner) for gpu in a.places if (owner := self.exclusive.get(gpu)) is not None]
             for gpu, owner in owners:
                 others = self.on(gpu) if owner is a else [a]
-                broken += [
+                violated += [
                     f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
                     for other in others
                     if other is not owner and not other.same_pod(owner)
                 ]
-        broken += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
-        return list(dict.fromkeys(broken))
+        violated += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
+        return list(dict.fromkeys(violated))
 
     def check(self) -> "Ledger":
-        """Itself, if sound. Raises ValueError that names the broken laws: a bug, never a user's mistake."""
-        if broken := self.violations():
-            raise ValueError("the ledger is broken: " + "; ".join(broken))
+        """The ledger itself. Raises ValueError with the violations, which are a bug."""
+        if violated := self.violations():
+            raise ValueError("the ledger is violated: " + "; ".join(violated))
         return self
 
 
 def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, resource: Resource) -> list[str]:
     def room(gpu: GpuName) -> int:
-        card = gpu_registry.by_name.get(gpu)
-        return card.all_ids(resource) if card else 0
+        registered = gpu_registry.by_name.get(gpu)
+        return registered.all_ids(resource) if registered else 0
 
     return [
         f"{a.describe()} holds {resource} ids that GPU {gpu} does not have"

@@ -281,10 +281,10 @@ def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices) ->
 
 def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
     return [
-        (text, bool(healthy >> number & 1), card.numa_node)
-        for card in node_devices
-        for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
-        for number, text in enumerate(gpu_registry.ids[kind][card.card.name])
+        (text, bool(healthy >> number & 1), each.numa_node)
+        for each in node_devices
+        for healthy in [each.healthy_cores if kind == "core" else each.healthy_blocks]
+        for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
     ]
 
 

@@ -110,7 +110,7 @@ async def test_a_broken_gpu_is_cordoned_also_after_a_kill_and_healthy_after_a_re
     second = Incarnation(sim, again, program)
     async with second.run():
         assert not any(
-            card.healthy_cores for node_devices in second.device_lists for card in node_devices if card.card.name == name
+            each.healthy_cores for node_devices in second.device_lists for each in node_devices if each.gpu.name == name
         )
         answer = await second.maintenance.execute(MaintenanceRequest(action="reset", gpu=uuid))
         assert "successfully reset" in answer["said"]

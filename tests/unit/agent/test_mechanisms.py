@@ -90,7 +90,7 @@ async def test_whole_gpus_have_no_limits(order: str, known: bool) -> None:
     assert "gpumgr.io/enforcement" not in core.annotations
 
 
-async def test_the_operators_exception_holds_from_the_grant_on() -> None:
+async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
     backend = Recorded()
     world = await limited(backend, overrides=["team=none"])
     pod = await world.run(world.pod("share", app(30, 8)))
@@ -120,7 +120,7 @@ async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its
     assert sizes == {"prepare": (40, 8), "main": (20, 4)}
 
 
-async def test_what_allocate_answers_depends_on_no_name() -> None:
+async def test_the_response_to_allocate_depends_on_no_name() -> None:
     backend = Recorded()
     world = await limited(backend)
     await world.run(world.pod("share", app(30, 8)))
@@ -129,7 +129,7 @@ async def test_what_allocate_answers_depends_on_no_name() -> None:
     assert [again.prepare(t, kind) for kind, t in nameless] == [again.prepare(t, kind) for kind, t in backend.prepared]
 
 
-async def test_an_exception_is_not_given_on_a_guess() -> None:
+async def test_an_exemption_needs_a_certain_caller() -> None:
     """PodResources is away, and the pod that seems to call is one that the operator excepts; neither is it at its later containers."""
     backend = Recorded()
     world = await limited(backend, overrides=["batch=none"], known=False)
@@ -151,7 +151,7 @@ async def test_an_exception_is_not_given_on_a_guess() -> None:
 @pytest.mark.parametrize(
     ("exemption", "starts"), [("team", True), ("team/default", True), ("batch", False), ("team/root", False)]
 )
-async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str, starts: bool) -> None:
+async def test_an_exemption_is_checked_at_the_start(exemption: str, starts: bool) -> None:
     backend = Recorded()
     world = await limited(backend)
     pod = await world.run(world.pod("share", app(30, 8)))
@@ -176,7 +176,7 @@ async def test_a_share_without_known_limits_does_not_start() -> None:
         await world.start(pod)
 
 
-async def test_a_refused_answer_leaves_nothing_in_the_ledger() -> None:
+async def test_a_refused_response_leaves_nothing_in_the_ledger() -> None:
     backend = Recorded()
     world = await limited(backend)
     backend.prepare = refuse  # type: ignore[assignment,method-assign]

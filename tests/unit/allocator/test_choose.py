@@ -89,7 +89,7 @@ def test_only_offered_ids_are_candidates() -> None:
     assert asked(empty(), "core", 30, app(30, 4), available={THREE: ALL_CORES}).gpus == (THREE,)
 
 
-def test_an_offered_id_whose_holder_lives_is_never_preferred() -> None:
+def test_an_offered_id_of_a_running_container_is_never_preferred() -> None:
     """The kubelet's double hand-out."""
     ledger = empty([16]).occupy(on(ONE, 60, 4))
     choice = asked(ledger, "core", 30, app(30, 4), available={ONE: ALL_CORES})
@@ -98,7 +98,7 @@ def test_an_offered_id_whose_holder_lives_is_never_preferred() -> None:
         asked(ledger, "core", 50, app(50, 4), available={ONE: ALL_CORES})
 
 
-def test_what_must_be_among_them_pins_the_gpu() -> None:
+def test_required_ids_pin_the_gpu() -> None:
     assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
 
 
@@ -107,7 +107,7 @@ def test_a_share_that_must_span_two_gpus_is_refused() -> None:
         asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
 
 
-def test_a_gpu_that_must_be_among_them_and_is_gone() -> None:
+def test_a_required_gpu_that_is_gone_is_refused() -> None:
     ledger = empty()
     node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
@@ -130,7 +130,7 @@ def test_only_the_gpus_with_such_memory_are_taken_whole() -> None:
     assert asked(empty([4, 16, 4, 16]), "core", 200, app(200, 30)).gpus == (TWO, FOUR)
 
 
-def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
+def test_fewer_ids_than_requested_are_refused_with_the_free_amounts() -> None:
     """Memory that the kubelet no longer offers for a GPU that the container's cores already lie on."""
     half = allocated(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
     with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
@@ -138,19 +138,19 @@ def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
     assert refused.value.code == "no_fit"
 
 
-def test_a_full_chain_of_containers_is_thought_of_at_its_first_call() -> None:
+def test_the_first_call_reserves_for_the_whole_chain_of_containers() -> None:
     """The app container after the init container takes its ids over and needs more: GPU 0 is too full for that."""
     ledger = empty().occupy(on(ONE, 60, 4))
     assert asked(ledger, "core", 10, init(10, 1), app(30, 2)).gpus == (ONE,)
     assert asked(ledger, "core", 10, init(10, 1), app(50, 2)).gpus == (TWO,)
 
 
-def test_a_chain_that_no_gpu_can_hold_is_told_so() -> None:
+def test_a_chain_that_no_gpu_can_hold_is_refused() -> None:
     with pytest.raises(Refusal, match="container prepare and the containers after it need 100 cores on one GPU"):
         asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(80, 1))
 
 
-def test_the_gpus_that_a_chain_needs_in_the_end_must_be_there() -> None:
+def test_all_gpus_that_a_chain_needs_must_be_free() -> None:
     with pytest.raises(Refusal, match="need 3 entirely free GPUs one after another and this node has 2"):
         asked(empty([16, 16]), "core", 100, init(100), sidecar(50, 1), app(200))
 

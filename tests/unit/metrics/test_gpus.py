@@ -142,5 +142,5 @@ def test_a_model_of_any_letters_is_one_label() -> None:
     (gpu,) = view.inventory.snapshot.gpus
     strange = 'NVIDIA "A10"\n\\{x="1"} # 2'
     snapshot = replace(view.inventory.snapshot, gpus=(replace(gpu, model=strange),))
-    report = NodeReport(view=replace(view, inventory=view.inventory.with_snapshot(snapshot)))
+    report = NodeReport(view=replace(view, inventory=replace(view.inventory, snapshot=snapshot)))
     assert [labels[4] for labels in ours(report, "gpu_info")] == [strange]
