@@ -1,7 +1,8 @@
 """One call of the kubelet while it is decided: its caller, what each GPU has available, and the allocation's id."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gpumgr.agent.history import about
 from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.history import Call, Candidate, Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId
@@ -21,34 +22,13 @@ class CallRecord:
     candidates: tuple[Candidate, ...] = ()
 
     def refused(self, refusal: Refusal) -> Entry:
-        return Entry(
-            what="refused",
-            id=self.id,
-            pod=self.caller.pod,
-            pod_uid=self.caller.uid,
-            container=self.caller.container,
-            call=self.call,
-            kind=self.resource,
-            size=self.size,
-            why=str(refusal),
-            code=refusal.code,
-            candidates=self.candidates,
-        )
+        caller = self.caller
+        entry = Entry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
+        return self._of_call(replace(entry, why=str(refusal), code=refusal.code))
 
     def granted(self, allocation: Allocation, evaluator: str | None) -> Entry:
-        return Entry(
-            what="granted",
-            id=allocation.id,
-            pod=allocation.pod,
-            pod_uid=allocation.uid,
-            container=allocation.container,
-            call=self.call,
-            kind=self.resource,
-            size=self.size,
-            gpus=tuple(allocation.gpus),
-            amounts=allocation.gpus,
-            evaluator=evaluator,
-            why=allocation.why,
-            mechanisms=allocation.mechanisms,
-            candidates=self.candidates,
-        )
+        entry = Entry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
+        return self._of_call(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+
+    def _of_call(self, entry: Entry) -> Entry:
+        return replace(entry, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)

@@ -201,7 +201,18 @@ class Agent:
             self._await_memory_call(resource, allocation, caller)
             agent_state.publish()
             self.reconciler.answered()
-        self._log_grant(resource, allocation, len(device_ids), evaluator)
+        log.info(
+            "allocation_granted",
+            allocation=allocation.id,
+            pod="/".join(allocation.pod) if allocation.pod else None,
+            pod_uid=allocation.uid,
+            container=allocation.container,
+            resource=resource,
+            size=len(device_ids),
+            gpus=tuple(allocation.gpus),
+            evaluator=evaluator,
+            why=allocation.why,
+        )
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
@@ -220,18 +231,3 @@ class Agent:
             return allocation
         terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
-
-    def _log_grant(self, resource: Resource, allocation: Allocation, size: int, evaluator: str | None) -> None:
-        pod = "/".join(allocation.pod) if allocation.pod else None
-        log.info(
-            "allocation_granted",
-            allocation=allocation.id,
-            pod=pod,
-            pod_uid=allocation.uid,
-            container=allocation.container,
-            resource=resource,
-            size=size,
-            gpus=tuple(allocation.gpus),
-            evaluator=evaluator,
-            why=allocation.why,
-        )

@@ -4,7 +4,7 @@ The placement covers both resources of the container and the pod's later contain
 resource gets the same GPUs, since the first grant pins them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumgr.allocator.callers import Caller
@@ -127,11 +127,9 @@ def _needs(caller: Caller, request: Request, own: Allocation | None) -> _Needs:
 
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
-    names = {row: gpu for gpu, row in node.rows.items()}
     taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
     result = []
-    for row in sorted(names):
-        gpu = names[row]
+    for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.without_ids.get(gpu, Amounts())
         blocks = room.free["memory"].get(gpu, 0).bit_count() - -(-elsewhere.memory_mebibytes // BLOCK_MEBIBYTES)
         result.append(
@@ -167,16 +165,12 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
         policy=node.policy,
         required=[node.rows[gpu] for gpu in room.pinned],
     )
-    names = {row: gpu for gpu, row in node.rows.items()}
-    return tuple(names[row] for row in placement.gpus), placement.evaluator, placement.why
+    return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
 def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
     """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
-    first = [gpu for gpu in gpus if gpu in room.pinned] or list(gpus)
-    order = [*first, *(gpu for gpu in gpus if gpu not in first)]
-    if share:
-        order = order[:1]
+    order = _pinned_first(room, gpus)[: 1 if share else None]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
     for position, gpu in enumerate(order):
@@ -191,12 +185,15 @@ def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, shar
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
+def _pinned_first(room: _Room, gpus: Iterable[GpuName]) -> list[GpuName]:
+    return sorted(gpus, key=lambda gpu: gpu not in room.pinned)
+
+
 def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks:
     """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
-    first = [gpu for gpu in gpus if gpu in room.pinned] + [gpu for gpu in gpus if gpu not in room.pinned]
     picked: dict[GpuName, int] = {}
     left = request.size
-    for gpu in first:
+    for gpu in _pinned_first(room, gpus):
         must = request.must.get(gpu, 0)
         take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
         picked[gpu] = take
@@ -207,7 +204,7 @@ def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
     """Memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that these fit too."""
     capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
-    names = {row: gpu for gpu, row in node.rows.items()}
+    names = node.gpu_of_row
     one = [
         c
         for c in capacities

@@ -5,11 +5,12 @@ their GPU). A set of ids of one resource is `Masks`: for each GPU an integer in 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from gpumgr.errors import Refusal
+from gpumgr.topology.tree import indices, mask_of
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
 
 Masks = Mapping[GpuName, int]
@@ -43,22 +44,9 @@ def within(left: Masks, right: Masks) -> bool:
     return not minus(left, right)
 
 
-def bits(mask: int) -> Iterator[int]:
-    """Positions of the set bits, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
-
-
 def lowest(mask: int, wanted: int) -> int:
     """The `wanted` lowest set bits of `mask` (all of them if it has fewer)."""
-    if mask.bit_count() <= wanted:
-        return mask
-    result = 0
-    for _, bit in zip(range(wanted), bits(mask), strict=False):
-        result |= 1 << bit
-    return result
+    return mask if mask.bit_count() <= wanted else mask_of(indices(mask)[:wanted])
 
 
 def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
@@ -167,7 +155,7 @@ class GpuRegistry:
     def format(self, resource: Resource, masks: Masks) -> list[str]:
         """Masks -> ids, in the order of the registry, lowest numbers first."""
         texts = self.ids[resource]
-        return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in bits(masks[gpu.name])]
+        return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in indices(masks[gpu.name])]
 
     def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":
         """The registry with this GPU: a new one gets a name and is last; the blocks of a known one never decrease."""

@@ -244,8 +244,7 @@ class Ledger:
             f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
         ]
         for a in suspects:
-            owners = [(gpu, owner) for gpu in a.places if (owner := self.exclusive.get(gpu)) is not None]
-            for gpu, owner in owners:
+            for gpu, owner in ((gpu, self.exclusive[gpu]) for gpu in a.places if gpu in self.exclusive):
                 others = self.on(gpu) if owner is a else [a]
                 violated += [
                     f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
@@ -263,15 +262,12 @@ class Ledger:
 
 
 def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, resource: Resource) -> list[str]:
-    def room(gpu: GpuName) -> int:
-        registered = gpu_registry.by_name.get(gpu)
-        return registered.all_ids(resource) if registered else 0
-
+    every = {gpu.name: gpu.all_ids(resource) for gpu in gpu_registry.gpus}
     return [
         f"{a.describe()} holds {resource} ids that GPU {gpu} does not have"
         for a in allocations
         for gpu, mask in a.held(resource).items()
-        if mask & ~room(gpu)
+        if mask & ~every.get(gpu, 0)
     ]
 
 

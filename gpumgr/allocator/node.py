@@ -24,6 +24,10 @@ class NodeView:
     visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
 
+    @property
+    def gpu_of_row(self) -> Mapping[int, GpuName]:
+        return {row: gpu for gpu, row in self.rows.items()}
+
     def label(self, gpu: GpuName) -> str:
         """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""
         index = self.indices.get(gpu)

@@ -10,6 +10,7 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, Literal
 
+import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -245,4 +246,5 @@ class Admissions(RuleBasedStateMachine):
 Admissions.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
+pytestmark = pytest.mark.timeout(300)  # many machines of many steps
 TestAdmissions = Admissions.TestCase

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from gpumgr.allocator.ids import (
     ALL_CORES,
     GpuRegistry,
-    bits,
     common,
     count,
     gpu_name,
@@ -17,6 +16,7 @@ from gpumgr.allocator.ids import (
     within,
 )
 from gpumgr.errors import Refusal
+from gpumgr.topology.tree import indices
 from gpumgr.units import RESOURCES
 
 from .nodes import cards_of
@@ -88,9 +88,9 @@ def test_masks_have_set_operations(left: dict[str, int], right: dict[str, int]) 
 
 @given(st.integers(0, 2**100), st.integers(0, 110))
 def test_the_lowest_bits(mask: int, wanted: int) -> None:
-    found = list(bits(mask))[:wanted]
+    found = list(indices(mask))[:wanted]
     assert lowest(mask, wanted) == sum(1 << bit for bit in found)
 
 
 def test_all_cores() -> None:
-    assert list(bits(ALL_CORES)) == list(range(100))
+    assert list(indices(ALL_CORES)) == list(range(100))
