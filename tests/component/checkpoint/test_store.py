@@ -26,7 +26,7 @@ from gpumgr.checkpoint.tables import SCHEMA_VERSION
 from gpumgr.errors import CheckpointError
 from gpumgr.units import Resource
 
-from .conftest import CARDS, LEDGER, Open, allocation
+from .conftest import LEDGER, REGISTRY, Open, allocation, save_ledger
 
 REPOSITORY = Path(__file__).parents[3]
 OLD_NAMES: dict[str, Resource] = {"cores": "core", "blocks": "memory"}
@@ -63,7 +63,7 @@ async def test_changes_add_up(open_checkpoint: Open) -> None:
         LEDGER.free(["id-a"])
         .occupy(allocation("b", 0b11100))
         .occupy(allocation("c"))
-        .with_gpu_registry(CARDS.register("GPU-33333333-cccc", 4))
+        .with_gpu_registry(REGISTRY.register("GPU-33333333-cccc", 4))
     )
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
@@ -422,14 +422,13 @@ async def test_a_damaged_entry_does_not_affect_the_ledger(rubbish: str, tmp_path
         ("DROP TABLE history", "CREATE TABLE history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"),
         ("DROP TABLE history", "CREATE TABLE history (what)", "INSERT INTO history VALUES (x'fffe')"),
         ("DROP TABLE history",),
+        ("DROP TABLE history", "UPDATE schema SET version = 1"),
     ],
 )
 async def test_a_history_with_another_definition_is_created_again(
     damage: tuple[str, ...], tmp_path: Path, open_checkpoint: Open
 ) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1),)))
-    await checkpoint.close()
+    await save_ledger(open_checkpoint(), entry(1))
     execute(tmp_path / NAME, *damage)
     assert read_checkpoint(tmp_path).ledger == LEDGER
     checkpoint = open_checkpoint()
@@ -448,9 +447,7 @@ def of_schema_2(allocation: Allocation) -> dict[str, object]:
 
 async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: Open) -> None:
     whole = allocation("whole", ALL_CORES, blocks={}, gpus=("22222222",), memory_blocks=90)
-    checkpoint = open_checkpoint()
-    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1, id="id-a"),)))
-    await checkpoint.close()
+    await save_ledger(open_checkpoint(), entry(1, id="id-a"))
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
         for each in LEDGER.allocations.values():
             record = json.dumps(of_schema_2(each))
@@ -464,16 +461,3 @@ async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: O
     with closing(sqlite3.connect(tmp_path / NAME)) as file:
         assert file.execute("SELECT version FROM schema").fetchall() == [(SCHEMA_VERSION,)]
     assert read_checkpoint(tmp_path).ledger == LEDGER.free(("id-a",)).occupy(whole)
-
-
-async def test_a_file_without_a_history_is_upgraded(tmp_path: Path, open_checkpoint: Open) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(LEDGER.since(Ledger()))
-    await checkpoint.close()
-    execute(tmp_path / NAME, "DROP TABLE history", "UPDATE schema SET version = 1")
-    assert read_checkpoint(tmp_path).ledger == LEDGER
-    checkpoint = open_checkpoint()
-    assert checkpoint.load().ledger == LEDGER
-    await checkpoint.save(Change(entries=(entry(1),)))
-    await checkpoint.close()
-    assert read_checkpoint(tmp_path).history == (entry(1),)
