@@ -1,1 +1,1 @@
-"""The agent: the one writer of the ledger, and the ports through which the stations meet it."""
+"""The agent: the only writer of the ledger, and the interfaces that it needs from the other packages."""

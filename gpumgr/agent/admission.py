@@ -1,7 +1,7 @@
-"""Who is being admitted: PodResources asked from inside the kubelet's own call, the pod cache, and the order of calls.
+"""Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
 
-`List` is limited to 100 a second for all clients and makes the kubelet rebuild its table, so it is asked once for each pod; the
-container's second resource follows from the order of calls, and is confirmed by a look only while looks are cheap.
+The kubelet limits `List` to 100 calls a second for all clients, and rebuilds its table for each. The agent therefore calls it once for
+each pod. The order of calls gives the container of the second resource; `List` confirms it while the rate of calls is low.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,17 @@ import structlog
 
 from gpumgr.agent.calls import CallRecord
 from gpumgr.agent.ports import PodResources, Pods
-from gpumgr.allocator.callers import NOBODY, Caller, find_caller, handed_on, next_container, oldest_waiting, reuser, waits_for
-from gpumgr.allocator.choose import Ask, Choice
+from gpumgr.allocator.callers import (
+    UNKNOWN_CALLER,
+    Caller,
+    find_caller,
+    handed_on,
+    next_container,
+    oldest_waiting,
+    reuser,
+    waits_for,
+)
+from gpumgr.allocator.choose import Choice, Request
 from gpumgr.allocator.ids import Masks, common, count, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
@@ -23,30 +32,30 @@ from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
 
 log = structlog.get_logger(__name__)
 
-#: Looks that only confirm what the order of calls tells: so many a second, so many at once.
+#: Rate and burst of the `List` calls that only confirm what the order of calls gives.
 SPARE_LOOKS_PER_SECOND = 20.0
 SPARE_LOOKS_BURST = 4.0
-#: The calls for one pod come one upon the other; a later one is another pod's, even under the same name.
+#: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A preference that was answered and whose Allocate must come next."""
+    """An answered GetPreferredAllocation call; its Allocate must come next."""
 
-    asking: CallRecord
+    record: CallRecord
     choice: Choice
 
 
 class Admission:
-    """Follows the kubelet from call to call. Not shared: the agent's turns call it one at a time."""
+    """State between the kubelet's calls. The agent handles one call at a time."""
 
     def __init__(self, pods: Pods, pod_resources: PodResources, *, pod_wait_seconds: float, clock: Callable[[], float]) -> None:
         self._pods = pods
         self._pod_resources = pod_resources
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> the look that showed this life of its name first, as far as gaps in the list and UIDs tell lives apart.
+        #: Listed pod -> number of the `List` call that first showed this incarnation, as far as the list and UIDs distinguish it.
         self._seen: dict[PodKey, int] = {}
         self._uids: dict[PodKey, str] = {}
         self._looks = 0
@@ -54,17 +63,17 @@ class Admission:
         self._incomplete_until = float("-inf")
         self._spare_looks = SPARE_LOOKS_BURST
         self._spare_since = clock()
-        self.current: Caller = NOBODY
+        self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
         self.pending: Pending | None = None
 
     def apply(self, *, pod_wait_seconds: float) -> None:
-        """Counts from the next call of the kubelet on."""
+        """Takes effect at the kubelet's next call."""
         self._pod_wait_seconds = pod_wait_seconds
 
     async def list_pods(self) -> Listing | None:
-        """PodResources now; None if the kubelet does not answer (with a log line, one for each reason)."""
+        """Calls `List`. None if the kubelet does not answer; each new reason is logged once."""
         try:
             listing = await self._pod_resources.list()
         except KubeletError as error:
@@ -78,10 +87,10 @@ class Admission:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """A refused pod's name may come again before any look misses it: then its UID tells that it has just joined."""
+        """A refused pod's name may be used again before any `List` lacks it: then its UID shows that the pod is new."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
-        newborn = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
-        numbers = {pod: self._looks if pod in newborn else self._seen.get(pod, self._looks) for pod in listing.pods}
+        recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
+        numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
         # A restarted kubelet adds its pods in the order of their creation: older ones than the newest that it lists have ended.
         newest, incomplete = max(numbers.values(), default=0), self._clock() < self._incomplete_until
         kept = {pod: number for pod, number in self._seen.items() if incomplete and number > newest}
@@ -89,58 +98,58 @@ class Admission:
         self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
-        """For so long a pod that `List` lacks is no pod that ended."""
+        """For this time a pod that `List` lacks has not necessarily ended."""
         self._incomplete_until = self._clock() + incomplete_seconds
 
-    async def identify(self, ledger: Ledger, ask: Ask) -> tuple[Ledger, Caller]:
-        """Ledger without what the kubelet has freed, and who asks for a preference, as exactly as it can be known."""
-        kind, size, offered = ask.kind, ask.size, minus(ask.available, ask.must)
-        follows = self._follower(ledger, kind, size)
-        contested = bool(common(ledger.held(kind), offered))
+    async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
+        """The ledger without what the kubelet has freed, and the caller of GetPreferredAllocation as exactly as it can be known."""
+        resource, size, offered = request.resource, request.size, minus(request.available, request.must)
+        follows = self._follower(ledger, resource, size)
+        contested = bool(common(ledger.held(resource), offered))
         if follows is not None and not contested and not self._spare_look():
             return ledger, follows
         listing = await self.list_pods()
         if listing is None:
-            return ledger, follows or self._by_order(ledger, kind, size)
-        ledger = self._corrected(self._without_guess(ledger, listing), listing, kind, offered)
-        caller = await self._find(ledger, listing, kind, size)
+            return ledger, follows or self._by_order(ledger, resource, size)
+        ledger = self._corrected(self._without_guess(ledger, listing), listing, resource, offered)
+        caller = await self._find(ledger, listing, resource, size)
         if caller.spec is not None:
-            caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, kind))
-        return handed_on(ledger, kind, ask.must, caller.pod), caller
+            caller = replace(caller, continues=self._unclaimed(ledger, caller.spec, resource))
+        return handed_on(ledger, resource, request.must, caller.pod), caller
 
-    async def unasked(self, ledger: Ledger, kind: Resource, masks: Masks) -> tuple[Ledger, Caller]:
-        """The same for an Allocate that came without a preference: a container that takes over ids of its pod's init containers, or
-        one for which the Topology Manager left no choice."""
+    async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
+        """The same for an Allocate without GetPreferredAllocation: of a container that takes over ids of its pod's init containers, or
+        for which the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
-        left_by = reuser(ledger, kind, masks)
+        left_by = reuser(ledger, resource, masks)
         if (
             left_by is not None
             and last is not None
             and last.same_pod(left_by)
-            and (heir := self._heir(ledger, left_by, kind, size))
+            and (successor := self._successor(ledger, left_by, resource, size))
         ):
-            return handed_on(ledger, kind, masks, left_by.pod), heir
-        if ledger.holders(kind, masks) and (listing := await self.list_pods()) is not None:
-            # The holder may have ended just now. `List` does harm inside an Allocate, but the alternative is a sure refusal.
+            return handed_on(ledger, resource, masks, left_by.pod), successor
+        if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
+            # The holder may have just ended. `List` delays the kubelet's Allocate, but without it this call would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
-                ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), kind, masks, pod)
-                left_by = reuser(ledger, kind, masks)
+                ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
+                left_by = reuser(ledger, resource, masks)
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
-                    return ledger, Caller(pod=pod, continues=self._open(ledger, pod, kind, size))
-            ledger = self._corrected(ledger, listing, kind, masks)
-        return ledger, self._follower(ledger, kind, size) or self._by_order(ledger, kind, size, masks)
+                    return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
+            ledger = self._corrected(ledger, listing, resource, masks)
+        return ledger, self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
-        """An Allocate of this caller is being answered."""
+        """To be called when an Allocate of this caller is answered."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
 
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
-    def _corrected(self, ledger: Ledger, listing: Listing, kind: Resource, offered: Masks) -> Ledger:
-        """Without what ended pods held of these ids, and with the names that `List` tells."""
+    def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
+        """The ledger without allocations of ended pods that hold any of these ids, and with the names that `List` has."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
-        freed = freed_by_offer(ledger, listing, self._pods.get, kind, offered, over)
+        freed = freed_by_offer(ledger, listing, self._pods.get, resource, offered, over)
         for gone in ledger.allocations.keys() - freed.allocations.keys():
             pod = ledger.allocations[gone].pod
             if pod in self._seen and not freed.of(pod):
@@ -149,8 +158,8 @@ class Admission:
         return freed
 
     def _without_guess(self, ledger: Ledger, listing: Listing) -> Ledger:
-        """With the right pod for what was just granted to a guessed one. The kubelet lists a pod before its first call: the guess was
-        wrong if that pod is not listed, and the caller is the newest pod with these containers."""
+        """The ledger with the right pod for the last grant, if that went to a guessed pod. The kubelet lists a pod before its first call:
+        the guess was wrong if that pod is not listed, and then the caller is the newest pod with these containers."""
         last = self._last(ledger)
         guess = self._pods.by_uid(last.uid) if last is not None and last.uid is not None and self.current.guessed else None
         if guess is None or guess.ended or guess.key in listing:
@@ -167,7 +176,8 @@ class Admission:
         return ledger
 
     def _is_over(self, a: Allocation, listing: Listing) -> bool:
-        """Its pod is gone in `List` and by another witness: the API server, or for want of a UID the name, which was gone before."""
+        """`List` lacks its pod, and a second source confirms the end: the API server, or without a UID the name, which `List` lacked
+        before."""
         if a.uid is None:
             return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
@@ -175,26 +185,26 @@ class Admission:
         view = self._pods.by_uid(a.uid)
         return view is None or view.ended
 
-    async def _find(self, ledger: Ledger, listing: Listing, kind: Resource, size: int) -> Caller:
-        """The pod under admission is the newest one that waits for this. No pod joins the list while another is admitted, so where
-        the cache can't tell (it is late, or knows an earlier life of the name) it is one of those that joined last."""
-        found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+    async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
+        """The pod under admission is the newest one that waits for this. No pod is added to the list while another one is admitted. If
+        the cache has no such pod (it is late, or has an earlier incarnation), the pod is one of those that were added last."""
+        found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
         if found is not None and found.pod is not None and (self._seen[found.pod] == newest or not late):
             return found
         pod = self._likely(ledger, listing)
         if pod is None:
-            return NOBODY
+            return UNKNOWN_CALLER
         if self._pods.get(pod) is None and await self._pods.wait_for(pod, self._pod_wait_seconds):
-            found = find_caller(ledger, listing, self._pods.get, kind, size, self._seen)
+            found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
             if found is not None:
                 return found
-        return Caller(pod=pod, continues=self._open(ledger, pod, kind, size) or _half(ledger, listing, pod, kind))
+        return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """Of the listed pods that may lack something, the one that joined last. Whichever look showed it first, its own call's or
-        housekeeping's just before: the pod of the last Allocate comes before it only if no look came between."""
+        """Of the listed pods that may wait for ids, the one that was added last. The pod of the last Allocate comes first only if no
+        `List` call was made since."""
         last = self._last(ledger)
 
         def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
@@ -203,7 +213,7 @@ class Admission:
         def may_wait(pod: PodKey) -> bool:
             view = self._pods.get(pod)
             if last is not None and pod == last.pod and self.current.spec is None:
-                return True  # what the cache knows under this name was of no use for the last call
+                return True  # the cache's pod of this name did not match the last call
             return view is None or view.ended or next_container(ledger, view) is not None
 
         return max(filter(may_wait, listing.pods), key=rank, default=None)
@@ -213,39 +223,40 @@ class Admission:
 
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
-    def _follower(self, ledger: Ledger, kind: Resource, size: int) -> Caller | None:
+    def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
         """The pod of the last call, if one of its containers waits for just this."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
-        spec = waits_for(ledger, view, kind, size)
+        spec = waits_for(ledger, view, resource, size)
         return Caller(pod=view.key, view=view, spec=spec, guessed=self.current.guessed) if spec else None
 
-    def _by_order(self, ledger: Ledger, kind: Resource, size: int, masks: Masks | None = None) -> Caller:
-        """Without `List`: the container of the last Allocate if it lacks this, or the pod that waits for it the longest.
+    def _by_order(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None) -> Caller:
+        """Without `List`: the container of the last Allocate if it lacks this resource, else the pod that waits for it the longest.
 
-        A share lacks its other half for sure. Whole GPUs may do without memory; ids on others (`masks`, if known) are not theirs.
+        A share always has both resources. A container with whole GPUs may request no memory; ids on other GPUs (`masks`, if known) are
+        not its own.
         """
         last = self._last(ledger)
         if (
             last is not None
-            and self._open(ledger, last.pod, kind, size)
+            and self._open(ledger, last.pod, resource, size)
             and (masks is None or not last.whole or {*masks} & {*last.held("core")})
         ):
             return Caller(pod=last.pod, continues=last.id)
-        return oldest_waiting(ledger, self._pods.all(), kind, size) or NOBODY
+        return oldest_waiting(ledger, self._pods.all(), resource, size) or UNKNOWN_CALLER
 
-    def _heir(self, ledger: Ledger, left_by: Allocation, kind: Resource, size: int) -> Caller | None:
-        """The container of this pod that waits for so much; None if none does."""
+    def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
+        """The container of this pod that waits for `size` ids; None if none does."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
-            return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, kind, size))
-        spec = waits_for(ledger, view, kind, size)
+            return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))
+        spec = waits_for(ledger, view, resource, size)
         guessed = self.current.guessed and self.current.pod == view.key
         return Caller(pod=view.key, view=view, spec=spec, guessed=guessed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Every container of its pod has what it requests, so the kubelet passes none of its ids on any more."""
+        """Every container of its pod has what it requests, so the kubelet does not pass on its ids any more."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 
@@ -254,21 +265,21 @@ class Admission:
         fresh = self._clock() - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
-    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, kind: Resource) -> AllocationId | None:
-        """The last Allocate's allocation if nobody's name is on it and it is what this container wants of its other resource."""
+    def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:
+        """The last Allocate's allocation if its pod is unknown and it has what this container requests of its other resource."""
         last = self._last(ledger)
-        other = other_resource(kind)
-        if last is None or last.pod is not None or last.held(kind) or count(last.held(other)) != spec.wants(other):
+        other = other_resource(resource)
+        if last is None or last.pod is not None or last.held(resource) or count(last.held(other)) != spec.wants(other):
             return None
         return last.id
 
-    def _open(self, ledger: Ledger, pod: PodKey | None, kind: Resource, size: int) -> AllocationId | None:
-        """The last Allocate's allocation if this pod's call for `kind` may complete it."""
+    def _open(self, ledger: Ledger, pod: PodKey | None, resource: Resource, size: int) -> AllocationId | None:
+        """The last Allocate's allocation if this pod's call for `resource` may complete it."""
         last = self._last(ledger)
-        if last is None or last.held(kind) or last.pod != pod:
+        if last is None or last.held(resource) or last.pod != pod:
             return None
         spec = self.current.spec if self.current.pod == last.pod else None
-        return None if spec is not None and spec.wants(kind) != size else last.id
+        return None if spec is not None and spec.wants(resource) != size else last.id
 
     def _spare_look(self) -> bool:
         now = self._clock()

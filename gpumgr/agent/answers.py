@@ -1,4 +1,4 @@
-"""What containers are answered: a function of the allocation, the node's GPUs and what keeps shares within their limits."""
+"""The response to a container's calls: a function of the allocation, the node's GPUs and the enforcement."""
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Enforcement, Pods
@@ -15,18 +15,18 @@ class Answers:
     def __init__(self, *, agent_state: AgentState, pods: Pods, enforcement: Enforcement, host: HostPaths) -> None:
         self._agent_state, self._pods, self._enforcement, self._host = agent_state, pods, enforcement, host
 
-    def whole(self, allocation: Allocation, kind: Resource) -> ContainerResponse:
+    def whole(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
         """The answer to one of the container's calls. Raises Refusal."""
-        return self._enforcement.answer(self.base(allocation, kind), kind, allocation, self.tenant(allocation))
+        return self._enforcement.answer(self.base(allocation, resource), resource, allocation, self.tenant(allocation))
 
-    def base(self, allocation: Allocation, kind: Resource) -> ContainerResponse:
-        """Devices, folder and annotations: what the container gets whatever keeps it within its share."""
-        if kind == "memory":
+    def base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
+        """Devices, folder and annotations, which do not depend on the enforcement."""
+        if resource == "memory":
             return memory_answer(allocation)
         return core_answer(allocation, self._agent_state.inventory.granted(self._agent_state.ledger.gpu_registry), self._host)
 
     def tenant(self, allocation: Allocation) -> GpuShare | None:
-        """None: nothing is to keep it within limits."""
+        """None: the allocation has no limits to enforce."""
         if not allocation.mechanisms:
             return None
         gpu_registry = self._agent_state.ledger.gpu_registry

@@ -1,8 +1,9 @@
-"""One call of the kubelet's while it is decided: who asks, what each GPU had left, and under which name all of it is told."""
+"""One call of the kubelet while it is decided: its caller, what each GPU has available, and the allocation's id."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.agent.history import about
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.history import Call, Candidate, Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.errors import Refusal
@@ -11,44 +12,23 @@ from gpumgr.units import Resource
 
 @dataclass(slots=True, kw_only=True)
 class CallRecord:
-    """Filled in as the call is understood. `id` is the allocation's that it concerns, or the one that it would make."""
+    """Completed while the call is decided. `id`: the allocation that the call concerns, or the one that it would make."""
 
     call: Call
-    kind: Resource
+    resource: Resource
     size: int
     id: AllocationId
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
     candidates: tuple[Candidate, ...] = ()
 
     def refused(self, refusal: Refusal) -> Entry:
-        return Entry(
-            what="refused",
-            id=self.id,
-            pod=self.caller.pod,
-            pod_uid=self.caller.uid,
-            container=self.caller.container,
-            call=self.call,
-            kind=self.kind,
-            size=self.size,
-            why=str(refusal),
-            code=refusal.code,
-            candidates=self.candidates,
-        )
+        caller = self.caller
+        entry = Entry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
+        return self._of_call(replace(entry, why=str(refusal), code=refusal.code))
 
     def granted(self, allocation: Allocation, evaluator: str | None) -> Entry:
-        return Entry(
-            what="granted",
-            id=allocation.id,
-            pod=allocation.pod,
-            pod_uid=allocation.uid,
-            container=allocation.container,
-            call=self.call,
-            kind=self.kind,
-            size=self.size,
-            gpus=tuple(allocation.gpus),
-            amounts=allocation.gpus,
-            evaluator=evaluator,
-            why=allocation.why,
-            mechanisms=allocation.mechanisms,
-            candidates=self.candidates,
-        )
+        entry = Entry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
+        return self._of_call(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+
+    def _of_call(self, entry: Entry) -> Entry:
+        return replace(entry, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)

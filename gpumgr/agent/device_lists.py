@@ -1,7 +1,7 @@
-"""When the kubelet hears of a new offer, and what it must have heard by now.
+"""When a changed device list is sent to the kubelet, and which ids the kubelet must have received by now.
 
-ListAndWatch has no acknowledgement. Flips of free memory blocks (a GPU was taken or given back whole) are gathered for a second, a
-failing GPU is told at once; what turned Healthy counts as seen by the kubelet one second after it was sent.
+ListAndWatch has no acknowledgement. Changes of free memory blocks (a whole GPU was granted or freed) are collected for a second; the
+failure of a GPU is sent at once. An id that turned Healthy counts as visible to the kubelet one second after it was sent.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ SETTLE_SECONDS = 1.0
 
 
 class DeviceListPublisher:
-    """Holds the latest offer back, or lets it out, and answers which blocks the kubelet surely sees Healthy."""
+    """Sends the latest device list at once or later, and reports which blocks the kubelet surely sees as Healthy."""
 
     def __init__(self, publish: Publish, *, clock: Callable[[], float]) -> None:
         self._publish = publish
@@ -30,12 +30,12 @@ class DeviceListPublisher:
         self._listening = False
 
     def start(self) -> None:
-        """From now on there are servers that the kubelet can watch; what the books said before, nobody has seen."""
+        """The servers that the kubelet watches have started; no earlier list was sent."""
         self._listening = True
         self._send()
 
     def update(self, new: NodeDevices) -> None:
-        """The offer is now `new`; sent at once if something failed or came back, else gathered with what follows."""
+        """The device list is now `new`. It is sent at once if a GPU failed or came back, else together with the next changes."""
         if new == self._sent:
             self._held_back = None
             return
@@ -49,19 +49,19 @@ class DeviceListPublisher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def hurry(self) -> bool:
-        """Lets out what is held back. True if the kubelet is told of Healthy blocks that don't count as seen yet."""
+        """Sends what is held back. True if the sent list has Healthy blocks that do not count as visible yet."""
         self._send()
         visible = self.visible_blocks()
-        return any(card.healthy_blocks & ~visible[card.card.name] for card in self._sent)
+        return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
 
     def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
-        """Memory blocks that were sent as Healthy so long ago and still are."""
+        """Memory blocks that were sent as Healthy `settle_seconds` ago or earlier, and still are."""
         now = self._clock()
         result = {}
-        for card in self._sent:
-            gpu = card.card.name
+        for each in self._sent:
+            gpu = each.gpu.name
             settled = now - self._changed_at.get(gpu, float("-inf")) >= settle_seconds
-            result[gpu] = card.healthy_blocks if settled else card.healthy_blocks & self._seen_before[gpu]
+            result[gpu] = each.healthy_blocks if settled else each.healthy_blocks & self._seen_before[gpu]
         return result
 
     def close(self) -> None:
@@ -70,20 +70,20 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """A GPU is new, has grown, or works for fewer cores than the kubelet believes."""
+        """A GPU is new or has more memory, or its number of Healthy cores has changed."""
         if len(new) != len(self._sent):
             return True
-        return any(n.card != s.card or n.healthy_cores != s.healthy_cores for n, s in zip(new, self._sent, strict=True))
+        return any(n.gpu != s.gpu or n.healthy_cores != s.healthy_cores for n, s in zip(new, self._sent, strict=True))
 
     def _send(self) -> None:
         self.close()
         if self._held_back is None:
             return
         now, visible = self._clock(), self.visible_blocks()
-        sent = {card.card.name: card for card in self._sent}
-        for card in self._held_back:
-            gpu = card.card.name
-            if gpu in sent and sent[gpu] != card:
+        sent = {each.gpu.name: each for each in self._sent}
+        for each in self._held_back:
+            gpu = each.gpu.name
+            if gpu in sent and sent[gpu] != each:
                 self._seen_before[gpu], self._changed_at[gpu] = visible[gpu], now
         self._sent, self._held_back, self._sent_at = self._held_back, None, now
         self._publish(self._sent)

@@ -41,7 +41,7 @@ class Evictor(Protocol):
 
 
 class DrainEvictions:
-    """Each GPU that is drained is a requester of its own: its end takes back nothing that others want."""
+    """Each drained GPU is a requester of its own, so that the end of its drain cancels no eviction of other requesters."""
 
     def __init__(self, *, agent_state: AgentState, pods: Pods, evictor: Evictor) -> None:
         self._agent_state, self._pods, self._evictor = agent_state, pods, evictor

@@ -1,4 +1,4 @@
-"""What people call a GPU: the one grammar that the agent and the commands share."""
+"""Names of GPUs in requests of operators; the agent and the commands accept the same ones."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from gpumgr.topology.devices import GpuFailure
 from gpumgr.units import GpuName
 
 _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
-#: So many digits of a UUID are no slip of the hand any more; the names in device ids have eight.
+#: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight.
 MIN_DIGITS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGpu:
-    """`name` is that in device ids, `index` NVML's (None: not told). `uuid` None: no more of it is known than the name has."""
+    """`name` is the name in device ids, `index` NVML's (None: unknown). `uuid` None: only the part in the name is known."""
 
     name: GpuName
     uuid: str | None = None
@@ -25,10 +25,10 @@ class KnownGpu:
 
 
 def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]) -> GpuName:
-    """The GPU that is called so: by its index ("3", "GPU3"), its name in device ids, or its UUID or the beginning of it ("GPU-0fe1",
-    "0fe1"), of MIN_DIGITS digits or more. A number is an index always, unless it is some GPU's whole name.
+    """The GPU with this index ("3", "GPU3"), this name in device ids, or this UUID or beginning of it ("GPU-0fe1", "0fe1") of
+    MIN_DIGITS digits or more. A number is an index, unless it is the whole name of a GPU.
 
-    `unreadable`: index -> why, of GPUs that the driver lists and can't describe. Raises InputError that lists the known GPUs.
+    `unreadable`: index -> reason, of GPUs that the driver lists and can't describe. Raises InputError that lists the known GPUs.
     """
     word = text.strip().lower()
     if any(word == gpu.name for gpu in known):
@@ -54,11 +54,11 @@ def find_gpu(text: str, known: Sequence[KnownGpu], unreadable: Mapping[int, str]
     raise InputError(f"{what} {text!r}; there are: {_listed(known)}")
 
 
-def find_card(
+def find_registered_gpu(
     text: str, gpu_registry: GpuRegistry, indices: Mapping[GpuName, int], failures: Sequence[GpuFailure]
 ) -> RegisteredGpu:
-    """The card that is called so. `indices` are NVML's, `failures` what the driver lists and can't describe. Raises as `find_gpu`."""
-    known = [KnownGpu(name=card.name, uuid=card.uuid, index=indices.get(card.name)) for card in gpu_registry.gpus]
+    """As `find_gpu`, of the registered GPUs. `indices` are NVML's, `failures` the GPUs that the driver lists and can't describe."""
+    known = [KnownGpu(name=gpu.name, uuid=gpu.uuid, index=indices.get(gpu.name)) for gpu in gpu_registry.gpus]
     return gpu_registry.by_name[find_gpu(text, known, {failure.index: failure.reason for failure in failures})]
 
 

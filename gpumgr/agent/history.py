@@ -1,7 +1,7 @@
-"""The last things that happened, in memory, and what of them is not on disk yet.
+"""The newest history entries in memory, and those of them that are not on disk yet.
 
-A grant's entry is saved in the grant's own transaction, a cordon's in the cordon's; everything else follows within a moment, and is
-lost if the process is killed before. Nobody waits for it.
+A grant's entry is saved in the grant's transaction, a cordon's in the cordon's. All other entries are saved within a second, and are
+lost if the process is killed before. No call waits for them.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
-from operator import attrgetter
 from typing import Final, NoReturn
 
 import structlog
@@ -22,31 +21,18 @@ from gpumgr.errors import CheckpointError
 
 log = structlog.get_logger(__name__)
 
-#: Entries that come within this time are written together.
+#: Entries of this interval are written together.
 GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
-#: How many entries back a repetition is looked for.
+#: How many of the newest entries are searched for a repetition.
 REPEATS_WITHIN: Final = 50
-#: How many numbers a start leaves out: the agent may have been killed after it told of entries that were not saved yet.
+#: How many numbers a start skips: clients may have received entries that were not saved before the agent was killed.
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
-#: What makes two entries say the same, all but when and what the GPUs had left. One call each: the kubelet waits.
-_decisive: Final = attrgetter(
-    "what",
-    "code",
-    "id",
-    "pod",
-    "pod_uid",
-    "container",
-    "call",
-    "kind",
-    "size",
-    "gpus",
-    "amounts",
-    "evaluator",
-    "why",
-    "mechanisms",
-)
+
+def _content(entry: Entry) -> Entry:
+    """The entry without its number, its time, and what the GPUs had available."""
+    return replace(entry, number=0, at=0.0, candidates=())
 
 
 def about(holder: Allocation, entry: Entry) -> Entry:
@@ -62,13 +48,13 @@ def about(holder: Allocation, entry: Entry) -> Entry:
 
 
 class History:
-    """The newest `capacity` entries, and of older ones the grants of allocations that live. `latest` holds the number of the newest, for
-    whoever wants to hear of news."""
+    """The newest `capacity` entries, and of the older ones the grants of existing allocations. `latest` holds the newest number, for
+    clients that wait for new entries."""
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
         self._newest: deque[Entry] = deque()
-        #: Of each allocation that lives the grants that are not among the newest any more.
+        #: Of each existing allocation the grants that are not among the newest entries any more.
         self._grants: dict[AllocationId, list[Entry]] = {}
         self._unsaved: deque[Entry] = deque(maxlen=capacity)
         self._news = asyncio.Event()
@@ -76,18 +62,18 @@ class History:
         self._number = 0
         self.latest = LatestValue(0)
 
-    def restore(self, entries: Iterable[Entry], *, living: Iterable[AllocationId]) -> None:
-        """After a restart: what the checkpoint kept, oldest first, and the allocations that live."""
-        self._grants = {allocation: [] for allocation in living}
+    def restore(self, entries: Iterable[Entry], *, allocations: Iterable[AllocationId]) -> None:
+        """After a restart: the checkpoint's entries, oldest first, and the ids of the existing allocations."""
+        self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)
         newest = self._newest[-1].number if self._newest else 0
         self._number = newest + SKIPPED_NUMBERS
         self.latest.set(newest)
 
-    def subscribe(self, hear: Callable[[Entry], None]) -> None:
-        """From now on `hear` is called with each entry."""
-        self._listeners.append(hear)
+    def subscribe(self, listener: Callable[[Entry], None]) -> None:
+        """Calls `listener` with each new entry from now on."""
+        self._listeners.append(listener)
 
     def entries(self) -> Sequence[Entry]:
         """Oldest first."""
@@ -99,7 +85,7 @@ class History:
         return self._wall_clock()
 
     def numbered(self, entry: Entry) -> Entry:
-        """The entry with a number of its own, and with the present time if it has none; `add` it once it is true."""
+        """The entry with the next number, and with the present time if it has none; `add` it once its change is made."""
         self._number += 1
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
@@ -113,18 +99,17 @@ class History:
             elif entry.what == "freed":
                 self._grants.pop(entry.id, None)
         self._keep(entry)
-        for hear in self._listeners:
-            hear(entry)
+        for listener in self._listeners:
+            listener(entry)
         self.latest.set(entry.number)
         if not saved:
             self._unsaved.append(entry)
             self._news.set()
 
     def add_unless_repeated(self, entry: Entry) -> None:
-        """Adds it unless the like was told a moment ago: the kubelet repeats a start that was refused again and again."""
-        said = _decisive(entry)
-        recent = islice(reversed(self._newest), REPEATS_WITHIN)
-        if not any(_decisive(before) == said for before in recent):
+        """Adds it unless one of the newest entries has the same content: the kubelet repeats a refused start many times."""
+        content = _content(entry)
+        if not any(_content(before) == content for before in islice(reversed(self._newest), REPEATS_WITHIN)):
             self.add(entry)
 
     def _keep(self, entry: Entry) -> None:
@@ -135,22 +120,22 @@ class History:
                 self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
-        """Writes what is new, for ever. A disk that is full is told once, and tried again."""
-        told = False
+        """Writes new entries, for ever. A failed write is retried and logged once."""
+        logged = False
         while True:
             await self._news.wait()
             await asyncio.sleep(GATHER_SECONDS)
             try:
                 await self.flush()
-                told = False
+                logged = False
             except CheckpointError as error:
-                if not told:
+                if not logged:
                     log.error("history_not_saved", error=str(error))
-                told = True
+                logged = True
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def flush(self) -> None:
-        """Writes what is new now. Raises CheckpointError, and then it is new still."""
+        """Writes the unsaved entries. Raises CheckpointError; then they stay unsaved."""
         entries = tuple(self._unsaved)
         if entries:
             await self._checkpoint.save(Change(entries=entries))

@@ -1,7 +1,7 @@
-"""What the node has and what of it works: the driver's latest snapshot, every GPU's fitness, and the quarantine."""
+"""The node's GPUs and their health: the driver's latest snapshot, failures, cordons and the quarantine."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gpumgr.allocator.answer import GrantedGpu
 from gpumgr.allocator.ids import GpuRegistry, Masks
@@ -18,9 +18,9 @@ EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """An immutable picture of the hardware, joined with the cards by UUID.
+    """An immutable state of the hardware. GPUs are matched with the registered ones by UUID.
 
-    `failed` says of a UUID why it does not work, `closed` why it takes nothing new though it works for those on it.
+    `failed`: UUID -> why the GPU does not work. `cordoned`: UUID -> why it accepts no new containers though it works.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -29,34 +29,34 @@ class Inventory:
     quarantine: Quarantine = field(default_factory=Quarantine)
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
-        """The registry with all GPUs of the snapshot in it."""
+        """The registry with all GPUs of the snapshot."""
         for gpu in self.snapshot.gpus:
             gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_blocks)
         return gpu_registry
 
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
-        """Name -> GPU, of those that the driver shows now."""
+        """Name -> GPU, of those that the driver lists now."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
 
     def indices(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, int]:
-        """Name -> NVML's index, as nvidia-smi counts; also of one that can't be described and that was known by its UUID before."""
+        """Name -> NVML's index; also of a registered GPU that can't be described."""
         failed = [(failure.uuid, failure.index) for failure in self.snapshot.failures if failure.uuid is not None]
         shown = [(gpu.uuid, gpu.index) for gpu in self.snapshot.gpus]
         return {gpu_registry.by_uuid[uuid].name: index for uuid, index in (*failed, *shown) if uuid in gpu_registry.by_uuid}
 
     def unnamed(self, gpu_registry: GpuRegistry) -> Sequence[GpuFailure]:
-        """What the driver lists and can't describe and that is none of the cards, as far as anybody knows."""
+        """The GPUs that the driver can't describe and that are not registered, as far as their UUIDs are known."""
         return [failure for failure in self.snapshot.failures if failure.uuid not in gpu_registry.by_uuid]
 
     def granted(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, GrantedGpu]:
-        """What containers are told of each card; one that the driver does not show now has no device node to name."""
+        """Name -> what a container's response contains of each registered GPU; one that the driver does not list has no device node."""
         shown = self.gpus(gpu_registry)
         return {
             c.name: GrantedGpu(uuid=c.uuid, minor=shown[c.name].minor if c.name in shown else None) for c in gpu_registry.gpus
         }
 
     def failures(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """GPU -> why it does not work; a known card that the driver does not show is one of them."""
+        """GPU -> why it does not work; a registered GPU that the driver does not list is one of them."""
         shown = self.gpus(gpu_registry)
         reasons = {
             c.name: self.failed.get(c.uuid) or (None if c.name in shown else "the driver does not show it")
@@ -65,7 +65,7 @@ class Inventory:
         return {name: reason for name, reason in reasons.items() if reason}
 
     def unschedulable_reasons(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """GPU -> why it takes nothing new."""
+        """GPU -> why it accepts no new containers."""
         reasons = {c.name: self.cordoned.get(c.uuid) or self.quarantine.reason(c.name) for c in gpu_registry.gpus}
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -97,12 +97,9 @@ class Inventory:
     def processes(
         self, gpu_registry: GpuRegistry, sample: NodeSample, started: Mapping[int, int]
     ) -> Mapping[GpuName, list[Process]]:
-        """GPU -> its processes with their start times, of the GPUs whose process list could be read."""
+        """GPU -> its processes with their start times, of the GPUs with a readable process list."""
         return {
             gpu_registry.by_uuid[uuid].name: [(p.pid, started[p.pid]) for p in gpu.processes if p.pid in started]
             for uuid, gpu in sample.gpus.items()
             if uuid in gpu_registry.by_uuid and gpu.processes is not None
         }
-
-    def with_snapshot(self, snapshot: NodeSnapshot) -> "Inventory":
-        return replace(self, snapshot=snapshot)

@@ -1,4 +1,4 @@
-"""What all readers are shown: one frozen instant of the agent, taken on the event loop, read on any thread."""
+"""The state of the agent at one instant, for all readers: made on the event loop, read on any thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ REASONS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxState:
-    """What waits to be written to the API server. `oldest_seconds`: for how long the oldest thing that is due has waited (0.0: none is).
+    """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due).
 
-    `dropped` and `written` (by what: "pod", "event", "node", "eviction"; and how: "ok", "refused") count since the start of the process.
-    `away`: the API server does not answer. `eviction_retries` counts eviction requests after the first for a pod.
+    `dropped` and `written` (by object: "pod", "event", "node", "eviction"; and result: "ok", "refused") count since the start of the
+    process. `away`: the API server does not answer. `eviction_retries` counts eviction requests after the first for a pod.
     """
 
     waiting: int = 0
@@ -35,23 +35,22 @@ class OutboxState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """`node` is the Kubernetes node's name, `at` the instant in unix seconds. `sample` is NVML's latest (None: there was none yet),
-    `sampled_at` its moment in monotonic seconds.
+    """`node` is the Kubernetes node's name, `at` the instant in unix seconds. `sample` is NVML's latest (None before the first),
+    `sampled_at` its time in monotonic seconds.
 
-    `nvml_errors` counts calls that went wrong by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by
-    resource.
+    `nvml_errors` counts failed calls by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by resource.
 
-    `reasons` says by UUID, in one of the words of REASONS, why a GPU takes nothing new. It matters only for GPUs of which the view
-    says so, and may be incomplete.
+    `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`,
+    and may be incomplete.
 
-    `use` says who uses what (None: nobody looked yet), `over` which containers are over their memory. `enforcement` has each mechanism
-    that new shares get, with what it keeps in words ("cores", "memory", "cores and memory"). `vcuda_registrations` (by result) and
-    `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
+    `use` is the use by container (None before the first sample), `over` the containers over their memory. `enforcement` has each
+    mechanism that new shares get, with what it limits ("cores", "memory", "cores and memory"); an allocation has its own mechanisms.
+    `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
-    `registered` tells of each resource whether the kubelet has it from us, `not_ready` in sentences why the node can't take pods with
-    GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server. `connections` are those
-    that the web server has open, `connections_refused` those that it did not take for want of room since the start of the process,
-    `disconnects` requests that their client ended before the response was complete.
+    `registered`: resource -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't accept pods with
+    GPUs now. `cordons` are by UUID. `outbox` None: there is no API server. `connections` counts the web server's open connections,
+    `connections_refused` those over its limit since the start of the process, `disconnects` requests that their client ended before the
+    response was complete.
     """
 
     view: AgentView
@@ -77,12 +76,12 @@ class NodeReport:
     mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)
 
     def unschedulable(self) -> Mapping[GpuName, str]:
-        """GPU -> word of REASONS, of those that take nothing new."""
+        """GPU -> word of REASONS, of those that accept no new containers."""
         return {gpu: self._reason(gpu) for gpu in self.view.node.unschedulable}
 
     def _reason(self, gpu: GpuName) -> str:
-        card = self.view.ledger.gpu_registry.by_name.get(gpu)
-        word = self.reasons.get(card.uuid) if card else None
+        registered = self.view.ledger.gpu_registry.by_name.get(gpu)
+        word = self.reasons.get(registered.uuid) if registered else None
         if word is not None:
             return word if word in REASONS else "other"
         if gpu not in self.view.node.rows:

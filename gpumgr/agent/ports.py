@@ -1,4 +1,4 @@
-"""What the agent needs of the world. Stations implement these; nothing in the agent imports a station."""
+"""The interfaces that the agent needs from other packages. They implement these; the agent imports none of them."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, Protocol
@@ -15,12 +15,12 @@ from gpumgr.units import Resource
 
 
 class Checkpoint(Protocol):
-    """Durable memory. Both raise CheckpointError, and then nothing was changed."""
+    """Durable storage. Both methods raise CheckpointError, and then nothing has changed."""
 
     async def save(self, change: Change) -> None: ...
 
     async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
-        """`entries` are what the history tells of it, in the same transaction."""
+        """`entries` are its history entries, written in the same transaction."""
         ...
 
 
@@ -33,7 +33,7 @@ class PodResources(Protocol):
 
 
 class Pods(Protocol):
-    """This node's pods as the API server has them, out of memory."""
+    """This node's pods as the API server has them, from a cache."""
 
     @property
     def synced(self) -> bool: ...
@@ -48,35 +48,35 @@ class Pods(Protocol):
 
 
 class Enforcement(Protocol):
-    """Limits of containers that share a GPU, and the way in which containers get what they are given."""
+    """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool) -> Terms:
-        """For a container of this pod (None = which pod it is is not sure)."""
+        """For a container of this pod (None: the pod is not certain)."""
         ...
 
     def answer(
-        self, base: ContainerResponse, kind: Resource, allocation: Allocation, tenant: GpuShare | None
+        self, base: ContainerResponse, resource: Resource, allocation: Allocation, tenant: GpuShare | None
     ) -> ContainerResponse:
-        """The answer to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
+        """The response to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone.
         Raises Refusal."""
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        """The container is about to start (again). `base`: what both its calls were answered beside the limits. Raises Refusal."""
+        """To be called before each start of the container. `base`: the responses to both its calls without the limits. Raises Refusal."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """A container with these GPUs for itself is about to start. Raises Refusal."""
+        """To be called before a container starts that has these GPUs whole. Raises Refusal."""
         ...
 
 
 class Meter(Protocol):
-    """Counts what happened."""
+    """Metrics of the reconciler."""
 
     def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
 
 
-#: Receives each new offer for the kubelet, already debounced.
+#: Receives each device list for the kubelet.
 Publish = Callable[[NodeDevices], None]
-#: True while this very process runs on the host.
+#: Whether this process still runs on the host.
 Runs = Callable[[Process], bool]

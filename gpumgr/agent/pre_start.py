@@ -1,4 +1,4 @@
-"""PreStartContainer: at every start of a container, the first and all later ones, what it was granted is made ready again."""
+"""PreStartContainer: prepares a container's allocation at each of its starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ from gpumgr.units import RESOURCES, Resource
 
 log = structlog.get_logger(__name__)
 
-#: What a share has where nothing enforces.
+#: The mechanisms of a share without enforcement.
 NO_MECHANISM = ("none",)
 
 
 class PreStart:
-    """`allocation_dir`: the host's folder of the containers' folders, which `make_dir` makes."""
+    """`allocation_dir`: the host folder of the containers' folders, which `make_dir` creates."""
 
     def __init__(
         self,
@@ -44,30 +44,30 @@ class PreStart:
         self._enforcement, self._answers = enforcement, answers
         self._allocation_dir, self._make_dir = allocation_dir, make_dir
 
-    async def start(self, asking: CallRecord, device_ids: Sequence[str]) -> None:
+    async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """Raises Refusal; the kubelet tries again later."""
-        agent_state, kind = self._agent_state, asking.kind
-        masks = agent_state.ledger.gpu_registry.known(kind, device_ids)
+        agent_state, resource = self._agent_state, record.resource
+        masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
         if count(masks) < len(device_ids):
-            self._confirm_anonymous(asking, device_ids)
+            self._confirm_anonymous(record, device_ids)
             return
-        holders = _holders(agent_state.ledger, kind, masks)
+        holders = _holders(agent_state.ledger, resource, masks)
         if not holders or holders[-1].container is None:
             try:
                 await self._reconciler.learn()
             except CheckpointError as error:
                 log.error("name_not_remembered", error=str(error))
-            holders = _holders(agent_state.ledger, kind, masks)
+            holders = _holders(agent_state.ledger, resource, masks)
         if not holders:
-            asking.id = _name_of(device_ids)
+            record.id = _name_of(device_ids)
             raise Refusal(
-                "conflict", f"the container's {len(device_ids)} {kind} ids ({min(device_ids)} ...) are in nobody's name here"
+                "conflict", f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) are in nobody's name here"
             )
         allocation = holders[-1]
-        asking.id = allocation.id
+        record.id = allocation.id
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         spec = view.container(allocation.container) if view and allocation.container else None
-        asking.caller = Caller(pod=allocation.pod, view=view, spec=spec)
+        record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
         if spec is not None:
             check_request(spec.cores, spec.memory_blocks)
         else:
@@ -77,7 +77,7 @@ class PreStart:
                 agent_state.close_open()
                 agent_state.publish()
         self._make_folders(holders)
-        if kind == "core":  # every share has cores; one of the container's two calls is enough
+        if resource == "core":  # every share has cores, so one of the container's two calls is enough
             for holder in holders:
                 await self._start_one(holder)
 
@@ -91,7 +91,7 @@ class PreStart:
         await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
 
     def _with_known_terms(self, allocation: Allocation) -> Allocation:
-        """A share that came into the ledger without its answer (the checkpoint was lost): nobody knows what it was promised."""
+        """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""
         if allocation.whole or allocation.anonymous or allocation.mechanisms:
             return allocation
         mechanisms = self._enforcement.terms(find_pod(self._pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -104,7 +104,7 @@ class PreStart:
         return replace(allocation, mechanisms=mechanisms)
 
     def _check_exemption(self, allocation: Allocation) -> None:
-        """An exception of the operator's is for the pods that he named, whoever the caller seemed to be when it was granted."""
+        """The operator's exemption applies only to the pods that it names; the pod of a grant may have been a wrong guess."""
         exemption = allocation.exemption
         if exemption is None:
             return
@@ -128,22 +128,22 @@ class PreStart:
             except OSError as error:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
-    def _confirm_anonymous(self, asking: CallRecord, device_ids: Sequence[str]) -> None:
-        """A container admitted under gpu-manager starts again: its ids name no GPU, its record does."""
+    def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
+        """A container that gpu-manager admitted starts again: its ids name no GPU, but its record does."""
         if not any(a.anonymous for a in self._agent_state.ledger.allocations.values()):
-            asking.id = _name_of(device_ids)
+            record.id = _name_of(device_ids)
             raise Refusal(
                 "unknown_device",
-                f"the container holds {asking.kind} ids that this node never offered ({min(device_ids)} ...), and no record of gpu-manager "
-                f"explains them; delete the pod and create it again",
+                f"the container holds {record.resource} ids that this node never offered ({min(device_ids)} ...), and no record of "
+                f"gpu-manager explains them; delete the pod and create it again",
             )
 
 
-def _holders(ledger: Ledger, kind: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids; of several (init containers and who took over) the one that holds them now is last."""
-    return sorted((a for a in ledger.holders(kind, masks) if a.held(kind) == masks), key=lambda a: not a.init)
+def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
+    """The allocations with exactly these ids; of an init container and a container that took over its ids, the latter is last."""
+    return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)
 
 
 def _name_of(device_ids: Sequence[str]) -> AllocationId:
-    """For a container of no allocation: the same at each try, in whatever order its ids come."""
+    """A name for a container without an allocation: the same at each try, independent of the order of its ids."""
     return blake2b(" ".join(sorted(device_ids)).encode(), digest_size=8).hexdigest()

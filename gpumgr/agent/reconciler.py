@@ -1,4 +1,4 @@
-"""Between the kubelet's calls: freeing what pods left, learning what the kubelet knows and the ledger does not."""
+"""Between the kubelet's calls: frees the ids of ended pods, and adopts allocations that only the kubelet has."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from gpumgr.units import GpuName
 
 log = structlog.get_logger(__name__)
 
-#: `List` harms the kubelet between an Allocate's choice and its entry in the kubelet's table (design: free when the kubelet frees).
+#: No `List` between the kubelet's choice of ids and their entry in its table, which `List` rebuilds (design: free when the kubelet frees).
 GAP_SECONDS = 0.5
-#: How long a container start waits for a moment in which `List` is allowed.
+#: How long a container start waits until `List` is allowed.
 LEARN_SECONDS = 10.0
-#: The Allocate that follows a preference comes at once; if it has not come by now, it will not.
+#: An Allocate follows its GetPreferredAllocation within this time, or not at all.
 UNDER_WAY_SECONDS = 2.0
 SWEEP_SECONDS = 5.0
 #: After a start (ours or the kubelet's) `List` is incomplete until the kubelet's sources are ready.
@@ -36,7 +36,7 @@ PATIENCE_WHILE_INCOMPLETE = 6
 
 
 class Reconciler:
-    """Sweeps every few seconds, and soon after a pod ended."""
+    """Sweeps every few seconds, and soon after the end of a pod."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Reconciler:
         self._wake = asyncio.Event()
 
     def preferred(self) -> None:
-        """A preference is being answered; its Allocate is under way: no `List` until that is answered."""
+        """GetPreferredAllocation is being answered: no `List` until its Allocate is answered."""
         self._quiet_until = self._clock() + UNDER_WAY_SECONDS
 
     def answered(self) -> None:
-        """An Allocate is being answered: no `List` for a moment."""
+        """An Allocate is being answered: no `List` for GAP_SECONDS."""
         self._quiet_until = self._clock() + GAP_SECONDS
 
     def kubelet_restarted(self) -> None:
@@ -70,7 +70,7 @@ class Reconciler:
         self._admission.kubelet_restarted(INCOMPLETE_SECONDS)
 
     def soon(self) -> None:
-        """A pod ended: sweep without waiting for the next round."""
+        """A pod has ended: the next sweep follows at once."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class Reconciler:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._wake.wait()
-                    await asyncio.sleep(GAP_SECONDS)  # pods often end together, and `List` is no toy
+                    await asyncio.sleep(GAP_SECONDS)  # pods often end together, and one `List` serves all of them
             self._wake.clear()
             try:
                 done = await self.sweep()
@@ -91,12 +91,12 @@ class Reconciler:
             wait = GAP_SECONDS if not done else (1.0 if self._absent else SWEEP_SECONDS)
 
     async def sweep(self) -> bool:
-        """One look at who is still there. False if it must wait because an Allocate is under way, or was a moment ago."""
+        """Frees the allocations of ended pods. False if it must wait because an Allocate is in progress, or was shortly before."""
         agent_state = self._agent_state
         async with agent_state.lock:
             agent_state.expire_open()
             await agent_state.register_gpus()
-            await self._before_offer()
+            await agent_state.prepare_offer()
             agent_state.publish()
             if self._clock() < self._quiet_until:
                 return False
@@ -127,39 +127,39 @@ class Reconciler:
             return True
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """Takes into the ledger what the kubelet remembers and the ledger does not (at start, after a lost checkpoint)."""
+        """Adds allocations that only the kubelet has to the ledger (at start, after a lost checkpoint)."""
         async with self._agent_state.lock:
             rebuilt = await self.adopt_locked(entries)
             self._agent_state.publish()
             return rebuilt
 
     async def learn(self) -> None:
-        """Finds the pod of a container that starts and holds ids under no known name, by PodResources. Waits until no other
-        Allocate is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
+        """Finds, by PodResources, the pod of a starting container of which the ids have no known name. Waits until no other Allocate
+        is expected, for LEARN_SECONDS at most; then the start is refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))
             async with self._agent_state.lock:
                 if self._clock() < self._quiet_until:
-                    continue  # a preference was answered while this call waited for the lock
+                    continue  # GetPreferredAllocation was answered while this call waited for the lock
                 await self.adopt_locked(())
                 self._agent_state.publish()
                 return
 
     async def adopt_locked(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """As `adopt`, but the kubelet is not told. The caller holds the books' lock."""
+        """As `adopt`, without publishing the device lists. The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
         listing = await self._admission.list_pods()
         if listing is not None:
-            # Names only: with this much patience nothing is freed.
+            # Only names: with this patience nothing is freed.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._settle(rebuilt)
         return rebuilt
 
     async def migrate(self, plan: Callable[[Ledger, Mapping[int, GpuName]], Rebuilt]) -> Rebuilt:
-        """Commits what `plan` makes of the ledger and the device minors of its GPUs (records of gpu-manager). The caller holds the
-        books' lock."""
+        """Commits the result of `plan` for the ledger and the device minors of its GPUs (records of gpu-manager). The caller holds the
+        agent state's lock."""
         gpus = self._agent_state.inventory.gpus(self._agent_state.ledger.gpu_registry)
         rebuilt = plan(self._agent_state.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
         await self._settle(rebuilt)
@@ -167,19 +167,12 @@ class Reconciler:
         return rebuilt
 
     async def name(self, pods: Mapping[str, PodKey]) -> None:
-        """Gives allocations that only a UID is known of their pods' names (UID -> pod). The caller holds the books' lock."""
+        """Sets the pod of allocations that have only a UID (UID -> pod). The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
         for a in ledger.allocations.values():
             if a.pod is None and a.uid is not None and a.uid in pods:
                 ledger = ledger.occupy(replace(a, pod=pods[a.uid]))
         await self._agent_state.commit(ledger)
-
-    async def _before_offer(self) -> None:
-        """Whose GPU came, or could not be remembered when it came, has it before it is offered. The caller holds the books' lock."""
-        agent_state = self._agent_state
-        if agent_state.inventory.snapshot.gpus and (first := agent_state.before_first_offer) is not None:
-            agent_state.before_first_offer = None
-            await first()
 
     async def _settle(self, rebuilt: Rebuilt) -> None:
         for a in rebuilt.added:

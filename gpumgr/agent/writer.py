@@ -1,7 +1,7 @@
-"""The kubelet's calls as turns: gather, decide (pure), persist, commit, tell. One lock orders them.
+"""The kubelet's calls, one at a time under one lock: collect the input, decide (pure), save, apply, respond.
 
-A turn never waits for the API server; it waits for PodResources and the disk only, both within bounds. It runs to its end even if
-the kubelet hangs up meanwhile (the servers shield it), or disk and memory would part.
+A call never waits for the API server, and for PodResources and the disk only within bounds. It is completed even if the kubelet
+cancels it (the servers shield it), so that disk and memory stay equal.
 """
 
 import time
@@ -21,7 +21,7 @@ from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
-from gpumgr.allocator.choose import Ask, Choice, candidates, choose, open_allocation
+from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.history import Call
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentView:
-    """What readers (metrics, /graph, the demo) see: one consistent instant."""
+    """The state for readers (metrics, /graph, the demo) at one instant."""
 
     ledger: Ledger
     inventory: Inventory
@@ -43,7 +43,7 @@ class AgentView:
 
 
 class Agent:
-    """Implements the device plugins' port."""
+    """Implements gpumgr.deviceplugin.plugin.Allocator."""
 
     def __init__(
         self,
@@ -74,66 +74,69 @@ class Agent:
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:
-        """Counts from the next call of the kubelet on."""
+        """Takes effect at the kubelet's next call."""
         self._share_mode = share_mode
 
     def view(self) -> AgentView:
         return AgentView(ledger=self.agent_state.ledger, inventory=self.agent_state.inventory, node=self.agent_state.node())
 
-    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """GetPreferredAllocation: `size` ids to take. Raises Refusal, which fails the pod with its sentence."""
-        with self._telling("prefer", kind, size) as asking:
-            return await self._prefer(asking, available, must_include)
+    async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
+        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal, which fails the pod with its message."""
+        with self._recording("prefer", resource, size) as record:
+            return await self._prefer(record, available, must_include)
 
-    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
-        """Allocate: commits exactly these ids, durably, then answers. Raises Refusal."""
-        with self._telling("allocate", kind, len(device_ids)) as asking:
-            return await self._allocate(asking, device_ids)
+    async def allocate(self, resource: Resource, device_ids: Sequence[str]) -> ContainerResponse:
+        """Allocate: commits exactly these ids durably, then responds. Raises Refusal."""
+        with self._recording("allocate", resource, len(device_ids)) as record:
+            return await self._allocate(record, device_ids)
 
-    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
+    async def pre_start(self, resource: Resource, device_ids: Sequence[str]) -> None:
         """PreStartContainer, at every container start. Raises Refusal; the kubelet tries again later."""
-        with self._telling("pre_start", kind, len(device_ids)) as asking:
-            await self._starts.start(asking, device_ids)
+        with self._recording("pre_start", resource, len(device_ids)) as record:
+            await self._starts.start(record, device_ids)
 
     @contextmanager
-    def _telling(self, call: Call, kind: Resource, size: int) -> Iterator[CallRecord]:
-        """A refusal is a decision: it gets its line in the log and its place in the history."""
-        asking = CallRecord(call=call, kind=kind, size=size, id=self._new_id())
+    def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
+        """Logs a refusal and adds it to the history."""
+        record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
         try:
-            yield asking
+            yield record
         except Refusal as refusal:
-            caller = asking.caller
+            caller = record.caller
             log.warning(
                 "refused",
-                allocation=asking.id,
+                allocation=record.id,
                 call=call,
-                resource=kind,
+                resource=resource,
                 pod="/".join(caller.pod) if caller.pod else None,
                 container=caller.container,
                 code=refusal.code,
                 reason=str(refusal),
             )
-            self.agent_state.history.add_unless_repeated(asking.refused(refusal))
+            self.agent_state.history.add_unless_repeated(record.refused(refusal))
             raise
 
     # -- GetPreferredAllocation --------------------------------------------------------------------------------------------
 
-    async def _prefer(self, asking: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
-        agent_state, kind, size = self.agent_state, asking.kind, asking.size
+    async def _prefer(self, record: CallRecord, available: Sequence[str], must_include: Sequence[str]) -> Sequence[str]:
+        agent_state, resource, size = self.agent_state, record.resource, record.size
         async with agent_state.lock:
             self.admission.pending = None
             gpu_registry = agent_state.ledger.gpu_registry
-            ask = Ask(
-                kind=kind, available=gpu_registry.known(kind, available), must=gpu_registry.parse(kind, must_include), size=size
+            request = Request(
+                resource=resource,
+                available=gpu_registry.known(resource, available),
+                must=gpu_registry.parse(resource, must_include),
+                size=size,
             )
-            ledger, caller = await self.admission.identify(agent_state.ledger, ask)
+            ledger, caller = await self.admission.identify(agent_state.ledger, request)
             self._put(ledger)
-            self._know(asking, caller)
-            self._refuse_share(kind, size)
-            choice = await self._choose(caller, ask)
-            self.admission.pending = Pending(asking=asking, choice=choice)
+            self._identified(record, caller)
+            self._refuse_share(resource, size)
+            choice = await self._choose(caller, request)
+            self.admission.pending = Pending(record=record, choice=choice)
             self.reconciler.preferred()
-            return gpu_registry.format(kind, choice.masks)
+            return gpu_registry.format(resource, choice.masks)
 
     def _put(self, ledger: Ledger) -> None:
         if ledger is not self.agent_state.ledger:
@@ -142,74 +145,85 @@ class Agent:
             except LedgerError as error:
                 raise Refusal("internal", f"the pod was not placed: {error}") from error
 
-    def _know(self, asking: CallRecord, caller: Caller) -> None:
-        """Who asks is known; what is decided now is decided on what the GPUs have left now."""
+    def _identified(self, record: CallRecord, caller: Caller) -> None:
+        """Records the caller, and the available amounts on which the decision is based."""
         agent_state = self.agent_state
-        asking.caller, asking.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
-        other = other_resource(asking.kind)
+        record.caller, record.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
+        other = other_resource(record.resource)
         own = open_allocation(agent_state.ledger, caller, other)
-        asking.id = own.id if own else asking.id
+        record.id = own.id if own else record.id
 
-    async def _choose(self, caller: Caller, ask: Ask) -> Choice:
-        """What fits now; else what fits with blocks that came free this moment."""
+    async def _choose(self, caller: Caller, request: Request) -> Choice:
+        """The best choice; if there is none, the best one with blocks that were just freed."""
         agent_state = self.agent_state
         try:
-            return choose(agent_state.node(), agent_state.ledger, caller, ask)
+            return choose(agent_state.node(), agent_state.ledger, caller, request)
         except Refusal as refusal:
-            if refusal.code != "no_fit" or (node := await agent_state.node_in_haste()) is None:
+            if refusal.code != "no_fit" or (node := await agent_state.node_with_pending_blocks()) is None:
                 raise
-        return choose(node, agent_state.ledger, caller, ask)
+        return choose(node, agent_state.ledger, caller, request)
 
-    def _refuse_share(self, kind: Resource, size: int) -> None:
-        if kind == "core" and size < CORES_PER_GPU and not self._share_mode:
+    def _refuse_share(self, resource: Resource, size: int) -> None:
+        if resource == "core" and size < CORES_PER_GPU and not self._share_mode:
             raise Refusal(
                 "invalid_request", "this node does not share GPUs (placement.share_mode is off): ask for 100 cores or a multiple"
             )
 
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
-    async def _allocate(self, asking: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        agent_state, kind = self.agent_state, asking.kind
+    async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
+        agent_state, resource = self.agent_state, record.resource
         async with agent_state.lock:
             if not device_ids:
-                raise Refusal("invalid_request", f"the kubelet asked to allocate no {kind} ids at all")
-            masks = agent_state.ledger.gpu_registry.parse(kind, device_ids)
+                raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")
+            masks = agent_state.ledger.gpu_registry.parse(resource, device_ids)
             pending, self.admission.pending = self.admission.pending, None
-            if pending is not None and (pending.asking.kind, pending.asking.size) == (kind, len(device_ids)):
-                before, why, evaluator = pending.asking, pending.choice.why, pending.choice.evaluator
-                asking.caller, asking.candidates, asking.id = before.caller, before.candidates, before.id
+            if pending is not None and (pending.record.resource, pending.record.size) == (resource, len(device_ids)):
+                before, why, evaluator = pending.record, pending.choice.why, pending.choice.evaluator
+                record.caller, record.candidates, record.id = before.caller, before.candidates, before.id
             else:
-                ledger, caller = await self.admission.unasked(agent_state.ledger, kind, masks)
+                ledger, caller = await self.admission.identify_without_preference(agent_state.ledger, resource, masks)
                 self._put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
-                self._know(asking, caller)
-            caller = asking.caller
-            self._refuse_share(kind, len(device_ids))
+                self._identified(record, caller)
+            caller = record.caller
+            self._refuse_share(resource, len(device_ids))
             allocation = grant(
-                agent_state.node(), agent_state.ledger, caller, kind, masks, new_id=asking.id, now=self._wall_clock(), why=why
+                agent_state.node(), agent_state.ledger, caller, resource, masks, new_id=record.id, now=self._wall_clock(), why=why
             )
             allocation = self._with_terms(allocation, caller)
-            answer = self._answers.whole(allocation, kind)
+            answer = self._answers.whole(allocation, resource)
             try:
-                await agent_state.commit(agent_state.ledger.occupy(allocation), telling=asking.granted(allocation, evaluator))
+                await agent_state.commit(agent_state.ledger.occupy(allocation), entry=record.granted(allocation, evaluator))
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)
-            self._mind_memory(kind, allocation, caller)
+            self._await_memory_call(resource, allocation, caller)
             agent_state.publish()
             self.reconciler.answered()
-        self._log_grant(kind, allocation, len(device_ids), evaluator)
+        log.info(
+            "allocation_granted",
+            allocation=allocation.id,
+            pod="/".join(allocation.pod) if allocation.pod else None,
+            pod_uid=allocation.uid,
+            container=allocation.container,
+            resource=resource,
+            size=len(device_ids),
+            gpus=tuple(allocation.gpus),
+            evaluator=evaluator,
+            why=allocation.why,
+        )
         return answer
 
-    def _mind_memory(self, kind: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Free blocks of GPUs taken whole turn Unhealthy only when the container's own memory call can't come any more."""
+    def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
+        """Free blocks of whole GPUs turn Unhealthy only when the container's own memory call can't come any more."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
-        if kind == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
+        if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Decided at the first of the two calls. What the operator excepts is excepted for a pod that is sure to be the caller."""
+        """With mechanisms and exemption, decided at the first of the two calls. An exemption needs a caller that is certain."""
         whole = allocation.whole or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)
@@ -217,18 +231,3 @@ class Agent:
             return allocation
         terms = self._enforcement.terms(None if caller.guessed else caller.view, share=not whole)
         return replace(allocation, mechanisms=terms.mechanisms, exemption=terms.exemption, cdi=terms.cdi)
-
-    def _log_grant(self, kind: Resource, allocation: Allocation, size: int, evaluator: str | None) -> None:
-        pod = "/".join(allocation.pod) if allocation.pod else None
-        log.info(
-            "allocation_granted",
-            allocation=allocation.id,
-            pod=pod,
-            pod_uid=allocation.uid,
-            container=allocation.container,
-            resource=kind,
-            size=size,
-            gpus=tuple(allocation.gpus),
-            evaluator=evaluator,
-            why=allocation.why,
-        )

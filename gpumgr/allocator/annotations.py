@@ -1,9 +1,9 @@
-"""What a pod's annotations say of what its containers were given. Pure.
+"""Annotations of a pod that describe the allocations of its containers. Pure.
 
-gpu-manager's keys stand beside our own, so that gpu-admission and what people built around it go on working. Of the keys that touch
-a pod the node agent writes these (source: tkestack gpu-manager, its contract with gpu-admission): the minors of each container's
-GPUs under the container's place in spec.containers, the node, the time, and that the pod has its GPUs. `tencent.com/vcuda-device` and
-its like belong to containers, not to pods: the answer to Allocate carries them.
+They have gpu-manager's keys beside gpumgr's, so that gpu-admission and tools around it continue to work. A pod gets these (source:
+tkestack gpu-manager, its contract with gpu-admission): the minors of each container's GPUs under the container's index in
+spec.containers, the node, the time, and that the pod has its GPUs. `tencent.com/vcuda-device` and similar keys belong to containers;
+the response to Allocate has them.
 """
 
 import json
@@ -22,7 +22,7 @@ PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
 PREDICATE_NODE: Final = "tencent.com/predicate-node"
 PREDICATE_TIME: Final = "tencent.com/predicate-time"
 
-#: Kubernetes takes 256 KiB for all annotations of an object together; others write there, too.
+#: Kubernetes accepts 256 KiB for all annotations of an object together, also those of other programs.
 MAX_ALLOCATIONS_BYTES: Final = 64 << 10
 
 
@@ -40,9 +40,9 @@ def pod_annotations(
     node: str,
     evaluators: Mapping[AllocationId, str],
 ) -> dict[str, str]:
-    """All keys with their values; none if the pod has no allocations. The same ledger makes the same text.
+    """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
 
-    `gpus` are those that the driver shows; a container on another one has no indices there. `evaluators` may lack allocations.
+    `gpus` are those that the driver lists; a container on another one has no indices. `evaluators` may lack allocations.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
@@ -58,7 +58,7 @@ def pod_annotations(
 
 
 def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
-    """Of app containers only: gpu-manager knows no others. It writes device minors, and calls them indices."""
+    """Of app containers only, as in gpu-manager, which writes device minors under the name of indices."""
     places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
     for a in allocations:
         place = places.get(a.container) if a.container is not None else None
@@ -83,7 +83,7 @@ def _object(a: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu
 
 
 def _bounded(objects: Sequence[dict[str, Any]]) -> str:
-    """A JSON list in ASCII. Too long, it does without the reasons; still too long, it ends with how many containers are left out."""
+    """A JSON list in ASCII. If it is too long, the reasons are omitted; then containers, with their number as the last element."""
     text = _json(objects)
     if len(text) <= MAX_ALLOCATIONS_BYTES:
         return text

@@ -1,7 +1,7 @@
-"""What Allocate answers: devices, environment, mounts and annotations of one container.
+"""The response to Allocate: devices, environment, mounts and annotations of one container.
 
-It depends on the allocation alone, never on the pod (design: state is keyed by allocation). The shape is gpu-manager's: the core
-call answers everything but the annotation `tencent.com/vcuda-memory`, which the memory call answers.
+It depends on the allocation alone, not on the pod (design: state is keyed by allocation). As in gpu-manager, the core call's response
+has everything but the annotation `tencent.com/vcuda-memory`, which the memory call's has.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, MEMORY_RESOURCE, GpuName
 LIBRARY_PATH = "/usr/local/nvidia"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
-#: Names of what keeps the container within its share, joined by "+".
+#: Names of the container's mechanisms, joined by "+".
 ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPaths:
-    """Where the host keeps what a container gets. `exists` asks the host; what is not there is left out of the answer."""
+    """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response."""
 
     exists: Callable[[str], bool]
     device_root: str = "/dev"
@@ -34,14 +34,14 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedGpu:
-    """What a container must know of a GPU. `minor` None = the driver does not tell; then no device node can be named."""
+    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node."""
 
     uuid: str
     minor: int | None
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Answer to the core call; `gpus` holds at least the granted ones."""
+    """Response to the core call; `gpus` has at least the granted ones."""
     granted = [gpus[name] for name in allocation.gpus]
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     control = [f"{host.device_root}/{name}" for name in CONTROL_NODES]
@@ -72,24 +72,24 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:
-    """Answer to the memory call: bytes, as gpu-manager writes them."""
+    """Response to the memory call, in bytes as in gpu-manager."""
     return ContainerResponse(
         envs={}, mounts=(), devices=(), annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)}
     )
 
 
 def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
-    """The allocation id in an earlier answer (container path -> host path), as a rebuild finds it in the kubelet's checkpoint."""
+    """The allocation id in the mounts (container path -> host path) of an earlier response, from the kubelet's checkpoint."""
     folder = mounts.get(ALLOCATION_PATH)
     return folder.rstrip("/").rpartition("/")[2] or None if folder else None
 
 
 def mechanisms_in(annotations: Mapping[str, str]) -> tuple[str, ...]:
-    """The mechanisms of an earlier answer's limits."""
+    """The mechanisms in the annotations of an earlier response."""
     text = annotations.get(ENFORCEMENT_ANNOTATION)
     return tuple(text.split("+")) if text else ()
 
 
 def _inside(path: str, host: HostPaths) -> str:
-    """Path in the container: the standard /dev, wherever the host keeps its nodes."""
+    """Path in the container: below the standard /dev, independent of the host's device root."""
     return "/dev" + path.removeprefix(host.device_root) if path.startswith(host.device_root + "/") else path

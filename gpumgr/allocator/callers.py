@@ -1,7 +1,7 @@
-"""Whose call is this? The kubelet names no pod, but it admits one pod after another, one container after another.
+"""Identifies the container of a call. The kubelet names no pod, but it admits one pod, and one container, after another.
 
-PodResources `List`, asked from inside GetPreferredAllocation, already names the pod under admission (design: identity is exact).
-That pod is a listed one whose first container with something missing wants exactly this many ids of this resource.
+PodResources `List`, called during GetPreferredAllocation, already has the pod under admission (design: identity is exact). It is a
+listed pod of which the first container that lacks ids requests exactly this number of this resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,10 @@ FindPod = Callable[[PodKey], PodView | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The container on whose behalf the kubelet calls; everything is None as far as it is not known.
+    """The container for which the kubelet calls; what is not known is None.
 
-    `guessed`: nothing but the order of pods speaks for it. `continues`: an allocation that this call completes, as the order of calls
-    tells, though it does not have the caller's name.
+    `guessed`: it follows only from the order of pods. `continues`: an allocation that this call completes according to the order of
+    calls, though it does not have the caller's name.
     """
 
     pod: PodKey | None = None
@@ -57,82 +57,82 @@ class Caller:
         return allocation.container == self.spec.name and allocation.same_pod(probe)
 
 
-NOBODY = Caller()
+UNKNOWN_CALLER = Caller()
 
 
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
-    """First container, in the kubelet's order, that still lacks a resource it wants.
+    """First container, in the kubelet's order, that lacks a resource that it requests.
 
-    Those before the last one that holds something are behind us, also an init container whose ids stand under no name because the
-    pod was not known when it got them.
+    Containers before the last one that holds ids are done, also an init container of which the allocation has no name because the pod
+    was not known at its grant.
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
     reached = max((n for n, spec in enumerate(view.containers) if spec.name in holders), default=0)
     for spec in view.containers[reached:]:
         own = [a for a in mine if a.container == spec.name]
-        if any(spec.wants(kind) and not any(a.held(kind) for a in own) for kind in RESOURCE_NAMES):
+        if any(spec.wants(resource) and not any(a.held(resource) for a in own) for resource in RESOURCE_NAMES):
             return spec
     return None
 
 
-def waits_for(ledger: Ledger, view: PodView, kind: Resource, size: int) -> ContainerSpec | None:
-    """The container of this pod that would call now for `size` ids of `kind`, if any would."""
+def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> ContainerSpec | None:
+    """The container of this pod that would call now for `size` ids of `resource`, if any would."""
     if view.phase != "Pending":
         return None
     spec = next_container(ledger, view)
-    if spec is None or spec.wants(kind) != size:
+    if spec is None or spec.wants(resource) != size:
         return None
-    has_it = any(a.container == spec.name and a.held(kind) for a in ledger.of(view.key, view.uid))
+    has_it = any(a.container == spec.name and a.held(resource) for a in ledger.of(view.key, view.uid))
     return None if has_it else spec
 
 
 def find_caller(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Resource, size: int, seen: Mapping[PodKey, int]
+    ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The pod under admission: a listed one that waits for this. If several do, it is the one of which the container is listed with its
+    """The pod under admission: a listed one that waits for this. Of several it is the one with a container that is listed with its
     other resource, or else the newest. None if no listed pod fits.
 
-    `seen` numbers the pods in the order in which earlier looks first showed them.
+    `seen` numbers the pods in the order in which they were first listed.
     """
     candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
         view = find_pod(pod)
-        spec = waits_for(ledger, view, kind, size) if view else None
+        spec = waits_for(ledger, view, resource, size) if view else None
         if view is None or spec is None:
             continue
         held = listing.containers(pod).get(spec.name, {}) if spec.kind != "init" else {}
-        if held.get(RESOURCE_NAMES[kind]):
+        if held.get(RESOURCE_NAMES[resource]):
             continue
-        half = bool(held.get(RESOURCE_NAMES[other_resource(kind)]))  # between the container's two calls
+        half = bool(held.get(RESOURCE_NAMES[other_resource(resource)]))  # between the container's two calls
         candidates.append((half, seen.get(pod, len(seen)), view.created_at, pod, Caller(pod=pod, view=view, spec=spec)))
     return max(candidates, key=lambda c: c[:4])[4] if candidates else None
 
 
-def oldest_waiting(ledger: Ledger, views: Iterable[PodView], kind: Resource, size: int) -> Caller | None:
+def oldest_waiting(ledger: Ledger, views: Iterable[PodView], resource: Resource, size: int) -> Caller | None:
     """Without `List`: of the pods that wait for this, the one created first (the kubelet admits a batch in that order)."""
-    waiting = [(view.created_at, view.key, view, spec) for view in views if (spec := waits_for(ledger, view, kind, size))]
+    waiting = [(view.created_at, view.key, view, spec) for view in views if (spec := waits_for(ledger, view, resource, size))]
     if not waiting:
         return None
     _, pod, view, spec = min(waiting, key=lambda w: w[:2])
     return Caller(pod=pod, view=view, spec=spec, guessed=True)
 
 
-def reuser(ledger: Ledger, kind: Resource, masks: Masks) -> Allocation | None:
-    """An init container's allocation of the pod whose ids are taken over here; None when the ids are new ones."""
-    holders = [a for a in ledger.holders(kind, masks) if a.init]
+def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
+    """The init container's allocation of which these ids are taken over; None if they are new ones."""
+    holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
-        if common(masks, ledger.reusable(kind, holder.pod, holder.uid)):
+        if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
             return holder
     return None
 
 
-def handed_on(ledger: Ledger, kind: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """Ledger in which nameless allocations of this pod, or of none, are init containers' of it if any of these ids are theirs.
+def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
+    """The ledger in which allocations without a name, of this pod or of none, that hold any of these ids belong to its init containers.
 
     The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
     """
-    for a in ledger.holders(kind, masks):
+    for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))
     return ledger

@@ -1,10 +1,10 @@
-"""GetPreferredAllocation: which GPUs for the whole container, and which ids on them for the resource that is asked now.
+"""GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
 
-The placement is for the container's both resources and for the pod's later containers that must continue on the same ids; the other
-resource's call finds the same GPUs because what was granted first pins them.
+The placement covers both resources of the container and the pod's later containers that must use the same ids. The call for the other
+resource gets the same GPUs, since the first grant pins them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumgr.allocator.callers import Caller
@@ -20,10 +20,10 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One GetPreferredAllocation call: `size` ids of `kind` out of `available`, among them all of `must`."""
+class Request:
+    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, among them all of `must`."""
 
-    kind: Resource
+    resource: Resource
     available: Masks
     must: Masks
     size: int
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """Free ids by kind in the eyes of this caller, GPUs where strangers sit, and GPUs that the answer must contain."""
+    """Free ids by resource for this caller, GPUs that other pods use, and GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -50,73 +50,70 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
-    """What must fit on the chosen GPUs. `whole_gpus` counts entirely free GPUs that the pod's chain of containers takes in the end."""
+    """What must fit on the chosen GPUs. `whole_gpus` counts the entirely free GPUs that the pod's chain of containers takes in all."""
 
     cores: int
     memory_blocks: int
     whole_gpus: int = 0
 
 
-def choose(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask) -> Choice:
+def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
     """Best ids for this call. Raises Refusal if the container's request is wrong or fits nowhere."""
-    other = other_resource(ask.kind)
+    other = other_resource(request.resource)
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     own = open_allocation(ledger, caller, other)
-    room = _room(node, ledger, caller, ask, own)
-    needs = _needs(caller, ask, own)
+    room = _room(node, ledger, caller, request, own)
+    needs = _needs(caller, request, own)
     if needs.cores == 0:
-        return _memory_first(node, ledger, ask, room)
+        return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, ledger, room, needs)
-    if ask.kind == "memory":
+    if request.resource == "memory":
         own_cores = caller.spec.cores if caller.spec else needs.cores
-        picked = _pick_blocks(ask, room, gpus, share=own_cores < CORES_PER_GPU)
+        picked = _pick_blocks(request, room, gpus, share=own_cores < CORES_PER_GPU)
     else:
-        picked = _pick_cores(ask, room, gpus)
-    _require_full(node, picked, ask)
+        picked = _pick_cores(request, room, gpus)
+    _require_full(node, picked, request)
     return Choice(masks=picked, gpus=gpus, evaluator=evaluator, why=why)
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """What the caller's container was granted of its other resource and nothing else yet.
-
-    Without a spec the caller knows no more than the one that it `continues`.
-    """
-    kind = other_resource(other)
+    """The caller's allocation that has only the other resource yet. Without a spec it is the one that the caller `continues`."""
+    resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
-    return next((a for a in reversed(found) if a.held(other) and not a.held(kind)), None)
+    return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
 
 
-def _room(node: NodeView, ledger: Ledger, caller: Caller, ask: Ask, own: Allocation | None) -> _Room:
-    other = other_resource(ask.kind)
+def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own: Allocation | None) -> _Room:
+    other = other_resource(request.resource)
     granted = own.held(other) if own else NO_IDS
     spare = ledger.reusable(other, caller.pod, caller.uid) if caller.pod else NO_IDS
-    sight = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
-    strangers = minus(ledger.held(ask.kind), ask.must)
+    visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
+    foreign = minus(ledger.held(request.resource), request.must)
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
         free={
-            ask.kind: minus(union(ask.available, ask.must), strangers),
-            other: union(minus(sight, ledger.held(other)), spare, granted),
+            request.resource: minus(union(request.available, request.must), foreign),
+            other: union(minus(visible, ledger.held(other)), spare, granted),
         },
-        blocked=dict.fromkeys((*strangers, *others), 1),
-        pinned=frozenset(ask.must) | frozenset(own.gpus if own else ()) | _heirs_place(caller, other, spare, own),
+        blocked=dict.fromkeys((*foreign, *others), 1),
+        pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
     )
 
 
-def _heirs_place(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
-    """GPUs where the container's other resource will be, because it takes over ids of an init container."""
+def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
+    """GPUs on which the container's other resource will be, because it takes over ids of an init container."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
     most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
     return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
 
 
-def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
+def _needs(caller: Caller, request: Request, own: Allocation | None) -> _Needs:
     if caller.spec is None:
-        if ask.kind == "core":
-            return _Needs(cores=ask.size, memory_blocks=0 if own or ask.size >= CORES_PER_GPU else 1)
-        return _Needs(cores=own.cores if own else 0, memory_blocks=ask.size)
+        if request.resource == "core":
+            return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
+        return _Needs(cores=own.cores if own else 0, memory_blocks=request.size)
     needs = chain_needs(caller.chain)
     if needs.most_cores >= CORES_PER_GPU:
         return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
@@ -130,11 +127,9 @@ def _needs(caller: Caller, ask: Ask, own: Allocation | None) -> _Needs:
 
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
-    names = {row: gpu for gpu, row in node.rows.items()}
     taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # no blocks are left there for others
     result = []
-    for row in sorted(names):
-        gpu = names[row]
+    for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, elsewhere = room.free["core"].get(gpu, 0), ledger.without_ids.get(gpu, Amounts())
         blocks = room.free["memory"].get(gpu, 0).bit_count() - -(-elsewhere.memory_mebibytes // BLOCK_MEBIBYTES)
         result.append(
@@ -170,59 +165,58 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
         policy=node.policy,
         required=[node.rows[gpu] for gpu in room.pinned],
     )
-    names = {row: gpu for gpu, row in node.rows.items()}
-    return tuple(names[row] for row in placement.gpus), placement.evaluator, placement.why
+    return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
-def _pick_blocks(ask: Ask, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
+def _pick_blocks(request: Request, room: _Room, gpus: Sequence[GpuName], *, share: bool) -> Masks:
     """`size` blocks on these GPUs: all on the first for a share, spread evenly for whole GPUs."""
-    first = [gpu for gpu in gpus if gpu in room.pinned] or list(gpus)
-    order = [*first, *(gpu for gpu in gpus if gpu not in first)]
-    if share:
-        order = order[:1]
-    picked: dict[GpuName, int] = {gpu: ask.must[gpu] for gpu in order if gpu in ask.must}
-    left = ask.size - count(picked)
+    order = _pinned_first(room, gpus)[: 1 if share else None]
+    picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
+    left = request.size - count(picked)
     for position, gpu in enumerate(order):
         even = -(-left // (len(order) - position))
-        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), even)
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), even)
         picked[gpu] = picked.get(gpu, 0) | take
         left -= take.bit_count()
     for gpu in order:
-        take = lowest(room.free[ask.kind].get(gpu, 0) & ~picked.get(gpu, 0), left)
+        take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), left)
         picked[gpu] |= take
         left -= take.bit_count()
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
-def _pick_cores(ask: Ask, room: _Room, gpus: Sequence[GpuName]) -> Masks:
+def _pinned_first(room: _Room, gpus: Iterable[GpuName]) -> list[GpuName]:
+    return sorted(gpus, key=lambda gpu: gpu not in room.pinned)
+
+
+def _pick_cores(request: Request, room: _Room, gpus: Sequence[GpuName]) -> Masks:
     """`size` cores, GPU after GPU: whole GPUs, or a share of the first one."""
-    first = [gpu for gpu in gpus if gpu in room.pinned] + [gpu for gpu in gpus if gpu not in room.pinned]
     picked: dict[GpuName, int] = {}
-    left = ask.size
-    for gpu in first:
-        must = ask.must.get(gpu, 0)
+    left = request.size
+    for gpu in _pinned_first(room, gpus):
+        must = request.must.get(gpu, 0)
         take = must | lowest(room.free["core"].get(gpu, 0) & ~must, max(0, left - must.bit_count()))
         picked[gpu] = take
         left -= take.bit_count()
     return {gpu: mask for gpu, mask in picked.items() if mask}
 
 
-def _memory_first(node: NodeView, ledger: Ledger, ask: Ask, room: _Room) -> Choice:
-    """Memory of a container whose cores are not known (no spec): where the most cores are left, so that they will fit too."""
+def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
+    """Memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that these fit too."""
     capacities = [c for c in _capacities(node, ledger, room) if c.healthy]
-    names = {row: gpu for gpu, row in node.rows.items()}
+    names = node.gpu_of_row
     one = [
         c
         for c in capacities
-        if c.cores_free and c.memory_blocks_free >= ask.size and (not room.pinned or room.pinned == {names[c.index]})
+        if c.cores_free and c.memory_blocks_free >= request.size and (not room.pinned or room.pinned == {names[c.index]})
     ]
     if one:
         best = max(one, key=lambda c: (c.cores_free, c.memory_blocks_free, -c.index))
         gpus: tuple[GpuName, ...] = (names[best.index],)
     else:
         gpus = tuple(names[c.index] for c in capacities if c.entirely_free)
-    picked = _pick_blocks(ask, room, gpus, share=bool(one)) if gpus else NO_IDS
-    _require_full(node, picked, ask)
+    picked = _pick_blocks(request, room, gpus, share=bool(one)) if gpus else NO_IDS
+    _require_full(node, picked, request)
     return Choice(
         masks=picked,
         gpus=tuple(g for g in gpus if g in picked),
@@ -231,19 +225,21 @@ def _memory_first(node: NodeView, ledger: Ledger, ask: Ask, room: _Room) -> Choi
     )
 
 
-def _require_full(node: NodeView, picked: Masks, ask: Ask) -> None:
-    if count(picked) == ask.size and not minus(ask.must, picked):
+def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
+    if count(picked) == request.size and not minus(request.must, picked):
         return
     where = (
-        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, ask.available).items()))
+        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, request.available).items()))
         or "none"
     )
-    unit = "cores" if ask.kind == "core" else "memory blocks"
-    raise Refusal("no_fit", f"{ask.size} {unit} are not free together on the GPUs that fit this container (free there: {where})")
+    unit = "cores" if request.resource == "core" else "memory blocks"
+    raise Refusal(
+        "no_fit", f"{request.size} {unit} are not free together on the GPUs that fit this container (free there: {where})"
+    )
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
-    """What each registered GPU has left, in their order. A GPU that one container has whole has no blocks left for others."""
+    """What each registered GPU has available, in their order. A GPU that one container has whole has no blocks for others."""
     return tuple(
         Candidate(
             gpu=gpu.name,

@@ -1,12 +1,12 @@
-"""Allocate: the ledger takes exactly the ids that the kubelet names, or refuses them. It never answers with others.
+"""Allocate: grants exactly the ids that the kubelet names, or refuses the call.
 
-What may be granted:
+Rules:
 
-* A share (1 to 99 cores) lies on one GPU, its memory blocks on the same.
-* Whole GPUs are given with all their cores, and nobody else holds anything there.
-* Ids that the pod's own init containers left may be taken over in any mixture; the container is then granted one of the GPUs that
-  the pod holds, or as many as it asked for.
-* An id whose holder lives is refused, whatever the kubelet believes (it hands ids out twice: kubernetes devicemanager,
+* A share (1 to 99 cores) lies on one GPU, with its memory blocks.
+* Whole GPUs are granted with all their cores; no other pod holds anything on them.
+* Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
+  many as it requests.
+* An id that a running container holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
   UpdateAllocatedDevices while an Allocate is in flight).
 """
 
@@ -24,26 +24,34 @@ from gpumgr.units import CORES_PER_GPU, GpuName, Resource, other_resource
 
 
 def grant(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, *, new_id: AllocationId, now: float, why: str
+    node: NodeView,
+    ledger: Ledger,
+    caller: Caller,
+    resource: Resource,
+    masks: Masks,
+    *,
+    new_id: AllocationId,
+    now: float,
+    why: str,
 ) -> Allocation:
-    """The caller's allocation with these ids in it; `ledger.occupy` it to commit. Raises Refusal, and then nothing has changed."""
+    """The caller's allocation with these ids, for `ledger.occupy`. Raises Refusal."""
     size = count(masks)
-    if kind == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
+    if resource == "core" and size > CORES_PER_GPU and size % CORES_PER_GPU:
         raise Refusal(
             "invalid_request", f"{size} cores are not a multiple of {CORES_PER_GPU}: ask for 1 to 99 cores or for whole GPUs"
         )
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
-    other = other_resource(kind)
+    other = other_resource(resource)
     own = open_allocation(ledger, caller, other)
     uid = caller.uid or (own.uid if own else None)
-    reused = common(masks, ledger.reusable(kind, caller.pod, uid)) if caller.pod or uid else {}
+    reused = common(masks, ledger.reusable(resource, caller.pod, uid)) if caller.pod or uid else {}
     fresh = minus(masks, reused)
-    _refuse_held(ledger, kind, fresh)
+    _refuse_held(ledger, resource, fresh)
     _refuse_unfit(node, fresh)
-    _refuse_shape(node, ledger, caller, kind, masks, fresh, own)
+    _refuse_shape(node, ledger, caller, resource, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
-    device_ids = {**base.device_ids, kind: masks}
+    device_ids = {**base.device_ids, resource: masks}
     allocation = replace(
         base,
         pod=caller.pod or base.pod,
@@ -58,12 +66,12 @@ def grant(
     return allocation
 
 
-def _refuse_held(ledger: Ledger, kind: Resource, fresh: Masks) -> None:
-    for holder in ledger.holders(kind, fresh):
-        ids = ledger.gpu_registry.format(kind, common(fresh, holder.held(kind)))
+def _refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
+    for holder in ledger.holders(resource, fresh):
+        ids = ledger.gpu_registry.format(resource, common(fresh, holder.held(resource)))
         raise Refusal(
             "conflict",
-            f"the kubelet handed out {len(ids)} {kind} ids ({ids[0]} ...) that {holder.describe()} still holds; "
+            f"the kubelet handed out {len(ids)} {resource} ids ({ids[0]} ...) that {holder.describe()} still holds; "
             f"nothing was given twice, the pod may simply be created again",
         )
 
@@ -86,13 +94,13 @@ def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
 
 
 def _refuse_shape(
-    node: NodeView, ledger: Ledger, caller: Caller, kind: Resource, masks: Masks, fresh: Masks, own: Allocation | None
+    node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """Fresh ids must be a feasible placement; ids taken over from the pod's init containers are free of form."""
+    """Fresh ids must be a feasible placement; ids of the pod's init containers need not be."""
     if not fresh:
         return
-    whole = count(masks) >= CORES_PER_GPU if kind == "core" else (own.whole if own else _whole_wanted(caller))
-    if kind == "core" and whole:
+    whole = count(masks) >= CORES_PER_GPU if resource == "core" else (own.whole if own else _whole_wanted(caller))
+    if resource == "core" and whole:
         _refuse_broken_gpus(node, ledger, caller, masks, fresh, own)
         return
     for gpu in fresh:
@@ -118,9 +126,9 @@ def _refuse_broken_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        strangers = [a for a in ledger.on(gpu) if a is not own and not _of_caller(a, caller)]
-        if strangers:
-            raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {strangers[0].describe()} has a part of it")
+        others = [a for a in ledger.on(gpu) if a is not own and not _of_caller(a, caller)]
+        if others:
+            raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")
     outside = set(own.held("memory")) - set(masks) if own else set()
     if outside:
         raise Refusal("conflict", f"the container's memory lies on {node.label(min(outside))}, its cores elsewhere")
@@ -145,7 +153,7 @@ def _of_caller(allocation: Allocation, caller: Caller) -> bool:
 
 
 def _granted_gpus(ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks]) -> Sequence[GpuName]:
-    """GPUs that the container gets, in the order of the cards: all that its ids lie on, or of taken-over ids as many as it asked for."""
+    """GPUs of the container, in the order of the registry: all of its ids' GPUs, or of taken-over ids as many as it requests."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

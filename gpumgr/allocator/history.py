@@ -1,4 +1,4 @@
-"""What happened on the node that people ask about later: values, as the checkpoint keeps them and every front end shows them."""
+"""Entries of the node's history: values that the checkpoint stores and every front end shows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,21 +7,20 @@ from typing import Final, Literal
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import Amounts, GpuName, Resource
 
-#: How many entries are kept, in memory and on disk, beside the grants of allocations that live.
+#: How many entries are kept, in memory and on disk, beside the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000
 
-#: "granted" and "refused" are decisions about a call of the kubelet's; "freed" is an allocation's end; "event" is what a pod was told
-#: besides (over its limit, evicted); "gpu" is what became of a GPU (lost, back, cordoned), "config" of a changed settings file
-#: (reloaded, rejected).
+#: "granted" and "refused" are decisions about a call of the kubelet; "freed" is an allocation's end; "event" is another event of a pod
+#: (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned), "config" of the settings file (reloaded, rejected).
 What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
 Call = Literal["prefer", "allocate", "pre_start"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A GPU as a decision found it: what nobody held there. `note` says why it took nothing new (None = it could be chosen).
+    """The available amounts of a GPU at a decision. `note`: why it accepted no new containers (None: it could be chosen).
 
-    `index` is NVML's, None if the driver did not tell it.
+    `index` is NVML's, None if the driver did not report it.
     """
 
     gpu: GpuName
@@ -33,13 +32,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing that happened, at `at` (unix seconds). `number` grows from entry to entry, over restarts too, with gaps.
-    The history sets both; until then they are 0.
+    """One entry, with its time `at` (unix seconds). `number` grows from entry to entry, also over restarts, with gaps. The history sets
+    both; until then they are 0.
 
-    `id` names all that concerns one allocation, in the log, the pod's events and annotations and here: the allocation's id, or for a
-    refusal the one that it would have had. `size` counts the ids of the kubelet's call: cores or memory blocks, as `kind` says.
-    `amounts` are what the container has after a grant. `why` is the evaluator's reason, the refusal's sentence or the event's message;
-    `code` is the refusal's code, the event's reason, or the new state of the GPU.
+    `id` is the same in the log, in the pod's events and annotations and here: the allocation's id, or for a refusal the one that it
+    would have had. `size` counts the ids of the kubelet's call, of the resource `kind`. `amounts` are what the container has after a
+    grant. `why` is the evaluator's reason, the refusal's sentence or the event's message; `code` is the refusal's code, the event's
+    reason, or the new state of the GPU.
     """
 
     number: int = 0

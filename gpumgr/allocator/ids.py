@@ -1,15 +1,16 @@
 """Device ids that name their GPU, and sets of them as bit masks.
 
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID (design: device ids name
-their GPU). A set of ids of one kind is `Masks`: for each GPU an integer whose bit n stands for core or block n.
+their GPU). A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core or block n.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from gpumgr.errors import Refusal
+from gpumgr.topology.tree import indices, mask_of
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
 
 Masks = Mapping[GpuName, int]
@@ -43,26 +44,13 @@ def within(left: Masks, right: Masks) -> bool:
     return not minus(left, right)
 
 
-def bits(mask: int) -> Iterator[int]:
-    """Positions of the set bits, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
-
-
 def lowest(mask: int, wanted: int) -> int:
     """The `wanted` lowest set bits of `mask` (all of them if it has fewer)."""
-    if mask.bit_count() <= wanted:
-        return mask
-    result = 0
-    for _, bit in zip(range(wanted), bits(mask), strict=False):
-        result |= 1 << bit
-    return result
+    return mask if mask.bit_count() <= wanted else mask_of(indices(mask)[:wanted])
 
 
 def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
-    """Name for a newcomer: the first 8 hex digits of its UUID, more while another GPU has that name."""
+    """Name for a new GPU: the first 8 hex digits of its UUID, or more if another GPU has that name."""
     digits = uuid.removeprefix("GPU-").replace("-", "").lower()
     names = set(taken)
     for length in range(8, len(digits) + 1):
@@ -71,13 +59,13 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
     return next(name for n in range(len(names) + 1) if (name := f"{digits}x{n}") not in names)
 
 
-def format_id(gpu: GpuName, kind: Resource, number: int) -> str:
-    return f"{gpu}-c{number:02d}" if kind == "core" else f"{gpu}-m{number}"
+def format_id(gpu: GpuName, resource: Resource, number: int) -> str:
+    return f"{gpu}-c{number:02d}" if resource == "core" else f"{gpu}-m{number}"
 
 
 @dataclass(frozen=True)
 class RegisteredGpu:
-    """A GPU that was offered once: its name, UUID and capacity in blocks never shrink (ids may turn Unhealthy, never vanish)."""
+    """A GPU that was offered once. Its name and UUID never change, and its blocks never decrease (ids turn Unhealthy, never vanish)."""
 
     name: GpuName
     uuid: str
@@ -87,15 +75,15 @@ class RegisteredGpu:
     def memory_mebibytes(self) -> int:
         return self.memory_blocks * BLOCK_MEBIBYTES
 
-    def all_ids(self, kind: Resource) -> int:
-        return ALL_CORES if kind == "core" else (1 << self.memory_blocks) - 1
+    def all_ids(self, resource: Resource) -> int:
+        return ALL_CORES if resource == "core" else (1 << self.memory_blocks) - 1
 
 
 @dataclass(frozen=True)
 class _Table:
-    """All ids of one kind in a row: id -> its position, and where each GPU's positions begin and end.
+    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end.
 
-    The largest requests name thousands of ids, so they are marked in a row of digits and made a number once for each GPU.
+    Large requests have thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU.
     """
 
     positions: Mapping[str, int]
@@ -122,7 +110,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class GpuRegistry:
-    """All GPUs that this node ever offered, in a fixed order, with the two directions of the id code."""
+    """All GPUs that this node ever offered, in a fixed order, with the conversion of ids to masks and back."""
 
     gpus: tuple[RegisteredGpu, ...] = ()
 
@@ -136,7 +124,7 @@ class GpuRegistry:
 
     @cached_property
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
-        """kind -> GPU -> all its ids, position = core or block number."""
+        """resource -> GPU -> all its ids, position = core or block number."""
         return {
             "core": {c.name: tuple(format_id(c.name, "core", n) for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(format_id(c.name, "memory", n) for n in range(c.memory_blocks)) for c in self.gpus},
@@ -144,32 +132,33 @@ class GpuRegistry:
 
     @cached_property
     def _tables(self) -> Mapping[Resource, "_Table"]:
-        return {kind: _Table.of(by_gpu) for kind, by_gpu in self.ids.items()}
+        return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
-    def parse(self, kind: Resource, device_ids: Collection[str]) -> Masks:
-        """Ids -> masks. Raises Refusal("unknown_device") for an id that this node never offered or that stands twice."""
-        table = self._tables[kind]
+    def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
+        """Ids -> masks. Raises Refusal for an id that this node never offered, and for one that is there twice."""
+        table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]
         except KeyError as error:
-            raise Refusal("unknown_device", f"device id {error.args[0]!r} is none of this node's {kind} ids") from None
-        if len(set(found)) < len(found):
+            raise Refusal("unknown_device", f"device id {error.args[0]!r} is none of this node's {resource} ids") from None
+        masks = table.masks(found)
+        if count(masks) < len(found):
             twice = Counter(device_ids).most_common(1)[0][0]
             raise Refusal("invalid_request", f"device id {twice!r} stands twice in one request")
-        return table.masks(found)
+        return masks
 
-    def known(self, kind: Resource, device_ids: Iterable[str]) -> Masks:
-        """As `parse`, but leaves out what it does not know (other people's lists: PodResources, checkpoints)."""
-        table = self._tables[kind]
+    def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:
+        """As `parse`, but skips unknown ids, for lists of other programs (PodResources, checkpoints)."""
+        table = self._tables[resource]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
-    def format(self, kind: Resource, masks: Masks) -> list[str]:
-        """Masks -> ids, in the order of the cards, lowest numbers first."""
-        texts = self.ids[kind]
-        return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in bits(masks[gpu.name])]
+    def format(self, resource: Resource, masks: Masks) -> list[str]:
+        """Masks -> ids, in the order of the registry, lowest numbers first."""
+        texts = self.ids[resource]
+        return [texts[gpu.name][n] for gpu in self.gpus if gpu.name in masks for n in indices(masks[gpu.name])]
 
     def register(self, uuid: str, memory_blocks: int) -> "GpuRegistry":
-        """The registry with this GPU: a newcomer gets a name and stands last, a known one keeps name and place and never shrinks."""
+        """The registry with this GPU: a new one gets a name and is last; the blocks of a known one never decrease."""
         known = self.by_uuid.get(uuid)
         if known is None:
             return GpuRegistry((*self.gpus, RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_blocks)))

@@ -3,7 +3,7 @@
 The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out;
 an allocation without ids (a claim) is booked by its amounts alone.
 
-Invariants (checked by `Ledger.broken_laws`):
+Invariants (checked by `Ledger.violations`):
 
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
 2. A GPU that is granted whole has no holder of another pod.
@@ -94,7 +94,7 @@ class Allocation:
                 granted[name] = Amounts(count(cores), count(blocks) * BLOCK_MEBIBYTES)
             else:
                 granted[name] = Amounts(cores.get(name, 0).bit_count(), blocks.get(name, 0).bit_count() * BLOCK_MEBIBYTES)
-        return replace(self, gpus=granted, device_ids={kind: masks for kind, masks in device_ids.items() if masks})
+        return replace(self, gpus=granted, device_ids={resource: masks for resource, masks in device_ids.items() if masks})
 
     def same_pod(self, other: "Allocation") -> bool:
         if self.uid and other.uid:
@@ -114,7 +114,7 @@ def describe_container(pod: PodKey | None, uid: str | None, container: str | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Difference between two ledgers, as the checkpoint stores it, and what there is to tell of it."""
+    """Difference between two ledgers, as the checkpoint stores it, and history entries to store with it."""
 
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
@@ -127,7 +127,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All allocations of the node, by id, and the cards that their ids lie on."""
+    """All allocations of the node, by id, and the registered GPUs."""
 
     gpu_registry: GpuRegistry = field(default_factory=GpuRegistry)
     allocations: Mapping[AllocationId, Allocation] = field(default_factory=dict)
@@ -184,14 +184,14 @@ class Ledger:
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
-    def holders(self, kind: Resource, masks: Masks) -> list[Allocation]:
+    def holders(self, resource: Resource, masks: Masks) -> list[Allocation]:
         """Allocations that hold any of these ids."""
-        return [a for a in self.allocations.values() if common(a.held(kind), masks)]
+        return [a for a in self.allocations.values() if common(a.held(resource), masks)]
 
-    def reusable(self, kind: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
+    def reusable(self, resource: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
         """Ids of the pod's init containers that no sidecar or app container has taken over (kubelet: devicesToReuse)."""
         mine = self.of(pod, uid)
-        return minus(union(*(a.held(kind) for a in mine if a.init)), union(*(a.held(kind) for a in mine if not a.init)))
+        return minus(union(*(a.held(resource) for a in mine if a.init)), union(*(a.held(resource) for a in mine if not a.init)))
 
     @cached_property
     def exclusive(self) -> Mapping[GpuName, Allocation]:
@@ -203,75 +203,84 @@ class Ledger:
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def occupy(self, allocation: Allocation) -> "Ledger":
-        """With this allocation added, or put in the place of the one with its id."""
+        """With this allocation added, or replaced by id."""
         return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
 
     def free(self, ids: Iterable[AllocationId]) -> "Ledger":
         gone = set(ids)
         return Ledger(self.gpu_registry, {k: a for k, a in self.allocations.items() if k not in gone}) if gone else self
 
-    def with_cards(self, gpu_registry: GpuRegistry) -> "Ledger":
+    def with_gpu_registry(self, gpu_registry: GpuRegistry) -> "Ledger":
         return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
-        """What must be written so that a store that holds `before` holds this ledger."""
+        """The change that turns a store of `before` into one of this ledger."""
         return Change(
             put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
             drop=tuple(k for k in before.allocations if k not in self.allocations),
             gpu_registry=None if self.gpu_registry == before.gpu_registry else self.gpu_registry,
         )
 
-    # -- laws --------------------------------------------------------------------------------------------------------------
+    def freed_since(self, before: "Ledger") -> list[Allocation]:
+        """The allocations of `before` that have ended; not those with ids that moved into another allocation of `before`."""
+        grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
+        return [
+            a
+            for k, a in before.allocations.items()
+            if k not in self.allocations
+            and not any(common(a.held(r), minus(b.held(r), old.held(r))) for b, old in grown for r in RESOURCES)
+        ]
 
-    def broken_laws(self, changed: Iterable[Allocation] | None = None) -> list[str]:
-        """Sentences, one for each broken law; empty for a sound ledger. `changed`: only these allocations are checked (None: all)."""
+    # -- invariants --------------------------------------------------------------------------------------------------------------
+
+    def violations(self, changed: Iterable[Allocation] | None = None) -> list[str]:
+        """Sentences, one for each violated invariant. `changed`: only these allocations are checked (None: all)."""
         every = list(self.allocations.values())
         suspects = every if changed is None else list(changed)
-        broken: list[str] = []
-        for kind in RESOURCES:
-            broken += _outside(suspects, self.gpu_registry, kind) + _shared_ids(suspects, every, kind)
-        broken += [
+        violated: list[str] = []
+        for resource in RESOURCES:
+            violated += _outside(suspects, self.gpu_registry, resource) + _shared_ids(suspects, every, resource)
+        violated += [
             f"{self.used(gpu)} of GPU {gpu} are in use" for gpu in {g for a in suspects for g in a.places} if self.exceeded(gpu)
         ]
         for a in suspects:
-            owners = [(gpu, owner) for gpu in a.places if (owner := self.exclusive.get(gpu)) is not None]
-            for gpu, owner in owners:
+            for gpu, owner in ((gpu, self.exclusive[gpu]) for gpu in a.places if gpu in self.exclusive):
                 others = self.on(gpu) if owner is a else [a]
-                broken += [
+                violated += [
                     f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
                     for other in others
                     if other is not owner and not other.same_pod(owner)
                 ]
-        broken += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
-        return list(dict.fromkeys(broken))
+        violated += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
+        return list(dict.fromkeys(violated))
 
     def check(self) -> "Ledger":
-        """Itself, if sound. Raises ValueError that names the broken laws: a bug, never a user's mistake."""
-        if broken := self.broken_laws():
-            raise ValueError("the ledger is broken: " + "; ".join(broken))
+        """The ledger itself. Raises ValueError with the violations, which are a bug."""
+        if violated := self.violations():
+            raise ValueError("the ledger is violated: " + "; ".join(violated))
         return self
 
 
-def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, kind: Resource) -> list[str]:
-    def room(gpu: GpuName) -> int:
-        card = gpu_registry.by_name.get(gpu)
-        return card.all_ids(kind) if card else 0
-
+def _outside(allocations: Iterable[Allocation], gpu_registry: GpuRegistry, resource: Resource) -> list[str]:
+    every = {gpu.name: gpu.all_ids(resource) for gpu in gpu_registry.gpus}
     return [
-        f"{a.describe()} holds {kind} ids that GPU {gpu} does not have"
+        f"{a.describe()} holds {resource} ids that GPU {gpu} does not have"
         for a in allocations
-        for gpu, mask in a.held(kind).items()
-        if mask & ~room(gpu)
+        for gpu, mask in a.held(resource).items()
+        if mask & ~every.get(gpu, 0)
     ]
 
 
-def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], kind: Resource) -> list[str]:
+def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], resource: Resource) -> list[str]:
     position = {a.id: n for n, a in enumerate(every)}
     pairs = {
-        (position[a.id], n) for a in suspects for n, b in enumerate(every) if b is not a and common(a.held(kind), b.held(kind))
+        (position[a.id], n)
+        for a in suspects
+        for n, b in enumerate(every)
+        if b is not a and common(a.held(resource), b.held(resource))
     }
     return [
-        f"{every[later].describe()} and {every[earlier].describe()} hold the same {kind} ids"
+        f"{every[later].describe()} and {every[earlier].describe()} hold the same {resource} ids"
         for earlier, later in sorted({(min(pair), max(pair)) for pair in pairs})
         if not (every[later].same_pod(every[earlier]) and (every[later].init or every[earlier].init))
     ]

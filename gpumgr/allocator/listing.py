@@ -1,7 +1,7 @@
-"""Who holds which device ids, as the kubelet's PodResources `List` tells it: the ledger's mirror on the other side.
+"""Device ids by container, as the kubelet's PodResources `List` has them.
 
-The answer names every id of the node (easily 100 kB), while a decision needs the pods' names and the ids of one or two pods.
-So the station that asks the kubelet reads the names at once and hands over a reader for the rest.
+The response has every id of the node (100 kB and more), while a decision needs the pods' names and the ids of one or two pods. The
+client therefore decodes the names at once, and the rest on demand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The pods that the kubelet counts as active, in the order of its answer, and what their containers hold. Kubelets before 1.34 list
-    ended and refused pods, too, without ids, until they are deleted.
+    """The pods that the kubelet counts as active, in the order of the response, and the ids of their containers. Kubelets before 1.34
+    also list ended and refused pods, without ids, until they are deleted.
 
     Ordinary init containers are not in it; sidecars are.
     """

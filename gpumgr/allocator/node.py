@@ -1,4 +1,4 @@
-"""The node in the eyes of one decision: which GPUs there are, which may be used, what the kubelet is known to see."""
+"""The input of one decision: the node's GPUs, which of them may be used, and which ids the kubelet has received."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,10 @@ from gpumgr.units import GpuName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """What a decision may use.
-
-    `rows` maps a GPU that the driver shows now to its row in `topology`; a GPU that is missing there is known from earlier only.
-    Rows are for matrices and drawings. People number GPUs as NVML does: `indices`. The two differ once a GPU can't be described.
-    `unfit` says of a GPU why nothing new goes there (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks
-    that the kubelet must have seen Healthy by now: it takes no others, whatever we prefer.
+    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing there was known earlier.
+    `indices` are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new
+    containers (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as
+    Healthy by now: it allocates no others, also if they are preferred.
     """
 
     topology: Topology
@@ -26,7 +24,11 @@ class NodeView:
     visible_blocks: Masks = field(default_factory=lambda: NO_IDS)
     policy: Policy = "binpack"
 
+    @property
+    def gpu_of_row(self) -> Mapping[int, GpuName]:
+        return {row: gpu for gpu, row in self.rows.items()}
+
     def label(self, gpu: GpuName) -> str:
-        """How people call the GPU: `GPU3 (1f2e3d4c)`."""
+        """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""
         index = self.indices.get(gpu)
         return f"GPU {gpu}" if index is None else f"GPU{index} ({gpu})"

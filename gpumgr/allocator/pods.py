@@ -1,4 +1,4 @@
-"""Pods as the allocator sees them: names, sizes and order of containers, nothing else of the API object."""
+"""The part of a pod that the allocator needs: names, requests and order of its containers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Literal
 
 from gpumgr.units import Resource
 
-#: (namespace, name). Names recur (StatefulSets): a pod's UID tells two lives of one name apart where it is known.
+#: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
 PodKey = tuple[str, str]
 
 #: "init" ends before the next container starts and leaves its ids to later containers; "sidecar" is an init container with
@@ -25,20 +25,19 @@ class ContainerSpec:
     cores: int = 0
     memory_blocks: int = 0
 
-    def wants(self, kind: Resource) -> int:
-        return self.cores if kind == "core" else self.memory_blocks
+    def wants(self, resource: Resource) -> int:
+        return self.cores if resource == "core" else self.memory_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
-    `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's words (a kubelet that refuses a pod says there why).
-    `controlled`: some controller would replace the pod.
-    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID by which the
-    kubelet and the runtime know a static pod, whose `uid` is its mirror's. `submitter` (SUBMITTER in the environment of the first
-    app container) and `cluster` (the annotation `clusterName`) are what tenants wrote for gpu-manager's /usage; nothing depends on
-    them.
+    `created_at` is in unix seconds; `phase`, `reason` and `message` are the API's values (a kubelet that refuses a pod sets them).
+    `controlled`: a controller would replace the pod.
+    `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID of a static pod in
+    the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
+    container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
     """
 
     namespace: str
@@ -79,8 +78,8 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainNeeds:
-    """What must fit on the GPUs that the first container of a chain is placed on: ids of both resources in all, and the most cores
-    that one container of the chain asks for."""
+    """What must fit on the GPUs of the first container of a chain: ids of both resources in all, and the most cores that one container
+    of the chain requests."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -88,10 +87,10 @@ class ChainNeeds:
 
 
 def chain_needs(containers: Iterable[ContainerSpec]) -> ChainNeeds:
-    """Needs of the first of `containers` and of those behind it that must continue where it is.
+    """Needs of the first of `containers` and of the later ones that must use the same GPUs.
 
     The kubelet gives an init container's ids to the containers after it before it takes new ones, and ids of a sidecar or an app
-    container leave that pool (devicemanager: devicesToReuse). Who takes over ids of either resource is tied to their GPU.
+    container leave that pool (devicemanager: devicesToReuse). A container that takes over ids of either resource must use their GPU.
     """
     needs = ChainNeeds()
     pool_cores = pool_blocks = 0

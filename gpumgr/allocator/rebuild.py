@@ -1,7 +1,7 @@
-"""A ledger out of what others remember: the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
+"""Rebuilds a ledger from the kubelet's checkpoint, PodResources, and gpu-manager's own checkpoint.
 
-Ids name their GPU, so the kubelet's lists alone are enough. The kubelet's checkpoint comes first: it knows pod UIDs, ordinary init
-containers, and the answers given (with the allocation's id in a mount path).
+Ids name their GPU, so the kubelet's lists are sufficient. The kubelet's checkpoint has priority: it has pod UIDs, ordinary init
+containers, and the responses (with the allocation's id in a mount path).
 """
 
 import re
@@ -16,7 +16,7 @@ from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.allocator.sweep import shown
 from gpumgr.units import CORES_PER_GPU, RESOURCES, GpuName, Resource
 
-#: The form of our ids (gpumgr.allocator.ids), also of those of a GPU that is gone: they tell whose GPU they are.
+#: The form of gpumgr's ids (gpumgr.allocator.ids), also of those of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
 
 #: (pod UID, container) -> ids.
@@ -25,12 +25,12 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeletEntry:
-    """One container's ids of one resource as the kubelet remembers them. `allocation_id`, `mechanisms` (of its limits) and `cdi`
-    (it names a CDI device) are read from its stored answer."""
+    """One container's ids of one resource in the kubelet's checkpoint. `allocation_id`, `mechanisms` (of its limits) and `cdi` (it names a
+    CDI device) are read from its stored response."""
 
     uid: str
     container: str
-    kind: Resource
+    resource: Resource
     device_ids: tuple[str, ...]
     allocation_id: AllocationId | None = None
     mechanisms: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class KubeletEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnonymousRecord:
-    """One container in gpu-manager's checkpoint: its ids name no GPU, only this record does. `minors` are device minor numbers."""
+    """One container in gpu-manager's checkpoint. Its ids name no GPU; `minors` are the device minor numbers of its GPUs."""
 
     uid: str
     container: str
@@ -53,7 +53,7 @@ class Rebuilt:
     ledger: Ledger
     added: tuple[Allocation, ...] = ()
     problems: tuple[str, ...] = ()
-    #: Records that have not all of their GPUs in `ledger`, and may have them later.
+    #: Records of which some GPUs are not in `ledger` yet.
     left: tuple[AnonymousRecord, ...] = ()
 
 
@@ -66,19 +66,19 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` plus everything the kubelet remembers and the ledger does not. What contradicts the ledger is left out and told."""
+    """`ledger` with the allocations that only the kubelet has. Those that contradict the ledger are skipped and reported in `problems`."""
     claims = _claims(ledger.gpu_registry, entries, listing, find_uid)
     added, problems = list[Allocation](), list[str]()
     for claim in claims.values():
-        masks = {kind: claim.held(kind) for kind in RESOURCES}
-        if all(_known(ledger, kind, masks[kind], claim) for kind in RESOURCES):
+        masks = {resource: claim.held(resource) for resource in RESOURCES}
+        if all(_known(ledger, resource, masks[resource], claim) for resource in RESOURCES):
             continue
-        order = [card.name for card in ledger.gpu_registry.gpus]
+        order = [gpu.name for gpu in ledger.gpu_registry.gpus]
         gpus = sorted(claim.held("core") or claim.held("memory"), key=order.index)
         whole = max(1, count(claim.held("core")) // CORES_PER_GPU)
         base = (_partial(ledger, claim) or claim).with_ids(ledger.gpu_registry, claim.device_ids, gpus[:whole])
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
-        broken = ledger.occupy(candidate).broken_laws()
+        broken = ledger.occupy(candidate).violations()
         if broken:
             problems.append(f"{candidate.describe()}: {broken[0]}")
             continue
@@ -90,11 +90,11 @@ def adopt(
 def _claims(
     gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None, find_uid: Callable[[str], PodView | None]
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> allocation, ids as the kubelet has them; pods that ended are left out."""
+    """(UID or namespace/name, container) -> allocation with the kubelet's ids, without ended pods."""
     claims: dict[tuple[str, str], Allocation] = {}
     names: dict[PodKey, str] = {}
     for entry in entries:
-        masks, view = gpu_registry.known(entry.kind, entry.device_ids), find_uid(entry.uid)
+        masks, view = gpu_registry.known(entry.resource, entry.device_ids), find_uid(entry.uid)
         if not masks or (view is not None and view.ended):
             continue
         key = (entry.uid, entry.container)
@@ -102,7 +102,7 @@ def _claims(
         old = claims.get(key) or Allocation(
             id="",
             pod=view.key if view else None,
-            uid=view.uid if view else entry.uid,  # a static pod's are two
+            uid=view.uid if view else entry.uid,  # a static pod has two
             container=entry.container,
             init=spec is not None and spec.kind == "init",
         )
@@ -110,7 +110,7 @@ def _claims(
             names[view.key] = entry.uid
         claims[key] = replace(
             old,
-            device_ids={**old.device_ids, entry.kind: masks},
+            device_ids={**old.device_ids, entry.resource: masks},
             id=old.id or entry.allocation_id or "",
             mechanisms=old.mechanisms or entry.mechanisms,
             cdi=old.cdi or entry.cdi,
@@ -131,12 +131,7 @@ def _claims(
         if twin is not None:
             claims[twin] = replace(claims[twin], pod=pod)
             continue
-        claims["/".join(pod), container] = Allocation(
-            id="",
-            pod=pod,
-            container=container,
-            device_ids=held,
-        )
+        claims["/".join(pod), container] = Allocation(id="", pod=pod, container=container, device_ids=held)
     siblings = {c.uid: c.pod for c in claims.values() if c.uid is not None and c.pod is not None}
     for key, claim in claims.items() if listing else ():
         if claim.pod is None:
@@ -145,14 +140,14 @@ def _claims(
     return claims
 
 
-def _known(ledger: Ledger, kind: Resource, masks: Masks, claim: Allocation) -> bool:
-    return not masks or any(a.held(kind) == masks and _may_be(a, claim) for a in ledger.allocations.values())
+def _known(ledger: Ledger, resource: Resource, masks: Masks, claim: Allocation) -> bool:
+    return not masks or any(a.held(resource) == masks and _may_be(a, claim) for a in ledger.allocations.values())
 
 
 def _partial(ledger: Ledger, claim: Allocation) -> Allocation | None:
     """The ledger's allocation of this container that lacks one of the two resources."""
     for a in ledger.allocations.values():
-        if _may_be(a, claim) and any(a.held(kind) and a.held(kind) == claim.held(kind) for kind in RESOURCES):
+        if _may_be(a, claim) and any(a.held(resource) and a.held(resource) == claim.held(resource) for resource in RESOURCES):
             return a
     return None
 
@@ -173,9 +168,8 @@ def migrate(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """`ledger` plus gpu-manager's records. Their pods hold anonymous ids; here they take ids of ours on the recorded GPUs, so that
-    nothing of theirs is given to others before they end. A container that `ledger` has is left as it is (the records may be read
-    again), but for GPUs of its record that were not known before."""
+    """`ledger` with gpu-manager's records. The ids of their pods name no GPU; the ledger reserves ids of gpumgr on the recorded GPUs until
+    these pods end. A container in `ledger` stays as it is (the records may be read again), except for GPUs that were not known before."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:
@@ -204,7 +198,7 @@ def migrate(
             why="taken over from gpu-manager",
         )
         allocation = base.with_ids(ledger.gpu_registry, device_ids, gpus)
-        broken = ledger.occupy(allocation).broken_laws()
+        broken = ledger.occupy(allocation).violations()
         if broken or count(allocation.held("core")) < min(record.cores, CORES_PER_GPU * len(gpus)):
             problems.append(
                 f"pod uid {record.uid} ({record.container}): {broken[0] if broken else 'its GPU has no such room left'}"
@@ -216,19 +210,18 @@ def migrate(
     return Rebuilt(ledger=ledger, added=tuple(added), problems=tuple(problems), left=tuple(left))
 
 
-def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], told: Collection[tuple[str, str]]) -> Holders:
-    """Of (UID, container, ids of vcuda resources) those whose ids name no GPU, and that are not among `told`, the containers whose
-    GPUs are known otherwise."""
+def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection[tuple[str, str]]) -> Holders:
+    """Of (UID, container, ids of vcuda resources) those with ids that name no GPU, without the containers with `known` GPUs."""
     found: dict[tuple[str, str], frozenset[str]] = {}
     for uid, container, ids in entries:
-        strange = frozenset(each for each in ids if not _OURS.fullmatch(each))
-        if strange and (uid, container) not in told:
-            found[uid, container] = found.get((uid, container), frozenset()) | strange
+        unnamed = frozenset(each for each in ids if not _OURS.fullmatch(each))
+        if unnamed and (uid, container) not in known:
+            found[uid, container] = found.get((uid, container), frozenset()) | unnamed
     return found
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod, where a (UID, container, ids) of the kubelet's checkpoint stands under that name in PodResources."""
+    """Pod UID -> pod, for each (UID, container, ids) of the kubelet's checkpoint that PodResources has under that name."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods
@@ -240,7 +233,7 @@ def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listin
 
 
 def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
-    """Free core and block ids of ours for this record."""
+    """Free ids of both resources for this record."""
     if record.cores >= CORES_PER_GPU:
         return {"core": dict.fromkeys(gpus, ALL_CORES)}
     gpu = gpus[0]

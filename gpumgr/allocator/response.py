@@ -1,4 +1,4 @@
-"""What a container gets with its devices: the answer to one container's Allocate call, as a value."""
+"""The response to one container's Allocate call, as a value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class DeviceNode:
 class ContainerResponse:
     """Everything the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name".
 
-    The kubelet merges the answers of a container's resources: of two different values for one key the first one wins in silence.
+    The kubelet merges the responses of a container's resources; of two different values for one key it uses the first.
     """
 
     envs: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class ContainerResponse:
 
 
 def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerResponse:
-    """All of them in one. Of two values for one variable, annotation or path in the container the later one counts."""
+    """One response with all contents. Of two values for one variable, annotation or container path the later one counts."""
     every = (first, *others)
     return ContainerResponse(
         envs={key: value for each in every for key, value in each.envs.items()},

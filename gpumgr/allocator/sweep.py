@@ -1,10 +1,10 @@
-"""Freeing: the kubelet's own rule, per pod, and protection from the kubelet's gaps.
+"""Frees allocations when the kubelet frees their ids, and corrects their names.
 
-The kubelet frees an ended pod's ids at the next admission and offers them at once, so two proofs are accepted:
+The kubelet frees an ended pod's ids at the next admission and offers them at once. Two proofs are accepted:
 
 * `freed_by_offer`: an id that GetPreferredAllocation offers and that the `List` of the same call does not show with its holder.
-* `sweep`: a pod that has ended, or that `List` does not show, seen as often as `patience` asks (after a kubelet restart `List` is
-  incomplete until the kubelet's sources are ready, so one look proves nothing).
+* `sweep`: a pod that has ended, or that `patience` calls of `List` in a row do not show (after a kubelet restart `List` is incomplete
+  until the kubelet's sources are ready, so one call proves nothing).
 
 Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
 until it is deleted, without ids: there an init container's go with those of its pod's other containers.
@@ -20,13 +20,13 @@ from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.units import RESOURCE_BY_NAME, RESOURCES, Resource
 
-#: (pod, container) -> the ids of ours that `List` shows there.
+#: (pod, container) -> the ids of gpumgr that `List` shows for it.
 Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """What one sweep found. `absent` counts for each allocation how often in a row it was missing."""
+    """The result of one sweep. `absent` counts for each allocation how often in a row it was missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
@@ -35,14 +35,14 @@ class Swept:
 
 
 def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
-    """`List`'s device ids as masks, of all pods or of these listed ones; containers without ids of ours are left out."""
+    """`List`'s device ids as masks, of all pods or of these listed ones, without containers that have no ids of gpumgr."""
     result: dict[tuple[PodKey, str], Mapping[Resource, Masks]] = {}
     for pod in listing.pods if pods is None else pods:
         for container, devices in listing.containers(pod).items():
             masks = {
-                kind: held
-                for resource, ids in devices.items()
-                if (kind := RESOURCE_BY_NAME.get(resource)) and (held := gpu_registry.known(kind, ids))
+                resource: held
+                for name, ids in devices.items()
+                if (resource := RESOURCE_BY_NAME.get(name)) and (held := gpu_registry.known(resource, ids))
             }
             if masks:
                 result[pod, container] = masks
@@ -50,11 +50,11 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
 
 
 def freed_by_offer(
-    ledger: Ledger, listing: Listing, find_pod: FindPod, kind: Resource, offered: Masks, also: Iterable[Allocation] = ()
+    ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, offered: Masks, also: Iterable[Allocation] = ()
 ) -> Ledger:
-    """Ledger without those holders of `offered` ids, and of those in `also`, that `List` no longer shows, and without the rest of
-    their pods' ids."""
-    suspects = [*ledger.holders(kind, offered), *also]
+    """The ledger without those holders of `offered` ids, and those of `also`, that `List` no longer shows, and without the other
+    allocations of their pods."""
+    suspects = [*ledger.holders(resource, offered), *also]
     if not suspects:
         return ledger
     visible = shown(ledger.gpu_registry, listing)
@@ -62,8 +62,8 @@ def freed_by_offer(
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Names recur: without a UID, what was granted after `g` under its name is a later life's, what `List` never shows and was
-        granted before is of the same life."""
+        """Names recur. Without a UID, an allocation under the same name that was granted after `g` belongs to a later incarnation; one
+        that `List` never shows and that was granted before belongs to the same incarnation."""
         if a.uid is not None or g.uid is not None:
             return not _is_shown(a, visible, listing, find_pod)
         earlier = order.index(a.id) < order.index(g.id)
@@ -85,14 +85,14 @@ def sweep(
     patience: int,
     gone: Callable[[str], bool] = lambda _: False,
 ) -> Swept:
-    """One look at everything. `gone` says of a pod UID that the API server knows no such pod any more (False if it is not asked)."""
-    before, visible = ledger.allocations, shown(ledger.gpu_registry, listing)
+    """Checks all allocations. `gone`: whether the API server has no pod with this UID any more (False if there is no API server)."""
+    earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
-    # Init containers come last: the container that took over their ids carries them to its pod.
+    # Init containers come last: the container that took over their ids determines their pod.
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # refuted by an earlier one's name, or a claim, of which the kubelet's ids say nothing
+            continue  # removed because of an earlier one's name, or a claim, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -102,9 +102,9 @@ def sweep(
         elif not _is_shown(a, visible, listing, find_pod):
             times = absent.get(a.id, 0) + 1
             sure = a.uid is not None and gone(a.uid)
-            # Of a pod that the API server knows as living, absence in `List` alone proves nothing, however often.
-            lives = a.uid is not None and (view := find_uid(a.uid)) is not None and not view.ended
-            if not lives and times >= (min(patience, 2) if sure else patience):
+            # If the API server has the pod as running, its absence in `List` proves nothing.
+            runs = a.uid is not None and (view := find_uid(a.uid)) is not None and not view.ended
+            if not runs and times >= (min(patience, 2) if sure else patience):
                 freed.append(a)
             else:
                 still_absent[a.id] = times
@@ -112,16 +112,16 @@ def sweep(
     after = ledger.free(a.id for a in freed)
     return Swept(
         ledger=after,
-        freed=tuple(ledger.allocations.get(k, a) for k, a in before.items() if k not in after.allocations),
+        freed=tuple(ledger.allocations.get(a.id, a) for a in after.freed_since(earlier)),
         renamed=tuple(a for k, a in ledger.allocations.items() if a != before[k]),
         absent=still_absent,
     )
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """What `List` never shows of pods of which it showed something that is now `freed`: granted before that, or a later incarnation's.
+    """Allocations that `List` never shows, of pods of which an allocation is now `freed` that was granted later.
 
-    Of a living pod, whose name was a wrong guess for what is freed, it is only what has ids in common with that.
+    If the pod runs (its name was a wrong guess for the freed allocation), only those that have ids in common with that.
     """
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
@@ -129,7 +129,7 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
     def goes_with(a: Allocation, g: Allocation) -> bool:
         if g.uid is not None and _refuted(g, visible):
-            return any(common(a.held(kind), g.held(kind)) for kind in RESOURCES)
+            return any(common(a.held(resource), g.held(resource)) for resource in RESOURCES)
         return order[a.id] < order[g.id]
 
     return [
@@ -140,19 +140,19 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
-    """Ledger with the names that `List` gives to allocations without one, and to the `latest`, whose name may have been a guess."""
+    """The ledger with the names that `List` has for allocations without one, and for the `latest`, which may have a guessed name."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
-        # The common case: its own pod's entry is enough, the rest of the long list stays unread.
+        # The common case: its own pod's entry is sufficient, so the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)
-    # A wrong guess of one container's pod is a wrong guess for the pod's other containers as well.
+    # If one container's pod was a wrong guess, that of the pod's other containers was, too.
     family = [a for a in ledger.allocations.values() if any(a is b or a.same_pod(b) for b in unsure)]
     if not family:
         return ledger
     named = _renamed(ledger, family, shown(ledger.gpu_registry, listing), find_pod)
-    return ledger if named.broken_laws() else named  # an incomplete `List`: a later one corrects the names
+    return ledger if named.violations() else named  # an incomplete `List`: a later one corrects the names
 
 
 def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_pod: FindPod) -> Ledger:
@@ -165,7 +165,7 @@ def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_
 
 
 def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
-    """An init container whose pod was a wrong guess: `List` gave all other containers that were granted to that pod to another one."""
+    """With the right pod for an init container of a wrongly guessed pod: the one to which `List` assigns that pod's other containers."""
     if not a.init or a.uid is None or a.pod != before[a.id].pod:
         return a
     siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
@@ -177,22 +177,22 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """Ledger with this name. The kubelet shares ids within one pod only. So an allocation that has some of its ids belongs to an init
-    container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
+    """The ledger with this name. The kubelet shares ids only within one pod, so another allocation with some of these ids belongs to an
+    init container of the same pod, if it was granted as such or its pod is not certain; otherwise the same `List` refutes it."""
     before = ledger.allocations[named.id]
-    for b in {b.id: b for kind in RESOURCES for b in ledger.holders(kind, named.held(kind))}.values():
+    for b in {b.id: b for resource in RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
             follows = (b.init and b.same_pod(before)) or (b.uid is None and unlisted(b))
-            heir = replace(b, pod=named.pod, uid=named.uid, init=True)
-            ledger = ledger.occupy(heir) if follows else ledger.free((b.id,))
+            moved = replace(b, pod=named.pod, uid=named.uid, init=True)
+            ledger = ledger.occupy(moved) if follows else ledger.free((b.id,))
     return _joined(ledger.occupy(named), named)
 
 
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
-    """Ledger in which `named` and the same container's other resource are one allocation. It keeps the id of the one with the cores,
-    because the container's folder has that name. Without a UID the other one may be an earlier incarnation's."""
+    """The ledger in which `named` and the allocation of the same container's other resource are one. It keeps the id of the one with the
+    cores, because the container's folder has that name. Without a UID the other one may belong to an earlier incarnation."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
-    cores, blocks = ([a for a in mine if [*a.device_ids] == [kind]] for kind in RESOURCES)
+    cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
         return ledger
     whole = replace(cores[0], pod=named.pod, uid=named.uid)
@@ -201,7 +201,7 @@ def _joined(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
-    """With the pod and container that `List` names (the kubelet is right), and a name for a UID that is all we have."""
+    """With the pod and container that `List` has, and with the pod's name if only its UID is known."""
     owner = _owner(a, visible)
     if owner is not None:
         view = find_pod(owner[0])
@@ -209,7 +209,7 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
         return replace(a, pod=owner[0], container=owner[1], uid=uid)
     if a.init and (place := _place(a, visible)) is not None and place[0] != a.pod:
         if a.pod is None:
-            # Taken for an init container's while `List` was incomplete, or really one whose ids an app container has taken over.
+            # `List` was incomplete when it was marked as an init container's, or an app container has taken over its ids.
             return replace(a, pod=place[0], init=a.container != place[1])
         view = find_pod(place[0])
         return replace(a, pod=place[0], container=place[1], uid=view.uid if view else None, init=False)
@@ -219,29 +219,29 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """The API server says Succeeded or Failed: such a pod holds nothing, even where an older kubelet still lists it.
+    """The phase is Succeeded or Failed: such a pod holds nothing, also if an older kubelet still lists it.
 
-    Without a UID the name alone proves nothing: the ended pod may be an earlier life of it.
+    Without a UID the name proves nothing: the ended pod may be an earlier incarnation.
     """
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """`List` shows its container with other ids. The kubelet never changes a container's ids, so these were never its own, or were an
-    earlier incarnation's."""
+    """`List` shows its container with other ids. The kubelet never changes a container's ids, so these were never its own, or belonged to
+    an earlier incarnation."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
-    return any(a.held(kind) and kind in there and not common(a.held(kind), there[kind]) for kind in RESOURCES)
+    return any(a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in RESOURCES)
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:
-        if a.container is None and not a.init and not a.whole and not all(a.held(kind) for kind in RESOURCES):
-            return False  # a share that never got its other half: its admission failed
+        if a.container is None and not a.init and not a.whole and not all(a.held(resource) for resource in RESOURCES):
+            return False  # a share without its other resource: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
         view = find_pod(a.pod)
@@ -250,25 +250,27 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
 
 
 def unlisted(a: Allocation) -> bool:
-    """`List` never shows it: an ordinary init container's, one whose ids are not ours, or one without a name, which is an init
-    container's as far as `List` did not name it."""
+    """`List` never shows it: it belongs to an ordinary init container, has ids of gpu-manager, or has no name, which `List` would have
+    given unless it belongs to an init container."""
     return a.init or a.anonymous or a.container is None
 
 
 def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container where `List` shows this allocation's ids: where the ledger has it, or else where all of them stand."""
+    """Pod and container with which `List` shows this allocation's ids: those in the ledger, or else those that have all of them."""
     if a.init or a.anonymous:
         return None
     if a.pod is not None and a.container is not None:
         there = visible.get((a.pod, a.container))
-        if there is not None and any(common(a.held(kind), there.get(kind, {})) for kind in RESOURCES):
+        if there is not None and any(common(a.held(resource), there.get(resource, {})) for resource in RESOURCES):
             return a.pod, a.container
     return _place(a, visible)
 
 
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container where `List` shows all of this allocation's ids."""
+    """Pod and container with which `List` shows all of this allocation's ids."""
     for owner, masks in visible.items():
-        if any(a.held(kind) for kind in RESOURCES) and all(within(a.held(kind), masks.get(kind, {})) for kind in RESOURCES):
+        if any(a.held(resource) for resource in RESOURCES) and all(
+            within(a.held(resource), masks.get(resource, {})) for resource in RESOURCES
+        ):
             return owner
     return None

@@ -59,7 +59,7 @@ async def assembled(settings: Settings, hardware: Hardware) -> AsyncIterator[Par
         api_side = await stack.enter_async_context(ApiSide.open(settings))
         components = make_components(settings, hardware, loaded, checkpoint, api_side)
         stack.push_async_callback(components.close)
-        components.agent_state.history.restore(loaded.history, living=loaded.ledger.allocations)
+        components.agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
         await components.enforcement.open(components.agent_state, lost=loaded.lost)
         maintenance = make_maintenance(components, checkpoint, api_side)
         maintenance.restore(loaded.notes)

@@ -95,7 +95,6 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.agent_state.before_first_offer = self._take_over.first
         self.link = self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
@@ -149,6 +148,7 @@ class Components:
             policy=self.settings.placement.policy,
             clock=time.monotonic,
             on_freed=self._freed,
+            before_offer=lambda: self._take_over.before_offer(),
         )
 
     def _make_nvml(self) -> Nvml:
@@ -282,10 +282,10 @@ def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices) ->
 
 def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: Resource) -> list[DeviceEntry]:
     return [
-        (text, bool(healthy >> number & 1), card.numa_node)
-        for card in node_devices
-        for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
-        for number, text in enumerate(gpu_registry.ids[kind][card.card.name])
+        (text, bool(healthy >> number & 1), each.numa_node)
+        for each in node_devices
+        for healthy in [each.healthy_cores if kind == "core" else each.healthy_blocks]
+        for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
     ]
 
 

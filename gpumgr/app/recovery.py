@@ -55,7 +55,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
         KubeletEntry(
             uid=e.pod_uid,
             container=e.container,
-            kind=kind,
+            resource=kind,
             device_ids=e.device_ids,
             allocation_id=allocation_id_in({m.container_path: m.host_path for m in e.response.mounts}) if e.response else None,
             mechanisms=mechanisms_in(e.response.annotations) if e.response else (),

@@ -73,20 +73,23 @@ class TakeOver:
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
         self._taken = self._free = self._waited = False
+        #: `before_offer` has something to do: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
+        self._pending = True
         self._unreadable: str | None = None
         self._logged: tuple[str, ...] = ()
         #: The entries of the kubelet's file when it was last read successfully.
         self._entries: Sequence[CheckpointEntry] | None = None
         self._absent_since: dict[tuple[str, str], float] = {}
 
-    async def first(self) -> None:
-        """To be called when the driver first lists GPUs, and on each change while a GPU is missing. The caller holds the agent state's
-        lock."""
-        try:
-            await self._take(await self._read())
-        except CheckpointError as error:
-            log.error("not_taken_over", error=str(error))
-            self._agent_state.before_first_offer = self.first
+    async def before_offer(self) -> None:
+        """To be called whenever the driver has listed GPUs, before they are offered. The caller holds the agent state's lock."""
+        if self._pending:
+            self._pending = False
+            try:
+                await self._take(await self._read())
+            except CheckpointError as error:
+                log.error("not_taken_over", error=str(error))
+                self._pending = True
 
     async def held_back_by(self) -> str | None:
         """The reason why no device may be offered yet, with a remedy; None if devices may be offered from now on.
@@ -154,8 +157,7 @@ class TakeOver:
             log.info("taken_over_from_gpu_manager", path=str(self._path), records=len(records), live=len(live), taken=taken)
         self._waiting = tuple(record for record in new if record not in self._tried)
         self._attempt = self._state(self._waiting) if records else self._attempt
-        if self._waiting:
-            self._agent_state.before_first_offer = self.first
+        self._pending = self._pending or bool(self._waiting)
         self._taken = not self._waiting
         await self._note()
 

@@ -9,7 +9,9 @@ Invariants:
 import asyncio
 import contextlib
 import queue
+import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +23,7 @@ from typing import Self
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint import files, tables
-from gpumgr.checkpoint.salvage import salvage_notes
+from gpumgr.checkpoint.codec import checksum
 from gpumgr.checkpoint.tables import Loaded
 from gpumgr.errors import CheckpointError
 from gpumgr.files import sync_folder
@@ -52,11 +54,11 @@ class SqliteCheckpoint:
         try:
             connection, loaded = _open(path, fresh=not existed)
         except files.CorruptError as error:
-            saved = salvage_notes(path, outlive)
+            notes, notes_lost = _intact_notes(path, outlive)
             aside = files.set_aside(path, wall_clock())
             files.prepare(folder)
-            connection, _ = _open(path, fresh=True, notes=saved.notes)
-            loaded = Loaded(notes=saved.notes, notes_lost=saved.lost, lost=True, set_aside=aside, why=str(error))
+            connection, _ = _open(path, fresh=True, notes=notes)
+            loaded = Loaded(notes=notes, notes_lost=notes_lost, lost=True, set_aside=aside, why=str(error))
         return cls(connection, path, loaded)
 
     def load(self) -> Loaded:
@@ -138,7 +140,7 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
             return connection, Loaded(lost=True, why=why)
         tables.check(connection, path)
         loaded = tables.read(connection)
-        if broken := loaded.ledger.broken_laws():
+        if broken := loaded.ledger.violations():
             raise files.CorruptError(f"the checkpoint {path} contradicts itself: {broken[0]}")
         _transact(connection, lambda: tables.upgrade(connection))
         return connection, loaded
@@ -148,3 +150,35 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
     except CheckpointError:
         connection.close()
         raise
+
+
+def _intact_notes(path: Path, keys: Collection[str]) -> tuple[Mapping[str, str], bool]:
+    """The notes with these keys and a correct checksum of a corrupt file, and whether a missing one may have been in the damaged part.
+
+    Reads a copy, so that the file stays unchanged. Raises nothing."""
+    notes: dict[str, str] = {}
+    whole = True
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpumgr-checkpoint-") as folder:
+            for source in (path, path.with_name(f"{path.name}-wal")):
+                if source.exists():
+                    shutil.copyfile(source, Path(folder) / source.name)
+            with contextlib.closing(sqlite3.connect(Path(folder) / path.name, isolation_level=None)) as connection:
+                for row in connection.execute("SELECT CAST(key AS BLOB), CAST(value AS BLOB), sum FROM notes"):
+                    note = _sound(row)
+                    if note is None:
+                        whole = False
+                    elif note[0] in keys:
+                        notes[note[0]] = note[1]
+    except (OSError, sqlite3.Error):
+        whole = False
+    return notes, not whole and notes.keys() < set(keys)
+
+
+def _sound(row: tuple[bytes | None, bytes | None, int]) -> tuple[str, str] | None:
+    key, value, sum_ = row
+    try:
+        note = (key or b"").decode(), (value or b"").decode()
+    except UnicodeDecodeError:
+        return None
+    return note if sum_ == checksum(*note) else None

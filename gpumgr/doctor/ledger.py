@@ -28,7 +28,7 @@ async def look_at_checkpoint(folder: Path) -> Finding:
         return error_of(exception, _READ)
     if loaded.lost:
         return ok(f"{loaded.why}: the agent makes one")
-    if broken := loaded.ledger.broken_laws():
+    if broken := loaded.ledger.violations():
         return warning(
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",
             "nothing: the agent sets the file aside and rebuilds from what the kubelet knows",

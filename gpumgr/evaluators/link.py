@@ -11,6 +11,7 @@ manner: good, not proven best.
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import lru_cache
+from operator import add
 
 from gpumgr.evaluators.partition import PartitionSearch, TooManySets
 from gpumgr.topology.devices import Topology
@@ -71,37 +72,43 @@ def _grown_sets(
     """The best of the sets that are grown from each GPU, as (score, GPUs): those with the highest sum over themselves and the rest."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
-        chosen = _grow(scores, free, k, list(required) if seed in required or len(required) == k else [*required, seed])
+        chosen = list(required) if seed in required or len(required) == k else [*required, seed]
+        _grow(scores, _without(free, chosen), k, chosen)
         if room:
             chosen = _with_room(scores, free, chosen, required, room, blocks_needed)
         gpus = tuple(sorted(chosen))
         if gpus not in found:
-            rest = [gpu for gpu in free if gpu not in chosen]
-            found[gpus] = set_score(scores, gpus) + _grown_partition(scores, rest, k)
+            found[gpus] = set_score(scores, gpus) + _grown_partition(scores, _without(free, gpus), k)
     best = max(found.values())
     return [(set_score(scores, gpus), gpus) for gpus, total in found.items() if total == best]
 
 
-def _grow(scores: Scores, free: Sequence[int], k: int, chosen: list[int]) -> list[int]:
-    """`chosen`, filled up to k with the GPU that adds most each time; ties go to the lowest index."""
-    gains = {gpu: sum(scores[gpu][a] for a in chosen) for gpu in free if gpu not in chosen}
+def _without(free: Sequence[int], taken: Collection[int]) -> list[int]:
+    return [gpu for gpu in free if gpu not in taken]
+
+
+def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
+    """Moves GPUs from `rest` to `chosen` until that has k: the one that adds most each time; ties go to the lowest index. Returns what
+    they add to the score."""
+    gains: Sequence[int] = scores[chosen[0]]
+    for gpu in chosen[1:]:
+        gains = list(map(add, gains, scores[gpu]))
+    score = 0
     while len(chosen) < k:
-        best = max(gains, key=gains.__getitem__)
-        del gains[best]
+        best = max(rest, key=gains.__getitem__)
+        rest.remove(best)
         chosen.append(best)
-        row = scores[best]
-        for gpu in gains:
-            gains[gpu] += row[gpu]
-    return chosen
+        score += gains[best]
+        gains = list(map(add, gains, scores[best]))
+    return score
 
 
 def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
     """The score of one reasonable partition of `rest`: each set is grown from its lowest GPU."""
     score = 0
     while rest:
-        taken = _grow(scores, rest, min(k, len(rest)), [rest[0]])
-        score += set_score(scores, taken)
-        rest = [gpu for gpu in rest if gpu not in taken]
+        size = min(k, len(rest))
+        score += _grow(scores, rest, size, [rest.pop(0)])
     return score
 
 

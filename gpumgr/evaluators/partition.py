@@ -13,7 +13,7 @@ The search runs on the event loop, so its length is bounded by a number of steps
 question has the same answer on every machine.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 from gpumgr.topology.scores import Scores
@@ -151,10 +151,9 @@ class PartitionSearch:
         potential = sum(self._potential[gpu] for gpu in fixed)
         gains = [sum(self._scores[members[0]][gpu] for gpu in fixed) for members in self._classes]
         self._spend(self._number_of_sets(size) * (_STEPS_PER_SET + size * len(self._classes) // 4))
-        return sorted(
-            (set_potential - 2 * set_score, packed, set_score)
-            for packed, set_score, set_potential in self._grow(0, size, 0, score, potential, gains)
-        )
+        found: list[tuple[int, int, int]] = []
+        self._grow(found, 0, size, 0, score, potential, gains)
+        return sorted(found)
 
     def _number_of_sets(self, size: int) -> int:
         """How many sets of `size` GPUs there are, counted by class."""
@@ -164,30 +163,40 @@ class PartitionSearch:
         return numbers[size]
 
     def _grow(
-        self, position: int, size: int, packed: int, score: int, potential: int, gains: list[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """Every way to take `size` more GPUs from the classes at `position` and after, as (counts, score, potential).
+        self,
+        found: list[tuple[int, int, int]],
+        start: int,
+        size: int,
+        packed: int,
+        score: int,
+        potential: int,
+        gains: Sequence[int],
+    ) -> None:
+        """Adds to `found` every way to take `size` more GPUs from the classes at `start` and after, as (loss, counts, score).
 
         `gains` are what one GPU of each class adds to the score of the set so far.
         """
         if size == 0:
-            yield packed, score, potential
+            found.append((potential - 2 * score, packed, score))
             return
-        members = self._classes[position]
-        row = self._scores[members[0]]
-        inside = row[members[1]] if len(members) > 1 else 0
-        for count in range(max(0, size - self._capacity[position + 1]), min(len(members), size) + 1):
-            grown = (
-                gains if not count else [gain + count * row[other[0]] for gain, other in zip(gains, self._classes, strict=True)]
-            )
-            yield from self._grow(
-                position + 1,
-                size - count,
-                packed | count << (self._width * position),
-                score + count * gains[position] + count * (count - 1) // 2 * inside,
-                potential + count * self._potential[members[0]],
-                grown,
-            )
+        for position in range(start, len(self._classes)):
+            members, others = self._classes[position], self._capacity[position + 1]
+            if len(members) + others < size:
+                return
+            row = self._scores[members[0]]
+            inside = row[members[1]] if len(members) > 1 else 0
+            for count in range(max(1, size - others), min(len(members), size) + 1):
+                left = size - count
+                grown = [gain + count * row[other[0]] for gain, other in zip(gains, self._classes, strict=True)] if left else ()
+                self._grow(
+                    found,
+                    position + 1,
+                    left,
+                    packed | count << (self._width * position),
+                    score + count * gains[position] + count * (count - 1) // 2 * inside,
+                    potential + count * self._potential[members[0]],
+                    grown,
+                )
 
     def _unpack(self, packed: int) -> tuple[int, ...]:
         chosen, field = list(self._required), (1 << self._width) - 1

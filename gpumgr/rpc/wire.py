@@ -103,31 +103,44 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """One pass over the message at start..end: strings of the fields that `texts` names are appended to their lists there.
+    """One pass over the message at start..end: strings of the fields that `texts` names are appended to their lists there. The lists
+    are empty at first.
 
     Returns the varint fields by number; of a repeated one the last, as protobuf has it. Everything else is skipped.
     """
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
+    # To cut strings out of one string is faster than to decode each; those that are not ASCII are decoded again at the end.
+    latin_1 = data.decode("latin-1")
     at = start
     while at < end:
-        tag, at = read_varint(data, at, end) if data[at] > 0x7F else (data[at], at + 1)
+        tag = data[at]
+        at += 1
+        if tag > 0x7F:
+            tag, at = read_varint(data, at - 1, end)
         if tag in wanted:
             # Nearly every string is shorter than 128 bytes; a length beyond the end is left to the strict reader.
-            size, at = (data[at], at + 1) if at < end and data[at] < 0x80 else read_varint(data, at, end)
-            if at + size > end:
-                raise WireError(f"the message is truncated: a text runs beyond byte {end}")
-            try:
-                wanted[tag](data[at : at + size].decode())
-            except UnicodeDecodeError as error:
-                raise WireError(f"the text at byte {at} is not UTF-8") from error
+            size = data[at] if at < end else 0x80
+            at += 1
+            if size > 0x7F:
+                size, at = read_varint(data, at - 1, end)
+            first = at
             at += size
+            if at > end:
+                raise WireError(f"the message is truncated: a text runs beyond byte {end}")
+            wanted[tag](latin_1[first:at])
         elif tag < 8:
             raise WireError(f"field number 0 before byte {at} does not exist")
         elif tag & 7 == VARINT:
             numbers[tag >> 3], at = read_varint(data, at, end)
         else:
             at = skip(data, at, end, tag & 7)
+    for found in texts.values():
+        if not "".join(found).isascii():
+            try:
+                found[:] = [each.encode("latin-1").decode() for each in found]
+            except UnicodeDecodeError as error:
+                raise WireError(f"a text between the bytes {start} and {end} is not UTF-8") from error
     return numbers
 
 

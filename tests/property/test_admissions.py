@@ -1,8 +1,8 @@
-"""The whole agent before the kubelet's device manager, in every weather: late caches, aligned NUMA, names that recur, other clients'
-List calls in the worst moment, sick GPUs, PodResources away, restarts, a lost checkpoint.
+"""The whole agent with the kubelet's device manager, under all conditions: late caches, aligned NUMA, recurring names, other clients'
+`List` calls during an Allocate, failed GPUs, no PodResources, restarts, a lost checkpoint.
 
-However it goes: what the kubelet gave to live pods stands in the ledger, nobody holds it twice, and a container's memory lies with
-its cores.
+In each case the ledger has the ids that the kubelet gave to running pods, no two pods hold the same id, and a container's memory is on
+the GPUs of its cores.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, Literal
 
+import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -57,7 +58,7 @@ class _ClockSelector(selectors.DefaultSelector):
         return super().select(timeout and 0)
 
 
-class Weather(RuleBasedStateMachine):
+class Admissions(RuleBasedStateMachine):
     """One node. `pods` counts all there ever were."""
 
     def __init__(self) -> None:
@@ -87,8 +88,8 @@ class Weather(RuleBasedStateMachine):
         self.logs.__enter__()
         self.world = self.do(World.made(snapshot(4, 16, numa=numa), seed=seed, known=known, numa_aligned=numa))
         self.loop.clock = self.world.clock
-        # Init containers are not listed: those that no spec is known for and no preference was asked for may stay without a name,
-        # and one that leaves its ids to nobody can't be told from an earlier life of its pod's name.
+        # Init containers are not listed: those without a spec and without GetPreferredAllocation may stay without a name, and one that
+        # passes on no ids can't be distinguished from an earlier incarnation of its pod.
         inits = inits and not (numa and known is not True)
         self.kinds: Any = ["init", "sidecar", "app"] if inits else ["app"]
         self.numa = numa
@@ -156,7 +157,7 @@ class Weather(RuleBasedStateMachine):
         self.numbers += 2
         replicas = [world.pod(f"p{number}", *specs) for number in (self.numbers - 1, self.numbers)]
         for pod in replicas:
-            world.tell(pod)
+            world.update_cache(pod)
             # The kubelet lists a pod when its admission begins, so an answer in the first pod's admission does not show the second.
             if both_listed and failing_lists == 9:
                 world.active[pod.uid] = pod
@@ -186,7 +187,7 @@ class Weather(RuleBasedStateMachine):
     @precondition(lambda self: self.world.active)
     @rule(data=st.data())
     def end_during_the_next_admission(self, data: st.DataObject) -> None:
-        """And somebody else calls List just then, so that the kubelet forgets what is in flight."""
+        """Another client calls `List` during the Allocate, so that the kubelet drops its ids."""
         world = self.world
         victim: SimPod = data.draw(st.sampled_from(list(world.active.values())))
 
@@ -242,7 +243,8 @@ class Weather(RuleBasedStateMachine):
             self.world.check_ids()
 
 
-Weather.TestCase.settings = settings(
+Admissions.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
-TestWeather = Weather.TestCase
+pytestmark = pytest.mark.timeout(300)  # many machines of many steps
+TestAdmissions = Admissions.TestCase

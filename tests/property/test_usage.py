@@ -22,7 +22,7 @@ UIDS = st.sampled_from(["u1", "u2", None])
 
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
-    """Not all of them sound: the join must stand whatever the books say."""
+    """Also invalid ones: the join must accept any ledger."""
     allocations = []
     for number in range(draw(st.integers(0, 5))):
         gpus = draw(st.lists(st.integers(0, GPUS - 1), min_size=1, max_size=GPUS, unique=True))
@@ -93,7 +93,9 @@ def test_every_process_is_in_exactly_one_place(
 
 @settings(deadline=None)
 @given(ledgers(), node_samples(), owners_of)
-def test_everybody_has_a_use_and_the_sums_agree(ledger: Ledger, node: NodeSample, owners: dict[int, Container | None]) -> None:
+def test_each_allocation_has_a_use_and_the_sums_agree(
+    ledger: Ledger, node: NodeSample, owners: dict[int, Container | None]
+) -> None:
     use = join(ledger, node, owners)
     granted = {(a.id, gpu) for a in ledger.allocations.values() for gpu in a.gpus}
     assert use.containers.keys() == granted
@@ -123,7 +125,7 @@ def use_of(memory_bytes: int | None, name: str = "a") -> ContainerUse:
 
 @settings(deadline=None)
 @given(readings, st.integers(1, 5))
-def test_over_is_what_the_last_readings_in_a_row_say(history: list[int | None], samples: int) -> None:
+def test_a_container_is_over_after_enough_samples_in_a_row(history: list[int | None], samples: int) -> None:
     state, told = OverLimitState(), list[bool]()
     read = list[bool]()
     expected = False
@@ -142,7 +144,7 @@ def test_over_is_what_the_last_readings_in_a_row_say(history: list[int | None], 
 
 @settings(deadline=None)
 @given(readings, st.integers(1, 5))
-def test_readings_that_tell_nothing_could_as_well_not_be(history: list[int | None], samples: int) -> None:
+def test_samples_without_a_reading_change_nothing(history: list[int | None], samples: int) -> None:
     def run(values: list[int | None]) -> OverLimitState:
         state = OverLimitState()
         for value in values:
@@ -154,7 +156,7 @@ def test_readings_that_tell_nothing_could_as_well_not_be(history: list[int | Non
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from([None, 0, 10**9])), max_size=20), st.integers(1, 4))
-def test_allocations_do_not_touch_one_another(history: list[dict[str, int | None]], samples: int) -> None:
+def test_allocations_do_not_affect_each_other(history: list[dict[str, int | None]], samples: int) -> None:
     together, alone = OverLimitState(), dict.fromkeys("abc", OverLimitState())
     for values in history:
         together = apply_readings(together, [use_of(v, k) for k, v in values.items()], samples=samples, slack_bytes=SLACK).state
@@ -171,8 +173,10 @@ def test_allocations_do_not_touch_one_another(history: list[dict[str, int | None
         st.tuples(st.frozensets(st.tuples(st.sampled_from(["g0", "g1"]), PIDS)), st.frozensets(st.sampled_from(["g0", "g1"])))
     )
 )
-def test_a_living_stranger_is_told_once(history: list[tuple[frozenset[tuple[str, int]], frozenset[str]]]) -> None:
-    """Between two tellings of one process it must have been told gone."""
+def test_a_running_unattributed_process_is_reported_once(
+    history: list[tuple[frozenset[tuple[str, int]], frozenset[str]]],
+) -> None:
+    """Between two reports of one process its end must have been reported."""
     known: KnownProcesses = {}
     present: set[tuple[int, int]] = set()
     for listed, readable in history:

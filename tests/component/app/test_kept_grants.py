@@ -31,7 +31,7 @@ async def restarted(cluster: Cluster, folder: Path) -> None:
     again = SqliteCheckpoint.open(folder)
     loaded = again.load()
     agent_state.history = History(again, wall_clock=lambda: 7.0)
-    agent_state.history.restore(loaded.history, living=loaded.ledger.allocations)
+    agent_state.history.restore(loaded.history, allocations=loaded.ledger.allocations)
     cluster.decisions = cluster.reporter()
     assert await again.close()
 

@@ -52,6 +52,7 @@ class TakeoverNode:
         self.checkpoint, self.pods = MemoryCheckpoint(), MemoryPods(synced=False)
         self.shown: dict[PodKey, dict[str, dict[str, tuple[str, ...]]]] = {}
         self.remembered = 0
+        self.started: TakeOver | None = None
         self.offered: list[NodeDevices] = []
         self.device_lists = DeviceListPublisher(self.offered.append, clock=self.clock)
         self.agent_state = AgentState(
@@ -62,7 +63,12 @@ class TakeoverNode:
             runs=lambda _: True,
             policy="binpack",
             clock=self.clock,
+            before_offer=self._before_offer,
         )
+
+    async def _before_offer(self) -> None:
+        if self.started is not None:
+            await self.started.before_offer()
 
     def take_over(self, *, done: bool = False) -> TakeOver:
         """Of a new start."""
@@ -80,7 +86,7 @@ class TakeoverNode:
         async def wait_synced() -> None:
             self.pods.synced = self.pods.synced or bool(self.pods.views)
 
-        made = TakeOver(
+        self.started = TakeOver(
             self.folder / "gpu-manager.json",
             self.folder,
             agent_state=self.agent_state,
@@ -92,8 +98,7 @@ class TakeoverNode:
             wait_synced=wait_synced,
             clock=self.clock,
         )
-        self.agent_state.before_first_offer = made.first
-        return made
+        return self.started
 
     async def show_gpus(self, number: int = 4) -> None:
         await self.agent_state.set_snapshot(snapshot(number))
@@ -304,7 +309,6 @@ async def test_a_record_of_a_gpu_found_later_is_adopted_before_the_gpu_is_offere
     (late,) = [node_devices[3] for node_devices in scene.offered if len(node_devices) > 3]
     assert late.healthy_blocks == 0  # as of a GPU that somebody has whole
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000003",))], 1)
-    assert scene.agent_state.before_first_offer is None
 
 
 async def test_each_gpu_of_a_record_is_waited_for(scene: TakeoverNode) -> None:

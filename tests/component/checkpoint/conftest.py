@@ -1,18 +1,20 @@
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from tests.allocations import allocated
 
 GPU = "11111111"
-CARDS = GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)
+REGISTRY = GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-22222222-bbbb", 90)
 
 
 def allocation(name: str, cores: int = 0b11, **more: Any) -> Allocation:
@@ -32,7 +34,7 @@ def allocation(name: str, cores: int = 0b11, **more: Any) -> Allocation:
     return allocated(**values)
 
 
-LEDGER = Ledger(CARDS).occupy(allocation("a")).occupy(allocation("b", 0b1100, init=True, anonymous=True, pod=None))
+LEDGER = Ledger(REGISTRY).occupy(allocation("a")).occupy(allocation("b", 0b1100, init=True, anonymous=True, pod=None))
 
 Open = Callable[..., SqliteCheckpoint]
 
@@ -51,9 +53,15 @@ async def open_checkpoint(tmp_path: Path) -> AsyncIterator[Open]:
         assert await checkpoint.close()
 
 
+async def save_ledger(checkpoint: SqliteCheckpoint, *entries: Entry) -> None:
+    """Saves LEDGER with these history entries, and closes the checkpoint."""
+    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=entries))
+    await checkpoint.close()
+
+
 @pytest.fixture
 def without_root(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder closed to writing (or of the mode that is the parameter), with root's power laid down until the test ends."""
+    """A read-only folder (or one of the mode that is the parameter), without root's permissions until the test ends."""
     with tempfile.TemporaryDirectory(prefix="gpumgr-test-") as name:
         folder = Path(name)
         user = os.geteuid()

@@ -13,7 +13,7 @@ from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.errors import CheckpointError
 
-from .conftest import LEDGER, Open, allocation
+from .conftest import LEDGER, Open, allocation, save_ledger
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -57,9 +57,7 @@ async def test_shows_what_a_killed_agent_left(companions: tuple[str, ...], tmp_p
 
 
 async def test_a_read_during_starts_and_stops_of_an_agent_is_complete(tmp_path: Path, open_checkpoint: Open) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(LEDGER.since(Ledger()))
-    await checkpoint.close()
+    await save_ledger(open_checkpoint())
     over = threading.Event()
 
     def lives() -> None:
@@ -76,7 +74,7 @@ async def test_a_read_during_starts_and_stops_of_an_agent_is_complete(tmp_path: 
             living.result()
 
 
-async def test_nothing_there_is_lost_not_an_error(tmp_path: Path) -> None:
+async def test_a_missing_checkpoint_is_lost_and_no_error(tmp_path: Path) -> None:
     loaded = read_checkpoint(tmp_path / "missing")
     assert loaded.lost
     assert loaded.why == f"there is no checkpoint at {tmp_path / 'missing' / NAME}"
@@ -87,9 +85,7 @@ async def test_nothing_there_is_lost_not_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_corrupt_file_is_reported_and_left_in_place(tmp_path: Path, open_checkpoint: Open) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(LEDGER.since(Ledger()))
-    await checkpoint.close()
+    await save_ledger(open_checkpoint())
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as connection:
         connection.execute("UPDATE allocations SET sum = 1")
     with pytest.raises(CheckpointError, match="the row of allocation 'id-a' can't be read"):
@@ -101,6 +97,6 @@ async def test_a_corrupt_file_is_reported_and_left_in_place(tmp_path: Path, open
 
 
 @pytest.mark.parametrize("without_root", [0o000], indirect=True)
-def test_a_folder_closed_to_us_is_a_clear_error(without_root: Path) -> None:
+def test_an_inaccessible_folder_is_a_clear_error(without_root: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"can't read the checkpoint {without_root}/{NAME}: Permission denied"):
         read_checkpoint(without_root)

@@ -26,7 +26,7 @@ from gpumgr.checkpoint.tables import SCHEMA_VERSION
 from gpumgr.errors import CheckpointError
 from gpumgr.units import Resource
 
-from .conftest import CARDS, LEDGER, Open, allocation
+from .conftest import LEDGER, REGISTRY, Open, allocation, save_ledger
 
 REPOSITORY = Path(__file__).parents[3]
 OLD_NAMES: dict[str, Resource] = {"cores": "core", "blocks": "memory"}
@@ -46,7 +46,7 @@ async def test_a_first_start_is_lost_and_empty(open_checkpoint: Open) -> None:
     assert loaded.why == "there was no checkpoint yet"
 
 
-async def test_a_ledger_comes_back_as_it_was(open_checkpoint: Open) -> None:
+async def test_a_ledger_is_loaded_as_it_was_saved(open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.save_note("migrated", "yes")
@@ -63,7 +63,7 @@ async def test_changes_add_up(open_checkpoint: Open) -> None:
         LEDGER.free(["id-a"])
         .occupy(allocation("b", 0b11100))
         .occupy(allocation("c"))
-        .with_cards(CARDS.register("GPU-33333333-cccc", 4))
+        .with_gpu_registry(REGISTRY.register("GPU-33333333-cccc", 4))
     )
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
@@ -251,7 +251,7 @@ async def test_a_file_that_is_no_database_is_set_aside_whole(content: bytes, tmp
     assert loaded.set_aside.read_bytes() == content
 
 
-async def test_files_set_aside_in_one_second_do_not_meet(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_files_set_aside_in_one_second_have_different_names(tmp_path: Path, open_checkpoint: Open) -> None:
     for text in ("one", "two"):
         (tmp_path / NAME).write_text(text)
         assert await open_checkpoint().close()
@@ -294,7 +294,7 @@ async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Ope
 # -- folders and disks -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_folder_closed_to_writing_is_a_clear_error(without_root: Path) -> None:
+async def test_a_read_only_folder_is_a_clear_error(without_root: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"can't open the checkpoint {without_root}/{NAME}: Permission denied; make its folder writable"
     ):
@@ -341,7 +341,7 @@ def save_on_a_full_disk(folder: Path) -> str:
     ).stdout
 
 
-async def test_a_disk_that_takes_no_more_loses_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_a_full_disk_loses_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
     said = save_on_a_full_disk(tmp_path)
     assert said.startswith(f"can't write the checkpoint {tmp_path / NAME}: disk I/O error (SQLITE_IOERR")
     assert open_checkpoint().load().ledger == LEDGER.occupy(allocation("later", 0b110000))
@@ -365,7 +365,7 @@ def entry(number: int, **facts: Any) -> Entry:
     return Entry(number=number, at=float(number), what="granted", pod=("ns", f"p{number}"), gpus=("0fe1c342",), **facts)
 
 
-async def test_the_history_comes_back_as_it_was_and_is_bounded(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_the_history_is_loaded_as_it_was_saved_and_is_bounded(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     told = entry(1, candidates=(Candidate(gpu="0fe1c342", index=0, cores_free=70, note="XID 79"),), why="\N{SNOWMAN} 'quoted'\n")
     await checkpoint.save(Change(entries=(told,)))
@@ -380,7 +380,7 @@ async def test_the_history_comes_back_as_it_was_and_is_bounded(tmp_path: Path, o
     assert [each.number for each in read_checkpoint(tmp_path).history] == numbers[-HISTORY_ENTRIES:]
 
 
-async def test_grants_of_living_allocations_stay(tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_grants_of_existing_allocations_stay(tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1, id="id-a"), entry(2, id="id-b"))))
     refused = replace(entry(3, id="id-a"), what="refused")
@@ -403,7 +403,7 @@ async def test_a_note_and_its_entry_are_one_transaction(tmp_path: Path, open_che
 
 
 @pytest.mark.parametrize("rubbish", ["'rubbish'", "x'fffe'", "CAST(x'fffe' AS TEXT)", "7", "''"])
-async def test_a_damaged_entry_costs_itself_and_not_the_ledger(rubbish: str, tmp_path: Path, open_checkpoint: Open) -> None:
+async def test_a_damaged_entry_does_not_affect_the_ledger(rubbish: str, tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.save(Change(entries=(entry(1), entry(2), entry(3))))
@@ -422,12 +422,13 @@ async def test_a_damaged_entry_costs_itself_and_not_the_ledger(rubbish: str, tmp
         ("DROP TABLE history", "CREATE TABLE history (number INTEGER PRIMARY KEY, record TEXT NOT NULL, sum INTEGER NOT NULL)"),
         ("DROP TABLE history", "CREATE TABLE history (what)", "INSERT INTO history VALUES (x'fffe')"),
         ("DROP TABLE history",),
+        ("DROP TABLE history", "UPDATE schema SET version = 1"),
     ],
 )
-async def test_a_history_of_another_make_is_made_anew(damage: tuple[str, ...], tmp_path: Path, open_checkpoint: Open) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1),)))
-    await checkpoint.close()
+async def test_a_history_with_another_definition_is_created_again(
+    damage: tuple[str, ...], tmp_path: Path, open_checkpoint: Open
+) -> None:
+    await save_ledger(open_checkpoint(), entry(1))
     execute(tmp_path / NAME, *damage)
     assert read_checkpoint(tmp_path).ledger == LEDGER
     checkpoint = open_checkpoint()
@@ -446,9 +447,7 @@ def of_schema_2(allocation: Allocation) -> dict[str, object]:
 
 async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: Open) -> None:
     whole = allocation("whole", ALL_CORES, blocks={}, gpus=("22222222",), memory_blocks=90)
-    checkpoint = open_checkpoint()
-    await checkpoint.save(replace(LEDGER.since(Ledger()), entries=(entry(1, id="id-a"),)))
-    await checkpoint.close()
+    await save_ledger(open_checkpoint(), entry(1, id="id-a"))
     with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as file:
         for each in LEDGER.allocations.values():
             record = json.dumps(of_schema_2(each))
@@ -462,16 +461,3 @@ async def test_a_file_of_schema_2_is_migrated(tmp_path: Path, open_checkpoint: O
     with closing(sqlite3.connect(tmp_path / NAME)) as file:
         assert file.execute("SELECT version FROM schema").fetchall() == [(SCHEMA_VERSION,)]
     assert read_checkpoint(tmp_path).ledger == LEDGER.free(("id-a",)).occupy(whole)
-
-
-async def test_a_file_of_before_the_history_is_taken_over(tmp_path: Path, open_checkpoint: Open) -> None:
-    checkpoint = open_checkpoint()
-    await checkpoint.save(LEDGER.since(Ledger()))
-    await checkpoint.close()
-    execute(tmp_path / NAME, "DROP TABLE history", "UPDATE schema SET version = 1")
-    assert read_checkpoint(tmp_path).ledger == LEDGER
-    checkpoint = open_checkpoint()
-    assert checkpoint.load().ledger == LEDGER
-    await checkpoint.save(Change(entries=(entry(1),)))
-    await checkpoint.close()
-    assert read_checkpoint(tmp_path).history == (entry(1),)

@@ -10,7 +10,7 @@
  *   show                   magic, version, limits, switch, priority, processes
  *   take                   take a slot, under the region's semaphore
  *   host PID               say which process of the host this is
- *   use BYTES              charge so much in all, unasked
+ *   use BYTES              charge so much in all, identify_without_preference
  *   alloc BYTES            charge so much more if the limit allows: "granted" or "refused"
  *   leave                  give the slot back
  *   wait                   until standard input ends

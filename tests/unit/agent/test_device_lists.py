@@ -60,7 +60,7 @@ async def test_an_unchanged_device_list_is_not_published_again() -> None:
     assert len(kubelet.heard) == 1
 
 
-async def test_flips_of_blocks_are_gathered() -> None:
+async def test_changes_of_blocks_are_collected() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
     kubelet.clock.now += SETTLE_SECONDS - 0.01
@@ -111,7 +111,7 @@ async def test_a_block_counts_as_seen_healthy_a_second_after_its_publication() -
     assert kubelet.seen == ALL
 
 
-async def test_a_block_that_turned_unhealthy_is_out_at_once() -> None:
+async def test_a_block_that_turned_unhealthy_is_not_visible_at_once() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
     kubelet.clock.now += 2
@@ -119,7 +119,7 @@ async def test_a_block_that_turned_unhealthy_is_out_at_once() -> None:
     assert kubelet.seen == 0b0001
 
 
-async def test_blocks_that_flicker_are_not_seen_until_they_settle() -> None:
+async def test_blocks_that_change_often_are_not_visible_until_they_are_stable() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
     for blocks in (0b0001, ALL, 0b0011, ALL):
@@ -141,7 +141,7 @@ async def test_an_urgent_publication_includes_delayed_changes_and_counts() -> No
     assert kubelet.device_lists.visible_blocks(0)[CARD.name] == ALL
 
 
-async def test_there_is_no_haste_when_everything_was_seen() -> None:
+async def test_nothing_is_sent_early_when_all_blocks_are_visible() -> None:
     kubelet = Kubelet()
     kubelet.device_lists.update(node_devices())
     assert not kubelet.device_lists.hurry()

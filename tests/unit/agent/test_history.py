@@ -35,7 +35,7 @@ async def test_both_calls_of_a_container_and_its_end_have_the_allocations_name()
     assert granted.number < second.number < freed.number
 
 
-async def test_a_refusal_is_remembered_with_what_each_gpu_had_left() -> None:
+async def test_a_refusal_is_recorded_with_the_available_amounts() -> None:
     world = await World.made(snapshot(2, 16))
     await world.run(world.pod("first", app(60, 8)))
     await world.run(world.pod("second", app(60, 12)))
@@ -58,7 +58,7 @@ def test_an_entry_gets_the_present_time_and_what_its_allocation_has() -> None:
     assert (second.pod, second.pod_uid, second.gpus) == (("team", "other"), "v", ("00000002",))
 
 
-async def test_what_could_not_be_written_is_written_later_and_nothing_grows_without_bound() -> None:
+async def test_a_failed_write_is_retried_and_the_queue_is_bounded() -> None:
     checkpoint = NotedCheckpoint()
     history = History(checkpoint, capacity=3, wall_clock=lambda: 7.0)
     checkpoint.full = True
@@ -108,7 +108,7 @@ async def test_a_start_with_unknown_ids_is_recorded_once_in_any_order_of_ids() -
     assert len({entry.id for entry in told}) == 3
 
 
-async def test_what_was_granted_is_remembered_for_as_long_as_it_is_held() -> None:
+async def test_a_grant_is_kept_as_long_as_its_allocation() -> None:
     history = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     first: list[tuple[What, str]] = [("granted", "a"), ("granted", "b"), ("event", "b"), ("refused", "a"), ("granted", "b")]
     for what, allocation in first:
@@ -126,7 +126,7 @@ async def test_what_was_granted_is_remembered_for_as_long_as_it_is_held() -> Non
 
 async def test_after_a_restart_entries_of_running_pods_are_kept_and_no_number_is_used_twice() -> None:
     first = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
-    first.restore([], living=[])
+    first.restore([], allocations=[])
     for allocation in ("a", "b"):
         first.add(Entry(at=1.0, what="granted", id=allocation))
     for _ in range(3):
@@ -135,7 +135,7 @@ async def test_after_a_restart_entries_of_running_pods_are_kept_and_no_number_is
     for _ in range(3):
         first.add(Entry(at=3.0, what="event"))  # added, and never saved
     again = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
-    again.restore(saved, living=["b", "c"])
+    again.restore(saved, allocations=["b", "c"])
     assert again.latest.value == saved[-1].number
     assert again.entries() == saved[1:]
     again.add(Entry(at=4.0, what="event"))

@@ -1,4 +1,4 @@
-"""Whose call is it? The cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
+"""Identification of the caller: the cases in which a cache that is late, aligned NUMA nodes or a recurring name could mislead the agent."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ async def test_memory_follows_cores_that_the_topology_manager_chose(order: str) 
     assert gpus_of(world, second) == {"00000000"}
 
 
-async def test_ids_of_an_ended_init_container_are_no_reuse() -> None:
+async def test_ids_of_an_ended_pods_init_container_are_not_reused() -> None:
     """The kubelet hands a dead pod's ids to another without asking: they are that other pod's, not the dead one's heir's."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True, seed=1)
     dead = await world.run(world.pod("dead", init(100, 16), app(100, 16)))
@@ -56,7 +56,7 @@ async def test_ids_of_an_ended_init_container_are_no_reuse() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_name_that_recurs_is_waited_for_like_a_new_one(order: str, seed: int) -> None:
-    """The cache hears of each pod only while somebody waits for it. A share needs its spec to be placed: GPU 0 has cores left and
+    """The cache gets each pod only while the agent waits for it. A share needs its spec to be placed: GPU 0 has cores left and
     no memory."""
     world = await World.made(snapshot(2, 16), known="late", resource_order=order, seed=seed)
     old = await world.run(world.pod("web-0", app(20, 2)))
@@ -70,24 +70,24 @@ async def test_a_name_that_recurs_is_waited_for_like_a_new_one(order: str, seed:
         assert gpus_of(world, old) == {"00000001"}
 
 
-async def test_an_earlier_life_in_the_cache_takes_nothing_from_the_present_one() -> None:
+async def test_an_earlier_incarnation_in_the_cache_does_not_affect_the_present_one() -> None:
     """The cache still says Failed of the name's earlier life while the new one is admitted and runs."""
     world = await World.made(known=False)
     old = world.pod("web-0", app(20, 2))
-    world.tell(old, "Failed")
+    world.update_cache(old, "Failed")
     new = await world.run(world.pod("web-0", app(50, 4)))
     for _ in range(4):
         await world.sweep(2)
     world.check_ids()
     world.check_places()
-    world.tell(new, "Running")
+    world.update_cache(new, "Running")
     await world.sweep()
     assert {a.uid for a in world.ledger.allocations.values()} == {new.uid}
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_half_of_an_earlier_life_is_not_continued(order: str) -> None:
-    """web-0 failed after one of its two calls. The next web-0 starts anew, though no spec tells them apart."""
+async def test_half_a_share_of_an_earlier_incarnation_is_not_continued(order: str) -> None:
+    """web-0 failed after one of its two calls. The next web-0 starts anew, though no spec distinguishes them."""
     world = await World.made(snapshot(1, 16), known=False, resource_order=order)
     await world.run(world.pod("first", app(60, 10)))
     with pytest.raises(Refused):
@@ -99,8 +99,8 @@ async def test_half_of_an_earlier_life_is_not_continued(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_pods_without_gpus_between_confuse_nobody(order: str) -> None:
-    """Without an API server a first look shows several new pods at once; the ids tell in the end."""
+async def test_pods_without_gpus_between_do_not_change_the_caller(order: str) -> None:
+    """Without an API server the first `List` shows several new pods at once; a later one has the ids."""
     world = await World.made(known=False, resource_order=order, seed=3)
     pods = []
     for number in range(6):
@@ -116,7 +116,7 @@ async def test_pods_without_gpus_between_confuse_nobody(order: str) -> None:
 
 @pytest.mark.parametrize("known", [False, "late"])
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_look_just_before_the_call_gives_it_to_nobody_else(order: str, known: bool | str) -> None:
+async def test_a_list_call_just_before_does_not_change_the_caller(order: str, known: bool | str) -> None:
     """Housekeeping sees the pod first. The whole GPU before it, for all that is known, might be waiting for its memory still."""
     world = await World.made(known=known, resource_order=order)
     await world.admit(world.pod("before", app(100)))
@@ -131,7 +131,7 @@ async def test_a_look_just_before_the_call_gives_it_to_nobody_else(order: str, k
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_name_that_recurs_soon_after_a_kubelet_restart_has_joined_last(order: str) -> None:
+async def test_a_name_that_recurs_after_a_kubelet_restart_is_the_newest(order: str) -> None:
     """A missing name may be one that the restarted kubelet does not list yet, but not if it lists a newer pod."""
     world = await World.made(known=False, resource_order=order)
     first = await world.run(world.pod("web-0", app(20, 2)))
@@ -149,7 +149,7 @@ async def test_a_name_that_recurs_soon_after_a_kubelet_restart_has_joined_last(o
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_refused_name_that_comes_again_has_joined_last(order: str) -> None:
+async def test_a_refused_name_that_recurs_is_the_newest(order: str) -> None:
     """No look misses it between its lives, and a pod that the cache does not know has joined before this one."""
     world = await World.made(resource_order=order)
     with pytest.raises(Refused):
@@ -184,12 +184,12 @@ async def test_init_containers_without_an_api_server(seed: int) -> None:
     assert not world.ledger.allocations
 
 
-async def test_a_wrong_guess_is_corrected_by_the_next_look() -> None:
+async def test_a_wrong_guess_is_corrected_by_the_next_list_call() -> None:
     """Two equal pods are bound at once and the younger is admitted first; aligned ids are handed out without a preference."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
     await world.run(world.pod("first", app(50, 8)))
     older, younger = world.pod("older", app(50, 8)), world.pod("younger", app(50, 8))
-    world.tell(older)
+    world.update_cache(older)
     await world.admit(younger)
     await world.admit(older)
     await world.sweep(2)
@@ -197,7 +197,7 @@ async def test_a_wrong_guess_is_corrected_by_the_next_look() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_a_pod_has_not_joined_again_when_ids_of_its_earlier_incarnation_are_offered(order: str) -> None:
+async def test_a_pod_is_not_new_when_ids_of_its_earlier_incarnation_are_offered(order: str) -> None:
     """Their GPU was not offered while the new pod of this name was admitted. No spec and no UID is known."""
     world = await World.made(snapshot(2, 16), known=False, resource_order=order)
     earlier = await world.run(world.pod("web-0", app(60, 2)))
@@ -215,7 +215,7 @@ async def test_a_pod_has_not_joined_again_when_ids_of_its_earlier_incarnation_ar
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("was_listed", [True, False])
-async def test_a_pod_has_not_joined_again_when_the_cache_replaces_its_earlier_incarnation(order: str, was_listed: bool) -> None:
+async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(order: str, was_listed: bool) -> None:
     """The cache has the ended incarnation while the name's new pod is admitted, and the new one at the next pod's admission."""
     world = await World.made(known="late", resource_order=order)
     earlier = world.pod("web-0", app(20, 2))
@@ -223,7 +223,7 @@ async def test_a_pod_has_not_joined_again_when_the_cache_replaces_its_earlier_in
         await world.admit(earlier)
         assert await world.admission.list_pods()
     world.end(earlier)
-    world.tell(earlier, "Succeeded")
+    world.update_cache(earlier, "Succeeded")
     await world.admit(world.pod("web-0", init(30, 4)))
     await world.admit(world.pod("after", app(10, 4)))
     found = [(a.pod, a.cores, block_count(a)) for a in world.ledger.allocations.values()]
@@ -236,8 +236,8 @@ async def test_a_guessed_pod_that_the_next_list_lacks_was_a_wrong_guess(order: s
     """One `List` fails at the first call of the younger replica, which the kubelet admits first."""
     world = await World.made(snapshot(2, 16), resource_order=order)
     older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
-    world.tell(older)
-    world.tell(younger)
+    world.update_cache(older)
+    world.update_cache(younger)
     world.failing_lists = 1
     await world.run(younger)
     await world.run(older)
@@ -252,7 +252,7 @@ async def test_a_container_that_is_listed_with_one_of_its_resources_makes_the_ne
     world = await World.made(snapshot(2, 16), resource_order=order)
     older, younger = world.pod("web-0", app(20, 2)), world.pod("web-1", app(20, 2))
     for pod in (older, younger):
-        world.tell(pod)
+        world.update_cache(pod)
         world.active[pod.uid] = pod
     world.failing_lists = 1
     await world.admit(older)
@@ -261,7 +261,7 @@ async def test_a_container_that_is_listed_with_one_of_its_resources_makes_the_ne
     world.check_names()
 
 
-async def test_a_call_that_nobody_listed_can_have_made_is_nobodys() -> None:
+async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     """Every listed pod is known and has what it wants. The ids are held all the same until the kubelet offers them again."""
     world = await World.made()
     await world.run(world.pod("a", app(20, 2)))
@@ -278,7 +278,7 @@ async def test_a_call_that_nobody_listed_can_have_made_is_nobodys() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_without_podresources_the_order_of_calls_decides(order: str) -> None:
-    """Unknown pods, and nobody to ask."""
+    """Unknown pods, without an API server and PodResources."""
     world = await World.made(known=False, resource_order=order)
     world.away = True
     for number in range(4):
@@ -296,8 +296,8 @@ async def test_without_podresources_the_cache_names_the_oldest_that_waits() -> N
     assert len(pods) == len(world.ledger.allocations)
 
 
-async def test_whole_gpus_left_a_moment_ago_serve_a_pod_that_asks_for_memory_first() -> None:
-    """Their free blocks are still told Unhealthy, so this call's offer says nothing of them; the API server and List do."""
+async def test_whole_gpus_that_were_just_freed_are_granted_to_a_memory_call() -> None:
+    """Their free blocks are still Unhealthy, so this call does not offer them; the API server and `List` show the end."""
     world = await World.made(snapshot(2, 16), resource_order="memory_first")
     old = [await world.run(world.pod(f"old-{n}", app(100, 0 if n else 8))) for n in range(2)]
     world.clock.now += 2
@@ -308,7 +308,7 @@ async def test_whole_gpus_left_a_moment_ago_serve_a_pod_that_asks_for_memory_fir
     assert gpus_of(world, pair) == {"00000000", "00000001"}
 
 
-async def test_a_full_node_says_what_is_free_where_to_a_whole_pod() -> None:
+async def test_a_refusal_of_a_full_node_has_the_free_amounts() -> None:
     world = await World.made(snapshot(2, 16))
     await world.run(world.pod("first", app(30, 10)))
     await world.run(world.pod("second", app(30, 12)))
@@ -320,7 +320,7 @@ async def test_a_full_node_says_what_is_free_where_to_a_whole_pod() -> None:
 
 
 async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> None:
-    """The kubelet forgot them while they were in flight, and the Topology Manager leaves it no choice but these."""
+    """The kubelet dropped them during the Allocate, and the Topology Manager leaves it no choice but these."""
     world = await World.made(snapshot(2, 16, numa=True), numa_aligned=True)
     gone = await world.run(world.pod("gone", app(100)))
     world.clock.now += 2
@@ -340,7 +340,7 @@ async def test_ids_of_an_init_container_are_not_passed_on_to_another_pod() -> No
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_ids_in_flight_that_somebody_elses_list_lets_loose_are_not_given_twice(seed: int) -> None:
+async def test_ids_that_another_clients_list_call_releases_are_not_granted_twice(seed: int) -> None:
     """Every Allocate meets an ended pod and a List of another client, after which the kubelet offers the same ids again."""
     world = await World.made(snapshot(4, 64), seed=seed)
     pods: list[SimPod] = []
@@ -366,8 +366,8 @@ async def test_ids_in_flight_that_somebody_elses_list_lets_loose_are_not_given_t
     assert offered > 30
 
 
-async def test_a_share_gets_the_blocks_of_a_whole_gpu_that_ended_this_moment() -> None:
-    """The kubelet has not been told yet that the blocks are free again; there is no other place, so it is told in haste."""
+async def test_a_share_gets_the_blocks_of_a_whole_gpu_that_was_just_freed() -> None:
+    """The kubelet has not received yet that the blocks are free again; no other GPU fits, so the list is sent at once."""
     world = await World.made(snapshot(1, 16), resource_order="core_first")
     whole = await world.run(world.pod("whole", app(100, 0)))
     await world.sweep(2)

@@ -21,7 +21,7 @@ ORDERS = ["core_first", "memory_first"]
 
 
 class Recorded(Unlimited):
-    """A mechanism that keeps both kinds and remembers what it was asked."""
+    """A mechanism that limits both resources and records its calls."""
 
     name = "hami-core"
     limits = frozenset({"core", "memory"})  # type: ignore[misc]
@@ -52,10 +52,11 @@ def limits_with(backend: Recorded, overrides: Sequence[str] = ()) -> Enforcer:
     )
 
 
-async def limited(backend: Recorded, overrides: Sequence[str] = (), **options: object) -> World:
+async def limited(overrides: Sequence[str] = (), **options: object) -> tuple[World, Recorded]:
+    backend = Recorded()
     limits = limits_with(backend, overrides)
     await limits.choose()
-    return await World.made(snapshot(2, 16), limits=limits, **options)
+    return await World.made(snapshot(2, 16), limits=limits, **options), backend
 
 
 def app(cores: int, blocks: int = 0, kind: str = "app", name: str = "main") -> SimContainer:
@@ -64,8 +65,7 @@ def app(cores: int, blocks: int = 0, kind: str = "app", name: str = "main") -> S
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: str) -> None:
-    backend = Recorded()
-    world = await limited(backend, resource_order=order)
+    world, backend = await limited(resource_order=order)
     await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
     assert allocation.mechanisms == ("hami-core",)
@@ -80,8 +80,7 @@ async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("known", [True, False])
 async def test_whole_gpus_have_no_limits(order: str, known: bool) -> None:
-    backend = Recorded()
-    world = await limited(backend, resource_order=order, known=known)
+    world, backend = await limited(resource_order=order, known=known)
     await world.run(world.pod("whole", app(100, 8)))
     (allocation,) = world.ledger.allocations.values()
     assert allocation.mechanisms == ()
@@ -90,9 +89,8 @@ async def test_whole_gpus_have_no_limits(order: str, known: bool) -> None:
     assert "gpumgr.io/enforcement" not in core.annotations
 
 
-async def test_the_operators_exception_holds_from_the_grant_on() -> None:
-    backend = Recorded()
-    world = await limited(backend, overrides=["team=none"])
+async def test_the_operators_exemption_applies_from_the_grant_on() -> None:
+    world, backend = await limited(overrides=["team=none"])
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
     assert allocation.mechanisms == ("none",)
@@ -104,8 +102,7 @@ async def test_the_operators_exception_holds_from_the_grant_on() -> None:
 
 
 async def test_a_container_that_starts_again_is_prepared_again() -> None:
-    backend = Recorded()
-    world = await limited(backend)
+    world, backend = await limited()
     pod = await world.run(world.pod("share", app(30, 8)))
     await world.start(pod)
     first, second = backend.started
@@ -113,26 +110,23 @@ async def test_a_container_that_starts_again_is_prepared_again() -> None:
 
 
 async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its_own_size() -> None:
-    backend = Recorded()
-    world = await limited(backend)
+    world, backend = await limited()
     await world.run(world.pod("stages", app(40, 8, "init", "prepare"), app(20, 4)))
     sizes = {tenant.container: (tenant.cores, tenant.memory_bytes // BLOCK_BYTES) for tenant in backend.started}
     assert sizes == {"prepare": (40, 8), "main": (20, 4)}
 
 
-async def test_what_allocate_answers_depends_on_no_name() -> None:
-    backend = Recorded()
-    world = await limited(backend)
+async def test_the_response_to_allocate_depends_on_no_name() -> None:
+    world, backend = await limited()
     await world.run(world.pod("share", app(30, 8)))
     nameless = [(kind, replace(t, pod=None, pod_uid=None, container=None, core_limit=None)) for kind, t in backend.prepared]
     again = Recorded()
     assert [again.prepare(t, kind) for kind, t in nameless] == [again.prepare(t, kind) for kind, t in backend.prepared]
 
 
-async def test_an_exception_is_not_given_on_a_guess() -> None:
+async def test_an_exemption_needs_a_certain_caller() -> None:
     """PodResources is away, and the pod that seems to call is one that the operator excepts; neither is it at its later containers."""
-    backend = Recorded()
-    world = await limited(backend, overrides=["batch=none"], known=False)
+    world, _ = await limited(overrides=["batch=none"], known=False)
     names = ("main", "second")
     waiting = PodView(
         namespace="batch",
@@ -151,9 +145,8 @@ async def test_an_exception_is_not_given_on_a_guess() -> None:
 @pytest.mark.parametrize(
     ("exemption", "starts"), [("team", True), ("team/default", True), ("batch", False), ("team/root", False)]
 )
-async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str, starts: bool) -> None:
-    backend = Recorded()
-    world = await limited(backend)
+async def test_an_exemption_is_checked_at_the_start(exemption: str, starts: bool) -> None:
+    world, _ = await limited()
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
     await world.agent_state.commit(
@@ -167,8 +160,7 @@ async def test_an_exception_is_for_those_whom_the_operator_named(exemption: str,
 
 
 async def test_a_share_without_known_limits_does_not_start() -> None:
-    backend = Recorded()
-    world = await limited(backend)
+    world, _ = await limited()
     pod = await world.run(world.pod("share", app(30, 8)))
     (allocation,) = world.ledger.allocations.values()
     await world.agent_state.commit(world.agent_state.ledger.occupy(replace(allocation, mechanisms=())))
@@ -176,9 +168,8 @@ async def test_a_share_without_known_limits_does_not_start() -> None:
         await world.start(pod)
 
 
-async def test_a_refused_answer_leaves_nothing_in_the_ledger() -> None:
-    backend = Recorded()
-    world = await limited(backend)
+async def test_a_refused_response_leaves_nothing_in_the_ledger() -> None:
+    world, backend = await limited()
     backend.prepare = refuse  # type: ignore[assignment,method-assign]
     with pytest.raises(Refused, match="no daemon"):
         await world.admit(world.pod("share", app(30, 8)))

@@ -15,14 +15,14 @@ def app(cores: int = 20, blocks: int = 2) -> SimContainer:
     return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
-async def test_the_allocations_folder_is_made() -> None:
+async def test_the_allocations_folder_is_created() -> None:
     world = await World.made()
     await world.run(world.pod("a", app()))
     (allocation,) = world.ledger.allocations
     assert set(world.folders) == {f"/nonexistent/{allocation}"}
 
 
-async def test_the_folders_of_all_containers_that_share_ids_are_made() -> None:
+async def test_the_folders_of_all_containers_that_share_ids_are_created() -> None:
     """The init container and the app container have the same ids, and each mounts a folder of its own."""
     world = await World.made()
     containers = [SimContainer(name=f"init-{n}", cores=20, memory_blocks=2, kind="init") for n in range(2)]
@@ -60,7 +60,7 @@ async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them()
     world.check_names()
 
 
-async def test_and_refused_otherwise() -> None:
+async def test_ids_missing_in_the_ledger_are_refused_if_the_kubelet_does_not_list_them() -> None:
     world = await World.made()
     with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) are in nobody's name here"):
         await world.agent.pre_start("core", ["00000000-c00", "00000000-c01"])
@@ -91,7 +91,7 @@ async def test_a_folder_that_can_not_be_created_is_reported() -> None:
         await world.start(pod)
 
 
-async def test_a_name_that_can_not_be_remembered_stops_no_container() -> None:
+async def test_a_name_that_can_not_be_saved_does_not_refuse_the_start() -> None:
     world = await World.made(known=False)
     pod = world.pod("a", app(100, 0))
     await world.admit(pod)
@@ -102,7 +102,7 @@ async def test_a_name_that_can_not_be_remembered_stops_no_container() -> None:
     assert "name_not_remembered" in {line["event"] for line in logs}
 
 
-async def test_a_refusal_gets_its_line_in_the_log() -> None:
+async def test_a_refusal_is_logged() -> None:
     world = await World.made()
     with capture_logs() as logs, pytest.raises(Refusal):
         await world.agent.allocate("core", [])
@@ -110,7 +110,7 @@ async def test_a_refusal_gets_its_line_in_the_log() -> None:
     assert (line["call"], line["code"], line["resource"]) == ("allocate", "invalid_request", "core")
 
 
-async def test_a_node_that_does_not_share() -> None:
+async def test_a_share_is_refused_with_share_mode_off() -> None:
     world = await World.made(share_mode=False, resource_order="core_first")
     pod = world.pod("a", app())
     with pytest.raises(Exception, match="this node does not share GPUs"):

@@ -36,11 +36,11 @@ async def deleted(world: World) -> SimPod:
     return pod
 
 
-async def test_nobody_is_asked_while_an_allocate_is_under_way() -> None:
+async def test_no_list_call_is_made_during_an_allocate() -> None:
     world = await settled()
     ids = list(world.kubelet.healthy["tencent.com/vcuda-core"])
     pod = world.pod("a", app())
-    world.tell(pod)
+    world.update_cache(pod)
     world.active[pod.uid] = pod
     await world.agent.prefer("core", ids, [], 20)
     looks = world.lists
@@ -51,7 +51,7 @@ async def test_nobody_is_asked_while_an_allocate_is_under_way() -> None:
     assert await world.reconciler.sweep()
 
 
-async def test_learning_waits_for_an_allocate_whose_preference_was_answered_while_it_waited_for_its_turn() -> None:
+async def test_a_start_waits_for_an_allocate_that_began_while_it_waited_for_the_lock() -> None:
     world = await settled()
     async with world.agent_state.lock:
         learning = asyncio.create_task(world.reconciler.learn())
@@ -70,10 +70,10 @@ async def test_learning_waits_for_an_allocate_whose_preference_was_answered_whil
     [("init", "app"), ("sidecar", "init"), ("init", "sidecar", "init")],
     ids=["an app takes over its ids", "no container takes over its ids", "its ids are those of another init container"],
 )
-async def test_a_replica_that_took_the_name_of_another_is_corrected_with_its_init_containers(
+async def test_a_wrong_guess_is_corrected_with_its_init_containers(
     kinds: tuple[ContainerKind, ...],
 ) -> None:
-    """Both wait, both are listed, and one `List` fails while the younger one is admitted: only the order of pods tells."""
+    """Both wait, both are listed, and one `List` fails while the younger one is admitted: only the order of pods decides."""
     world = await settled()
     containers = [
         SimContainer(name=f"c{number}", kind=kind, cores=10, memory_blocks=4 if kind == kinds[0] else 2)
@@ -81,7 +81,7 @@ async def test_a_replica_that_took_the_name_of_another_is_corrected_with_its_ini
     ]
     older, younger = world.pod("web-0", *containers), world.pod("web-1", *containers)
     for pod in (older, younger):
-        world.tell(pod)
+        world.update_cache(pod)
         world.active[pod.uid] = pod
     world.away = True
     await world.admit(younger)
@@ -95,7 +95,7 @@ async def test_a_replica_that_took_the_name_of_another_is_corrected_with_its_ini
     world.check_names()
 
 
-async def test_nor_right_after_it() -> None:
+async def test_no_list_call_is_made_right_after_an_allocate() -> None:
     world = await settled()
     await world.admit(world.pod("a", app()))
     looks = world.lists
@@ -105,7 +105,7 @@ async def test_nor_right_after_it() -> None:
     assert world.lists == looks + 1
 
 
-async def test_one_look_proves_no_absence() -> None:
+async def test_one_list_call_proves_no_absence() -> None:
     world = await settled()
     await deleted(world)
     for _ in range(PATIENCE - 1):
@@ -116,7 +116,7 @@ async def test_one_look_proves_no_absence() -> None:
     assert world.drift.seen["freed"] == 1
 
 
-async def test_of_a_pod_that_the_api_server_knows_as_living_absence_proves_nothing() -> None:
+async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing() -> None:
     world = await settled()
     pod = await world.run(world.pod("a", app()))
     del world.active[pod.uid]
@@ -125,7 +125,7 @@ async def test_of_a_pod_that_the_api_server_knows_as_living_absence_proves_nothi
     assert world.ledger.allocations
 
 
-async def test_a_pod_that_is_seen_again_starts_anew() -> None:
+async def test_a_pod_that_is_listed_again_is_counted_anew() -> None:
     world = await settled(known=False)
     await world.run(world.pod("a", app()))
     for _ in range(2 * PATIENCE):
@@ -148,7 +148,7 @@ async def test_after_a_kubelet_restart_absence_takes_longer_unless_the_api_serve
     assert pod.uid not in world.active
 
 
-async def test_a_restarted_kubelet_that_knows_no_pod_yet_frees_nobody() -> None:
+async def test_a_restarted_kubelet_without_pods_frees_nothing() -> None:
     world = await settled()
     pods = [await world.run(world.pod(f"p{n}", app())) for n in range(3)]
     world.sources_ready = False
@@ -161,7 +161,7 @@ async def test_a_restarted_kubelet_that_knows_no_pod_yet_frees_nobody() -> None:
     assert len(pods) == len(world.ledger.allocations)
 
 
-async def test_podresources_that_are_away_prove_nothing() -> None:
+async def test_unavailable_podresources_free_nothing() -> None:
     world = await settled()
     await deleted(world)
     world.away = True
@@ -170,10 +170,10 @@ async def test_podresources_that_are_away_prove_nothing() -> None:
     assert world.ledger.allocations
 
 
-async def test_a_pod_that_the_api_server_calls_ended_holds_nothing() -> None:
+async def test_a_pod_that_ended_at_the_api_server_holds_nothing() -> None:
     world = await settled()
     pod = await world.run(world.pod("a", app()))
-    world.tell(pod, "Succeeded")
+    world.update_cache(pod, "Succeeded")
     await world.sweep()
     assert not world.ledger.allocations
 
@@ -192,7 +192,7 @@ async def test_a_full_disk_frees_later() -> None:
     assert not world.checkpoint.allocations
 
 
-async def test_the_daemon_sweeps_when_it_is_woken_and_survives_a_full_disk() -> None:
+async def test_the_daemon_sweeps_on_request_and_survives_a_full_disk() -> None:
     world = await settled()
     pod = await world.run(world.pod("a", app()))
     world.clock.now += LONG
@@ -222,7 +222,7 @@ def standing(ledger: Ledger) -> set[object]:
     return {(a.pod, a.container, a.init, frozenset(a.held("core").items()), frozenset(a.held("memory").items())) for a in every}
 
 
-async def test_a_lost_ledger_comes_back_from_what_the_kubelet_remembers() -> None:
+async def test_a_lost_ledger_is_rebuilt_from_the_kubelet() -> None:
     world = await settled()
     init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
     side = SimContainer(name="side", cores=10, memory_blocks=1, kind="sidecar")
@@ -238,7 +238,7 @@ async def test_a_lost_ledger_comes_back_from_what_the_kubelet_remembers() -> Non
 
 
 @pytest.mark.parametrize("away", [False, True])
-async def test_without_specs_too(away: bool) -> None:
+async def test_a_lost_ledger_is_rebuilt_without_specs(away: bool) -> None:
     """With List it is even known who was an init container."""
     world = await settled(known=False)
     init = SimContainer(name="prepare", cores=30, memory_blocks=4, kind="init")
@@ -269,13 +269,13 @@ async def test_the_second_half_of_an_allocation_is_added_to_the_first() -> None:
     assert world.mine(pod, "main", "memory")
 
 
-async def test_what_contradicts_the_ledger_is_told_and_left_out() -> None:
+async def test_what_contradicts_the_ledger_is_logged_and_skipped() -> None:
     world = await settled()
     await world.run(world.pod("a", app()))
     (held,) = world.ledger.allocations.values()
     ids = tuple(world.ledger.gpu_registry.format("core", held.held("core")))
     with capture_logs() as logs:
-        rebuilt = await world.reconciler.adopt([KubeletEntry(uid="uid-x", container="other", kind="core", device_ids=ids)])
+        rebuilt = await world.reconciler.adopt([KubeletEntry(uid="uid-x", container="other", resource="core", device_ids=ids)])
     assert rebuilt.problems
     assert "hold the same core ids" in rebuilt.problems[0]
     assert [line["event"] for line in logs if line["log_level"] == "error"] == ["allocation_not_adopted"]
@@ -298,11 +298,11 @@ async def migrated(record: AnonymousRecord) -> World:
 SHARE = AnonymousRecord(uid="uid-900", container="main", minors=(0,), cores=60, memory_blocks=10)
 
 
-async def test_pods_of_gpu_manager_keep_their_room_until_they_end() -> None:
+async def test_pods_of_gpu_manager_keep_their_gpus_until_they_end() -> None:
     world = await migrated(SHARE)
     old = SimPod(namespace="team", name="old", uid="uid-900", containers=(app(60, 10),))
     world.active[old.uid] = old
-    world.tell(old)
+    world.update_cache(old)
     async with world.agent_state.lock:
         await world.reconciler.name({"uid-900": ("team", "old")})
     for number in range(2):
@@ -318,14 +318,14 @@ async def test_pods_of_gpu_manager_keep_their_room_until_they_end() -> None:
     await world.run(world.pod("next", app(60, 10)))
 
 
-async def test_a_nameless_record_ends_when_the_api_server_knows_its_pod_no_more() -> None:
+async def test_a_record_without_a_name_ends_when_the_api_server_has_no_such_pod() -> None:
     world = await migrated(SHARE)
     for _ in range(3):
         await world.sweep(2)
     assert not world.ledger.allocations
 
 
-async def test_a_nameless_record_stays_while_nobody_can_tell() -> None:
+async def test_a_record_without_a_name_stays_without_an_api_server() -> None:
     world = await migrated(SHARE)
     world.pods.synced = False
     for _ in range(20):
@@ -333,7 +333,7 @@ async def test_a_nameless_record_stays_while_nobody_can_tell() -> None:
     assert world.ledger.allocations
 
 
-async def test_a_whole_gpu_of_gpu_manager_is_nobody_elses() -> None:
+async def test_a_whole_gpu_of_gpu_manager_is_not_granted_again() -> None:
     world = await migrated(AnonymousRecord(uid="uid-900", container="main", minors=(0, 1), cores=200, memory_blocks=0))
     with pytest.raises(Refused):
         await world.admit(world.pod("a", app(1, 1)))

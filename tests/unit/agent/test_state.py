@@ -8,7 +8,7 @@ from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
 from gpumgr.errors import CheckpointError, LedgerError
 from gpumgr.sim.kubelet_pods import SimContainer
 from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
-from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE
+from gpumgr.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
@@ -29,7 +29,7 @@ def with_memory(node: NodeSnapshot, index: int, blocks: int) -> NodeSnapshot:
 # -- GPUs that come and change -------------------------------------------------------------------------------------------
 
 
-async def test_newcomers_on_a_full_disk_are_offered_once_they_can_be_remembered() -> None:
+async def test_new_gpus_on_a_full_disk_are_offered_once_they_can_be_saved() -> None:
     world = await World.made(snapshot(2, 16))
     await world.run(world.pod("first", app(50, 8)))
     world.checkpoint.full = True
@@ -84,7 +84,7 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
     assert not world.agent.view().node.unschedulable
 
 
-async def test_a_gpu_closed_to_newcomers_goes_on_working_for_those_on_it() -> None:
+async def test_a_cordoned_gpu_keeps_its_used_ids_healthy() -> None:
     world = await World.made(snapshot(1, 16))
     pod = await world.run(world.pod("first", app(50, 4)))
     await world.agent_state.set_health(failed={}, cordoned={world.node.gpus[0].uuid: "MIG is enabled"})
@@ -114,7 +114,7 @@ async def test_blocks_of_a_whole_gpu_without_memory_are_withdrawn_at_once_where_
     assert healthy_blocks(world) == 16
 
 
-async def test_without_a_spec_they_wait_for_the_memory_call() -> None:
+async def test_without_a_spec_blocks_are_withdrawn_after_the_memory_call() -> None:
     world = await opened(known=False)
     world.agent_state.publish()
     assert healthy_blocks(world) == 32
@@ -123,14 +123,14 @@ async def test_without_a_spec_they_wait_for_the_memory_call() -> None:
     assert healthy_blocks(world) == 16
 
 
-async def test_or_for_the_containers_start() -> None:
+async def test_without_a_spec_blocks_are_withdrawn_at_the_containers_start() -> None:
     world = await opened(known=False)
     pod = next(iter(world.active.values()))
     await world.start(pod)
     assert healthy_blocks(world) == 16
 
 
-async def test_or_for_the_next_allocation() -> None:
+async def test_without_a_spec_blocks_are_withdrawn_at_the_next_allocation() -> None:
     world = await opened(known=False)
     await world.admit(world.pod("next", app(100, 16)))
     world.clock.now += 2
@@ -187,7 +187,7 @@ async def test_the_quarantine_survives_a_restart() -> None:
     await sample(world)
     await world.agent_state.note_quarantine()
     assert not world.agent.view().node.unschedulable
-    assert '"held": {}' in world.checkpoint.notes[QUARANTINE_NOTE]
+    assert '"held":{}' in world.checkpoint.notes[QUARANTINE_NOTE]
 
 
 async def test_an_unattributed_process_is_still_unattributed_after_a_restart() -> None:
@@ -206,7 +206,7 @@ async def test_an_unattributed_process_is_still_unattributed_after_a_restart() -
     assert not world.agent.view().node.unschedulable
 
 
-async def test_nothing_is_noted_where_there_is_nothing_to_note() -> None:
+async def test_an_empty_quarantine_is_not_saved() -> None:
     world = await World.made()
     await world.agent_state.note_quarantine()
     assert not world.checkpoint.notes
@@ -214,7 +214,7 @@ async def test_nothing_is_noted_where_there_is_nothing_to_note() -> None:
     assert not world.agent.view().node.unschedulable
 
 
-async def test_frees_reach_the_disk_even_when_nothing_is_left() -> None:
+async def test_frees_are_saved_even_when_no_allocation_is_left() -> None:
     """The next admission freed them in memory and was refused, so there was nothing to commit."""
     world = await World.made(snapshot(1, 16))
     pod = await world.run(world.pod("first", app(50, 8)))
@@ -226,10 +226,24 @@ async def test_frees_reach_the_disk_even_when_nothing_is_left() -> None:
     assert not world.checkpoint.allocations
 
 
+async def test_two_halves_of_a_share_that_become_one_allocation_are_not_freed() -> None:
+    world = await World.made()
+    await world.run(world.pod("first", app(50, 4)))
+    joined = world.ledger
+    (whole,) = joined.allocations.values()
+    (gpu,) = whole.gpus
+    cores = replace(whole, device_ids={"core": whole.held("core")}, gpus={gpu: Amounts(50, 0)})
+    memory = replace(whole, id="half", device_ids={"memory": whole.held("memory")}, gpus={gpu: Amounts(0, 1024)})
+    await world.agent_state.commit(joined.occupy(cores).occupy(memory))
+    await world.agent_state.commit(joined)
+    assert world.checkpoint.allocations == joined.allocations
+    assert "freed" not in {entry.what for entry in world.agent_state.history.entries()}
+
+
 # -- a ledger that contradicts itself ---------------------------------------------------------------------------------------
 
 
-async def test_a_ledger_with_broken_laws_is_neither_written_nor_applied() -> None:
+async def test_a_ledger_with_violations_is_neither_written_nor_applied() -> None:
     world = await World.made()
     await world.run(world.pod("first", app(50, 4)))
     sound = world.ledger

@@ -39,7 +39,7 @@ class Refused(Exception):
 
 @dataclass
 class LatePods(MemoryPods):
-    """A pod cache that hears of a pod only while somebody waits for it, or when the test says so."""
+    """A pod cache that gets a pod only while the agent waits for it, or when the test adds it."""
 
     coming: dict[PodKey, PodView] = field(default_factory=dict)
 
@@ -105,7 +105,8 @@ class _PodResources:
 
 
 class World:
-    """Everything at hand. `known`: the cache has each pod before its admission ("late": only when waited for; False: never)."""
+    """The agent, its kubelet and its pods. `known`: the cache has each pod before its admission ("late": only when waited for; False:
+    never)."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class World:
         await self.agent_state.set_snapshot(self.node)
         self.device_lists.start()
         entries = [
-            KubeletEntry(uid=uid, container=container, kind=RESOURCE_BY_NAME[resource], device_ids=tuple(sorted(holding.ids)))
+            KubeletEntry(uid=uid, container=container, resource=RESOURCE_BY_NAME[resource], device_ids=tuple(sorted(holding.ids)))
             for uid, containers in self.kubelet.held.items()
             for container, resources in containers.items()
             for resource, holding in resources.items()
@@ -222,10 +223,10 @@ class World:
         gpu_registry = self.agent_state.ledger.gpu_registry
         for kind in RESOURCES:
             devices: DeviceList = {
-                text: (bool(healthy >> number & 1), frozenset() if card.numa_node is None else frozenset({card.numa_node}))
-                for card in node_devices
-                for healthy in [card.healthy_cores if kind == "core" else card.healthy_blocks]
-                for number, text in enumerate(gpu_registry.ids[kind][card.card.name])
+                text: (bool(healthy >> number & 1), frozenset() if each.numa_node is None else frozenset({each.numa_node}))
+                for each in node_devices
+                for healthy in [each.healthy_cores if kind == "core" else each.healthy_blocks]
+                for number, text in enumerate(gpu_registry.ids[kind][each.gpu.name])
             }
             self.kubelet.update(RESOURCE_NAMES[kind], devices)
 
@@ -270,7 +271,7 @@ class World:
         number = float(pod.uid.removeprefix("uid-"))
         return PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=number, containers=specs)
 
-    def tell(self, pod: SimPod, phase: str = "Pending") -> None:
+    def update_cache(self, pod: SimPod, phase: str = "Pending") -> None:
         self.pods.views[pod.namespace, pod.name] = self.view(pod, phase)
 
     async def admit(self, pod: SimPod) -> None:
@@ -278,7 +279,7 @@ class World:
         if self.known == "late":
             self.pods.coming[pod.namespace, pod.name] = self.view(pod)
         elif self.known:
-            self.tell(pod)
+            self.update_cache(pod)
         self.active[pod.uid] = pod
         try:
             for container in pod.admission_order:
@@ -287,11 +288,11 @@ class World:
             del self.active[pod.uid]
             if self.known:
                 self.pods.coming.pop((pod.namespace, pod.name), None)
-                self.tell(pod, "Failed")
+                self.update_cache(pod, "Failed")
             raise Refused(str(error)) from error
         if (pod.namespace, pod.name) in self.pods.coming:
             del self.pods.coming[pod.namespace, pod.name]
-            self.tell(pod)
+            self.update_cache(pod)
 
     async def start(self, pod: SimPod) -> None:
         """All containers start, a while after their admission. Raises SimKubeletError."""
@@ -313,7 +314,7 @@ class World:
             if phase is None:
                 del self.pods.views[key]
             else:
-                self.tell(pod, phase)
+                self.update_cache(pod, phase)
 
     async def sweep(self, seconds: float = 1.0) -> None:
         self.clock.now += seconds
@@ -322,13 +323,14 @@ class World:
     # -- what must hold ----------------------------------------------------------------------------------------------------
 
     def mine(self, pod: SimPod, container: str, kind: Resource) -> list[Allocation]:
-        found = self.ledger.of((pod.namespace, pod.name), pod.uid)
+        found = self.agent_state.ledger.of((pod.namespace, pod.name), pod.uid)
         return [a for a in found if a.container == container and a.held(kind)]
 
     def check_ids(self) -> None:
         """The ids that the kubelet has given to live pods are held in the ledger, and no two live pods have one in common."""
+        ledger = self.ledger
         for kind in RESOURCES:
-            held = set(self.ledger.gpu_registry.format(kind, self.ledger.held(kind)))
+            held = set(ledger.gpu_registry.format(kind, ledger.held(kind)))
             owner: dict[str, str] = {}
             for pod in self.active.values():
                 for container in pod.containers:
@@ -338,6 +340,7 @@ class World:
 
     def check_names(self) -> None:
         """Every live container's ids stand under its name, in one allocation."""
+        ledger = self.ledger
         for pod in self.active.values():
             for container in pod.containers:
                 if container.kind == "init" and self.known is not True:
@@ -347,7 +350,7 @@ class World:
                     ids = self.held(pod, container.name, kind)
                     mine = self.mine(pod, container.name, kind)
                     allocations |= {a.id for a in mine}
-                    texts = [set(self.ledger.gpu_registry.format(kind, a.held(kind))) for a in mine]
+                    texts = [set(ledger.gpu_registry.format(kind, a.held(kind))) for a in mine]
                     if self.known is True:
                         assert texts == ([set(ids)] if ids else []), (pod.name, container.name, kind)
                     else:  # an earlier life of the name may not be swept yet
@@ -356,14 +359,15 @@ class World:
 
     def check_places(self) -> None:
         """What a container was given lies together."""
-        for a in self.ledger.allocations.values():
+        ledger = self.ledger
+        for a in ledger.allocations.values():
             if a.held("core") and a.held("memory") and not a.whole and not a.anonymous:
                 assert set(a.gpus) <= set(a.held("core")) | set(a.held("memory"))
         for pod in self.active.values():
             if any(c.kind == "init" for c in pod.containers):
                 continue
             for c in pod.containers:
-                places = {kind: set(self.ledger.gpu_registry.known(kind, self.held(pod, c.name, kind))) for kind in RESOURCES}
+                places = {kind: set(ledger.gpu_registry.known(kind, self.held(pod, c.name, kind))) for kind in RESOURCES}
                 if c.cores and c.memory_blocks:
                     assert places["memory"] <= places["core"], (pod.name, places)
                 assert len(places["core"]) == -(-c.cores // 100), (pod.name, places)

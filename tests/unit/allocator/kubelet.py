@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from gpumgr.allocator.callers import Caller, find_caller, reuser
-from gpumgr.allocator.choose import Ask, Choice, choose
+from gpumgr.allocator.choose import Choice, Request, choose
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import Masks, count, minus
 from gpumgr.allocator.ledger import Allocation, Ledger
@@ -101,12 +101,14 @@ class Table:
 
     def _prefer(self, kind: Resource, available: set[str], reused: set[str], size: int) -> tuple[Choice, Caller]:
         parse = self.ledger.gpu_registry.parse
-        ask = Ask(kind=kind, available=parse(kind, available), must=parse(kind, reused), size=size)
-        self.ledger = freed_by_offer(self.ledger, self.listing(), self.pods.get, kind, minus(ask.available, ask.must)).check()
+        request = Request(resource=kind, available=parse(kind, available), must=parse(kind, reused), size=size)
+        self.ledger = freed_by_offer(
+            self.ledger, self.listing(), self.pods.get, kind, minus(request.available, request.must)
+        ).check()
         seen = {key: n for n, key in enumerate(self.pods)}
         caller = find_caller(self.ledger, self.listing(), self.pods.get, kind, size, seen)
         assert caller is not None, "the pod under admission must be found"
-        choice = choose(self._node(), self.ledger, caller, ask)
+        choice = choose(self._node(), self.ledger, caller, request)
         assert count(choice.masks) == size
         return choice, caller
 

@@ -1,4 +1,4 @@
-"""What a pod's annotations say: gpu-manager's keys as gpu-admission reads them, and our list, whatever the names are."""
+"""The annotations of a pod: gpu-manager's keys as gpu-admission reads them, and gpumgr's list, for any names."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
     return result
 
 
-def test_gpu_managers_keys_and_ours() -> None:
+def test_the_annotations_have_gpu_managers_keys_and_gpumgrs() -> None:
     held = replace(share("a", "main", gpu=1), mechanisms=("mps", "nvml-memory"), granted_at=1_800_000_000.25)
     annotations = annotated(pod(app("main")), held, a="share")
     assert listed(annotations) == [
@@ -99,12 +99,12 @@ def test_a_gpu_that_the_driver_does_not_show_has_no_index() -> None:
     assert "tencent.com/predicate-gpu-idx-0" not in annotations
 
 
-def test_without_allocations_there_is_nothing_to_say() -> None:
+def test_without_allocations_there_are_no_annotations() -> None:
     assert annotated(pod(app("main"))) == {}
 
 
 @pytest.mark.parametrize("text", ['"],{"', "a\nb\r\t\\", "x" * 253, "ü\u2028\U0001f600", "\ud800", "</script>", "\x00"])
-def test_names_and_reasons_of_any_kind_stay_what_they_are(text: str) -> None:
+def test_any_names_and_reasons_are_preserved(text: str) -> None:
     annotations = annotated(pod(app(text)), replace(share("a", text), why=text))
     (made,) = listed(annotations)
     assert (made["container"], made["why"]) == (text, text)
@@ -112,7 +112,7 @@ def test_names_and_reasons_of_any_kind_stay_what_they_are(text: str) -> None:
     assert annotations["gpumgr.io/allocations"].isprintable()
 
 
-def test_many_containers_do_without_reasons_and_the_last_ones_are_counted() -> None:
+def test_long_annotations_omit_reasons_and_count_the_omitted_containers() -> None:
     names = [f"{number:063}" for number in range(400)]
     view = pod(*map(app, names))
     holders = [replace(share(f"{number:016x}", name), why="w" * 200) for number, name in enumerate(names)]
@@ -127,7 +127,7 @@ def test_many_containers_do_without_reasons_and_the_last_ones_are_counted() -> N
     assert problem_of({"annotations": everything}) is None
 
 
-def test_the_same_ledger_makes_the_same_text() -> None:
+def test_the_same_ledger_gives_the_same_text() -> None:
     view = pod(app("one"), app("two"))
     holders = [share("a", "one"), share("b", "two")]
     assert annotated(view, *holders) == annotated(view, *reversed(holders))

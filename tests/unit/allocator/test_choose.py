@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.allocator.callers import NOBODY, Caller
-from gpumgr.allocator.choose import Ask, Choice, candidates, choose
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
+from gpumgr.allocator.choose import Choice, Request, candidates, choose
 from gpumgr.allocator.ids import ALL_CORES, Masks, count
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, chain_needs
@@ -33,10 +33,10 @@ def asked(
     **node: object,
 ) -> Choice:
     view = pod("new", *containers)
-    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else NOBODY)
+    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else UNKNOWN_CALLER)
     every = {card.name: card.all_ids(kind) & ~ledger.held(kind).get(card.name, 0) for card in ledger.gpu_registry.gpus}
-    ask = Ask(kind=kind, available=every if available is None else available, must=must or {}, size=size)
-    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, ask)  # type: ignore[arg-type]
+    request = Request(resource=kind, available=every if available is None else available, must=must or {}, size=size)
+    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, request)  # type: ignore[arg-type]
     assert count(choice.masks) == size
     return choice
 
@@ -73,9 +73,9 @@ def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
     assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
     assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
     view = pod("new", app(30, 4))
-    ask = Ask(kind="core", available={}, must={}, size=30)
+    request = Request(resource="core", available={}, must={}, size=30)
     with pytest.raises(Refusal, match=r"GPU2 \(00000000\) .*, GPU5 \(00000001\)"):
-        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
+        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
 
 
 def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:
@@ -89,7 +89,7 @@ def test_only_offered_ids_are_candidates() -> None:
     assert asked(empty(), "core", 30, app(30, 4), available={THREE: ALL_CORES}).gpus == (THREE,)
 
 
-def test_an_offered_id_whose_holder_lives_is_never_preferred() -> None:
+def test_an_offered_id_of_a_running_container_is_never_preferred() -> None:
     """The kubelet's double hand-out."""
     ledger = empty([16]).occupy(on(ONE, 60, 4))
     choice = asked(ledger, "core", 30, app(30, 4), available={ONE: ALL_CORES})
@@ -98,7 +98,7 @@ def test_an_offered_id_whose_holder_lives_is_never_preferred() -> None:
         asked(ledger, "core", 50, app(50, 4), available={ONE: ALL_CORES})
 
 
-def test_what_must_be_among_them_pins_the_gpu() -> None:
+def test_required_ids_pin_the_gpu() -> None:
     assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
 
 
@@ -107,15 +107,15 @@ def test_a_share_that_must_span_two_gpus_is_refused() -> None:
         asked(empty(), "core", 30, app(30, 4), must={ONE: 1, TWO: 1})
 
 
-def test_a_gpu_that_must_be_among_them_and_is_gone() -> None:
+def test_a_required_gpu_that_is_gone_is_refused() -> None:
     ledger = empty()
     node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
     hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     view = pod("new", app(30, 4))
-    ask = Ask(kind="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
+    request = Request(resource="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
     with pytest.raises(Refusal, match="GPU 00000000 is gone, and the container holds ids of it") as refused:
-        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), ask)
+        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
     assert refused.value.code == "gpu_unhealthy"
 
 
@@ -130,7 +130,7 @@ def test_only_the_gpus_with_such_memory_are_taken_whole() -> None:
     assert asked(empty([4, 16, 4, 16]), "core", 200, app(200, 30)).gpus == (TWO, FOUR)
 
 
-def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
+def test_fewer_ids_than_requested_are_refused_with_the_free_amounts() -> None:
     """Memory that the kubelet no longer offers for a GPU that the container's cores already lie on."""
     half = allocated(id="own", pod=("team", "new"), uid="uid-new", container="main", cores={ONE: ALL_CORES}, gpus=(ONE,))
     with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
@@ -138,19 +138,19 @@ def test_fewer_ids_than_asked_is_a_refusal_that_says_what_was_there() -> None:
     assert refused.value.code == "no_fit"
 
 
-def test_a_full_chain_of_containers_is_thought_of_at_its_first_call() -> None:
+def test_the_first_call_reserves_for_the_whole_chain_of_containers() -> None:
     """The app container after the init container takes its ids over and needs more: GPU 0 is too full for that."""
     ledger = empty().occupy(on(ONE, 60, 4))
     assert asked(ledger, "core", 10, init(10, 1), app(30, 2)).gpus == (ONE,)
     assert asked(ledger, "core", 10, init(10, 1), app(50, 2)).gpus == (TWO,)
 
 
-def test_a_chain_that_no_gpu_can_hold_is_told_so() -> None:
+def test_a_chain_that_no_gpu_can_hold_is_refused() -> None:
     with pytest.raises(Refusal, match="container prepare and the containers after it need 100 cores on one GPU"):
         asked(empty(), "core", 60, init(60, 1), sidecar(20, 1), app(80, 1))
 
 
-def test_the_gpus_that_a_chain_needs_in_the_end_must_be_there() -> None:
+def test_all_gpus_that_a_chain_needs_must_be_free() -> None:
     with pytest.raises(Refusal, match="need 3 entirely free GPUs one after another and this node has 2"):
         asked(empty([16, 16]), "core", 100, init(100), sidecar(50, 1), app(200))
 

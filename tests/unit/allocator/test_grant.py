@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpumgr.allocator.callers import NOBODY, Caller
+from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.grant import grant
 from gpumgr.allocator.ids import ALL_CORES, Masks
 from gpumgr.allocator.ledger import Ledger
@@ -41,8 +41,8 @@ def test_the_two_calls_of_a_container_make_one_allocation() -> None:
 
 
 def test_without_a_spec_a_call_completes_what_it_continues_and_nothing_else() -> None:
-    ledger = given(empty(), NOBODY, "core", {ONE: low(30)})
-    assert len(given(ledger, NOBODY, "memory", {ONE: 1}).allocations) == 2
+    ledger = given(empty(), UNKNOWN_CALLER, "core", {ONE: low(30)})
+    assert len(given(ledger, UNKNOWN_CALLER, "memory", {ONE: 1}).allocations) == 2
     assert len(given(ledger, Caller(continues="a0"), "memory", {ONE: 1}).allocations) == 1
 
 
@@ -56,7 +56,13 @@ OWNER = allocated(id="o", pod=("team", "o"), uid="uid-o", container="main", core
 @pytest.mark.parametrize(
     ("who", "kind", "masks", "code", "sentence"),
     [
-        (NOBODY, "core", {THREE: ALL_CORES, "00000003": low(50)}, "invalid_request", "150 cores are not a multiple of 100"),
+        (
+            UNKNOWN_CALLER,
+            "core",
+            {THREE: ALL_CORES, "00000003": low(50)},
+            "invalid_request",
+            "150 cores are not a multiple of 100",
+        ),
         (caller(pod("a", app(30))), "core", {THREE: low(30)}, "invalid_request", "30 cores asked without memory"),
         (SHARE, "core", {ONE: low(30)}, "conflict", r"10 core ids \(00000000-c00 ...\) that team/x \(main\) still holds"),
         (SHARE, "core", {TWO: 0b1}, "conflict", r"1 core ids .* that team/o \(main\) still holds"),
@@ -74,7 +80,7 @@ def test_ids_that_are_no_placement_are_refused(who: Caller, kind: Resource, mask
 
 
 @pytest.mark.parametrize("kind", ["core", "memory"])
-def test_a_share_whose_two_halves_lie_apart_is_refused(kind: Resource) -> None:
+def test_a_share_on_two_gpus_is_refused(kind: Resource) -> None:
     halves: dict[Resource, Masks] = {"core": {ONE: low(30)}, "memory": {TWO: 0b11}}
     other: Resource = "memory" if kind == "core" else "core"
     ledger = given(empty(), SHARE, other, halves[other])
@@ -89,7 +95,7 @@ def test_a_whole_gpu_where_somebody_holds_only_memory_is_not_free() -> None:
 
 
 @pytest.mark.parametrize("kind", ["core", "memory"])
-def test_memory_beside_whole_gpus_must_be_theirs(kind: Resource) -> None:
+def test_memory_beside_whole_gpus_must_be_on_them(kind: Resource) -> None:
     halves: dict[Resource, Masks] = {"core": {ONE: ALL_CORES, TWO: ALL_CORES}, "memory": {TWO: 0b11, THREE: 0b11}}
     other: Resource = "memory" if kind == "core" else "core"
     ledger = given(empty(), PAIR, other, halves[other])
@@ -97,13 +103,13 @@ def test_memory_beside_whole_gpus_must_be_theirs(kind: Resource) -> None:
         given(ledger, PAIR, kind, halves[kind])
 
 
-def test_a_gpu_that_can_not_be_given_says_why() -> None:
+def test_the_refusal_of_an_unschedulable_gpu_has_the_reason() -> None:
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\) can't be given: XID 79") as refused:
         given(empty(), SHARE, "core", {ONE: low(30)}, unschedulable={ONE: "XID 79"})
     assert refused.value.code == "gpu_unhealthy"
 
 
-def test_a_gpu_that_the_driver_does_not_show_is_not_given() -> None:
+def test_a_gpu_that_the_driver_does_not_list_is_not_granted() -> None:
     ledger = empty()
     node = node_of(ledger.gpu_registry)
     rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
@@ -120,7 +126,7 @@ def after_init(first: ContainerSpec, cores: Masks, *rest: ContainerSpec) -> tupl
     return given(empty(), caller(view), "core", cores), view
 
 
-def test_they_may_be_taken_over_in_any_mixture() -> None:
+def test_ids_of_init_containers_may_be_taken_over_in_any_combination() -> None:
     """The pod holds two GPUs; an arbitrary hundred of its ids lie on both. The container is given one of them."""
     both = {ONE: ALL_CORES, TWO: ALL_CORES}
     ledger, view = after_init(init(200), both, app(100))
@@ -137,7 +143,7 @@ def test_the_gpu_with_the_memory_goes_first_then_one_that_no_sibling_has() -> No
     assert [tuple(a.gpus) for a in ledger.allocations.values()] == [(ONE, TWO), (ONE,), (TWO,)]
 
 
-def test_a_whole_gpu_may_be_completed_by_them() -> None:
+def test_a_whole_gpu_may_have_ids_of_an_init_container() -> None:
     ledger, view = after_init(init(50, 1), {ONE: low(50)}, app(100))
     ledger = given(ledger, caller(view, view.containers[1]), "core", {ONE: ALL_CORES})
     assert ledger.allocations["a1"].whole

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from gpumgr.allocator.ids import (
     ALL_CORES,
     GpuRegistry,
-    bits,
     common,
     count,
     gpu_name,
@@ -17,6 +16,7 @@ from gpumgr.allocator.ids import (
     within,
 )
 from gpumgr.errors import Refusal
+from gpumgr.topology.tree import indices
 from gpumgr.units import RESOURCES
 
 from .nodes import cards_of
@@ -49,7 +49,7 @@ def test_a_known_gpu_keeps_its_place_and_never_shrinks() -> None:
 
 
 @given(st.data())
-def test_ids_and_masks_say_the_same(data: st.DataObject) -> None:
+def test_ids_and_masks_are_equivalent(data: st.DataObject) -> None:
     gpu_registry = cards_of([5, 7])
     for kind in RESOURCES:
         every = [text for texts in gpu_registry.ids[kind].values() for text in texts]
@@ -71,14 +71,14 @@ def test_ids_and_masks_say_the_same(data: st.DataObject) -> None:
         ([f"{n}-c00" for n in range(100_000)], "unknown_device", "'0-c00'"),
     ],
 )
-def test_ids_that_make_no_sense_are_named(ids: list[str], code: str, sentence: str) -> None:
+def test_invalid_ids_are_named(ids: list[str], code: str, sentence: str) -> None:
     with pytest.raises(Refusal, match=sentence) as refused:
         cards_of([4, 4]).parse("core", ids)
     assert refused.value.code == code
 
 
 @given(MASKS, MASKS)
-def test_sets_of_ids_are_sets(left: dict[str, int], right: dict[str, int]) -> None:
+def test_masks_have_set_operations(left: dict[str, int], right: dict[str, int]) -> None:
     assert count(union(left, right)) == count(left) + count(right) - count(common(left, right))
     assert union(minus(left, right), common(left, right)) == left
     assert within(common(left, right), right)
@@ -88,9 +88,9 @@ def test_sets_of_ids_are_sets(left: dict[str, int], right: dict[str, int]) -> No
 
 @given(st.integers(0, 2**100), st.integers(0, 110))
 def test_the_lowest_bits(mask: int, wanted: int) -> None:
-    found = list(bits(mask))[:wanted]
+    found = list(indices(mask))[:wanted]
     assert lowest(mask, wanted) == sum(1 << bit for bit in found)
 
 
 def test_all_cores() -> None:
-    assert list(bits(ALL_CORES)) == list(range(100))
+    assert list(indices(ALL_CORES)) == list(range(100))

@@ -59,7 +59,7 @@ def test_shares_of_one_gpu_are_sound() -> None:
     ],
     ids=["cores", "blocks", "whole", "too many cores", "too many blocks", "unknown card", "no gpu", "two apps of one pod"],
 )
-def test_a_broken_law_is_named(allocations: list[Allocation], sentence: str) -> None:
+def test_a_violation_is_named(allocations: list[Allocation], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         ledger_of(*allocations).check()
 
@@ -71,7 +71,7 @@ def test_an_init_containers_ids_may_be_held_again_by_its_own_pod() -> None:
         ledger_of(first, held("b", {ONE: 1})).check()
 
 
-def test_with_both_uids_known_the_uid_decides_whose_pod_it_is() -> None:
+def test_with_both_uids_known_the_uid_identifies_the_pod() -> None:
     old, new = held("a", uid="1"), held("b", pod="a", uid="2")
     assert not old.same_pod(new)
     assert old.same_pod(held("c", pod="a"))
@@ -97,7 +97,7 @@ def test_ids_that_an_app_took_over_are_not_passed_on_again() -> None:
         (Allocation(id="a", uid="u-1", container="main"), "pod uid u-1 (main)"),
     ],
 )
-def test_holders_are_called_by_what_is_known(allocation: Allocation, name: str) -> None:
+def test_holders_are_described_by_what_is_known(allocation: Allocation, name: str) -> None:
     assert allocation.describe() == name
 
 
@@ -110,17 +110,17 @@ def test_a_change_is_what_a_store_must_write() -> None:
     assert change.drop == ("a",)
     assert change.gpu_registry is None
     assert not after.since(after)
-    grown = after.with_cards(cards_of([16, 16, 16, 16, 16]))
+    grown = after.with_gpu_registry(cards_of([16, 16, 16, 16, 16]))
     assert grown.since(after).gpu_registry == grown.gpu_registry
-    assert after.with_cards(after.gpu_registry) is after
+    assert after.with_gpu_registry(after.gpu_registry) is after
 
 
-def test_freeing_nobody_is_no_change() -> None:
+def test_freeing_nothing_is_no_change() -> None:
     ledger = ledger_of(held("a", {ONE: 1}))
     assert ledger.free([]) is ledger
 
 
-def test_holders_stand_oldest_first() -> None:
+def test_holders_are_sorted_oldest_first() -> None:
     young = held("a", {ONE: 1})
     old = allocated(id="b", blocks={ONE: 1}, gpus=(ONE,), granted_at=-1.0)
     assert [a.id for a in ledger_of(young, old).on(ONE)] == ["b", "a"]

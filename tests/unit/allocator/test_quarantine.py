@@ -30,19 +30,19 @@ def test_a_pid_that_was_used_again_is_another_process() -> None:
     assert seen(state, (DISPLAY[0], 99), occupied=True).tenants == {GPU: {(DISPLAY[0], 99)}}
 
 
-def test_tenants_that_ended_with_their_pod_hold_nothing() -> None:
+def test_tenants_that_ended_with_their_pod_cause_no_quarantine() -> None:
     state = seen(Quarantine(), JOB, occupied=True)
     after = ended(state, [GPU], no)
     assert not after.held
     assert not after.tenants
 
 
-def test_a_sample_releases_when_they_are_gone_and_knows_newcomers_apart() -> None:
+def test_a_sample_ends_the_quarantine_and_distinguishes_new_processes() -> None:
     state = ended(seen(Quarantine(), JOB, CHILD, occupied=True), [GPU], yes)
     assert state.reason(GPU) == "in quarantine: processes of an ended pod still run there (pid 20, 30)"
     state = seen(state, CHILD, DISPLAY, occupied=False)
     assert state.held == {GPU: {CHILD}}
-    assert state.strangers == {GPU: {DISPLAY}}
+    assert state.unattributed == {GPU: {DISPLAY}}
     state = seen(state, DISPLAY, occupied=False)
     assert state.reason(GPU) is None
 
@@ -52,11 +52,11 @@ def test_a_list_that_can_not_be_read_changes_nothing() -> None:
     assert sampled(state, {}, ()) == state
 
 
-def test_the_process_table_releases_too() -> None:
+def test_the_process_table_ends_the_quarantine() -> None:
     state = ended(seen(Quarantine(), JOB, CHILD, occupied=True), [GPU], yes)
     assert released(state, lambda process: process == JOB).held == {GPU: {JOB}}
     assert not released(state, no).held
 
 
-def test_a_gpu_without_tenants_ends_without_a_trace() -> None:
+def test_a_gpu_without_tenants_is_not_quarantined() -> None:
     assert ended(Quarantine(), [GPU], yes) == Quarantine()

@@ -22,7 +22,7 @@ def entry(
     kind: Resource, *numbers: int, uid: str = "uid-a", container: str = "main", gpu: str = ONE, name: str | None = None
 ) -> KubeletEntry:
     ids = tuple(f"{gpu}-c{n:02}" if kind == "core" else f"{gpu}-m{n}" for n in numbers)
-    return KubeletEntry(uid=uid, container=container, kind=kind, device_ids=ids, allocation_id=name)
+    return KubeletEntry(uid=uid, container=container, resource=kind, device_ids=ids, allocation_id=name)
 
 
 def adopted(ledger: Ledger, *entries: KubeletEntry, listing: Listing | None = None, views: tuple[PodView, ...] = ()) -> Rebuilt:
@@ -61,7 +61,7 @@ def test_what_is_known_is_not_added_again() -> None:
 
 def test_pods_that_ended_and_ids_of_others_are_left_out() -> None:
     assert not adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1), phase="Failed"),)).added
-    assert not adopted(empty(), KubeletEntry(uid="u", container="c", kind="core", device_ids=("gpu-manager-1",))).added
+    assert not adopted(empty(), KubeletEntry(uid="u", container="c", resource="core", device_ids=("gpu-manager-1",))).added
 
 
 def test_podresources_alone_are_enough() -> None:
@@ -82,7 +82,7 @@ def test_what_podresources_do_not_show_was_an_init_containers() -> None:
     assert len(adopted(empty(), *entries).problems) == 1
 
 
-def test_specs_tell_init_containers() -> None:
+def test_init_containers_are_known_from_specs() -> None:
     view = pod("a", init(2, 1), app(1, 1))
     added = adopted(empty(), entry("core", 1, 2, container="prepare"), entry("core", 1), views=(view,)).added
     assert {(a.container, a.init) for a in added} == {("prepare", True), ("main", False)}
@@ -96,16 +96,16 @@ def test_a_half_is_completed() -> None:
     assert [block_count(a) for a in both.ledger.allocations.values()] == [1]
 
 
-def test_a_contradiction_is_told_and_left_out() -> None:
+def test_a_contradiction_is_reported_and_skipped() -> None:
     held = adopted(empty(), entry("core", 1), views=(pod("a", app(1, 1)),)).ledger
     rebuilt = adopted(held, entry("core", 1, 2, uid="uid-b"), views=(pod("b", app(2, 1)),))
     assert rebuilt.problems == ("team/b (main): team/b (main) and team/a (main) hold the same core ids",)
     assert rebuilt.ledger == held
 
 
-def test_whole_gpus_come_back_whole() -> None:
+def test_whole_gpus_are_adopted_whole() -> None:
     ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
-    merged = KubeletEntry(uid="uid-a", container="main", kind="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
+    merged = KubeletEntry(uid="uid-a", container="main", resource="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
     (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
     assert (tuple(a.gpus), a.whole) == ((ONE, TWO), True)
 
@@ -124,7 +124,7 @@ def record(*minors: int, cores: int = 30, blocks: int = 4) -> AnonymousRecord:
     return AnonymousRecord(uid="uid-a", container="main", minors=minors, cores=cores, memory_blocks=blocks)
 
 
-def test_a_share_takes_room_on_the_gpu_of_its_minor_number() -> None:
+def test_a_share_is_reserved_on_the_gpu_of_its_minor_number() -> None:
     (a,) = moved(empty(), record(3)).added
     assert (tuple(a.gpus), a.held("core"), a.held("memory"), a.anonymous, a.pod, a.uid) == (
         (TWO,),
@@ -158,7 +158,7 @@ def test_a_share_without_memory_takes_cores() -> None:
         ),
     ],
 )
-def test_records_that_do_not_fit_are_told(records: tuple[AnonymousRecord, ...], sentence: str) -> None:
+def test_records_that_do_not_fit_are_reported(records: tuple[AnonymousRecord, ...], sentence: str) -> None:
     rebuilt = moved(empty(), *records)
     assert len(rebuilt.added) == len(records) - 1
     assert rebuilt.problems[0].startswith(sentence)
@@ -203,7 +203,7 @@ def test_a_static_pod_has_the_api_servers_uid() -> None:
     assert [(a.pod, a.uid) for a in rebuilt.added] == [(view.key, view.uid)]
 
 
-def test_foreign_ids_name_no_gpu_and_nobody_tells_whose_they_are() -> None:
+def test_foreign_ids_name_no_gpu_and_have_no_record() -> None:
     theirs = "tencent.com/vcuda-core-1"
     entries = [
         ("uid-a", "main", ("0badc0de-c07", "0badc0dex1-m400")),
@@ -271,5 +271,5 @@ def test_only_what_the_host_has_is_named() -> None:
         ({"/usr/local/nvidia": "/share"}, None),
     ],
 )
-def test_the_allocations_id_stands_in_its_answer(mounts: dict[str, str], found: str | None) -> None:
+def test_the_allocations_id_is_in_its_response(mounts: dict[str, str], found: str | None) -> None:
     assert allocation_id_in(mounts) == found

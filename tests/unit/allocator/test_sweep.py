@@ -120,7 +120,7 @@ def test_the_rest_of_an_ended_pod_goes_with_it() -> None:
     assert list(after.allocations) == ["b"]
 
 
-def test_an_init_container_lives_as_long_as_its_own_pod() -> None:
+def test_an_init_containers_allocation_ends_with_its_pod() -> None:
     prepare = held("i", {ONE: 0b111}, init=True, container="prepare")
     ledger = ledger_of(prepare)
     listing, same, another = listed(ledger, a=None), pod("a"), pod("a", uid="uid-2")
@@ -129,7 +129,7 @@ def test_an_init_container_lives_as_long_as_its_own_pod() -> None:
     assert not freed_by_offer(ledger, listed(ledger, b=None), knows().get, "core", {ONE: 1}).allocations
 
 
-def test_a_later_life_of_a_name_is_not_freed_with_the_earlier_one() -> None:
+def test_a_later_incarnation_is_not_freed_with_the_earlier_one() -> None:
     old, old_init = held("old", {ONE: 0b11}, uid=None), held("old-init", {ONE: 0b1100}, uid=None, container=None, init=True)
     new = held("new", {TWO: ALL_CORES}, uid=None, container=None)
     ledger = ledger_of(old_init, old, new)
@@ -145,7 +145,7 @@ def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
 # -- names -----------------------------------------------------------------------------------------------------------------
 
 
-def test_list_names_what_has_no_name() -> None:
+def test_list_gives_names_to_allocations_without_one() -> None:
     nameless = held("n", {ONE: 0b11}, owner=None, uid=None, container=None)
     ledger = ledger_of(nameless)
     listing = listed(ledger, b=nameless)
@@ -155,7 +155,7 @@ def test_list_names_what_has_no_name() -> None:
     assert (unknown.pod, unknown.uid) == (("team", "b"), None)
 
 
-def test_a_guess_about_the_latest_is_corrected() -> None:
+def test_the_guessed_name_of_the_latest_is_corrected() -> None:
     ledger = ledger_of(SHARE)
     listing = listed(ledger, a=None, b=SHARE)
     assert named_by(ledger, listing, knows().get, None) is ledger
@@ -174,7 +174,7 @@ def test_a_right_name_reads_one_pod_of_the_list_only() -> None:
     assert named_by(ledger, listing, knows(pod("a")).get, "a") is ledger
 
 
-def test_who_shares_ids_with_what_list_names_was_its_init_container_or_is_refuted() -> None:
+def test_allocations_that_share_ids_with_a_listed_one_are_its_init_containers_or_refuted() -> None:
     mine = held("n", {ONE: 0b11}, owner=None, uid=None, container=None)
     init_of_it = held("i", {ONE: 0b111}, owner="x", uid=None, container=None, init=True)
     refuted = held("r", {ONE: 0b111}, owner="y", uid="uid-y", init=True)
@@ -231,7 +231,7 @@ def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_
 
 
 @pytest.mark.parametrize("blocks_on", [ONE, TWO], ids=["on its GPU", "on another GPU"])
-def test_a_container_that_was_booked_under_two_names_is_one_allocation(blocks_on: str) -> None:
+def test_a_container_with_two_allocations_gets_one(blocks_on: str) -> None:
     """Unless its memory lies elsewhere: that is no share, and stays as the kubelet handed it out."""
     cores = held("c", {ONE: 0b11}, owner="b", uid="uid-b")
     blocks = replace(held("m", None, {blocks_on: 0b11}, owner=None, uid=None, container=None), gpus={blocks_on: Amounts(0, 512)})
@@ -247,6 +247,7 @@ def test_a_container_that_was_booked_under_two_names_is_one_allocation(blocks_on
     found = {a.id: (a.pod, a.uid, a.container, a.gpus) for a in swept.ledger.allocations.values()}
     if blocks_on == ONE:
         assert found == {"c": (("team", "a"), "uid-a", "main", {ONE: Amounts(2, 512)})}
+        assert not swept.freed
     else:
         assert {owner for owner, *_ in found.values()} == {("team", "a")}
         assert len(found) == 2
@@ -273,7 +274,7 @@ def test_a_container_that_is_listed_with_other_ids_does_not_hold_these() -> None
     assert [a.id for a in swept.freed] == ["g"]
 
 
-def test_of_a_living_pod_only_the_wrong_guesses_go() -> None:
+def test_only_the_wrong_guesses_of_a_running_pod_are_freed() -> None:
     """Two replicas were booked on each other, and the one that is booked on `a` was refused afterwards."""
     right = (
         held("i", {ONE: 0b1111}, owner="b", uid="uid-b", container="prepare", init=True),
@@ -314,7 +315,7 @@ def test_an_ended_pod_holds_nothing_although_it_is_listed() -> None:
     assert [a.id for a in swept.freed] == ["a"]
 
 
-def test_a_pod_that_is_listed_without_its_ids_has_ended_with_all_it_had() -> None:
+def test_a_pod_that_is_listed_without_its_ids_has_ended() -> None:
     """A kubelet before 1.34, and no API server to ask."""
     fetch = held("a0", {TWO: 0b1}, uid=None, container=None, init=True)
     later = held("b", {TWO: 0b10}, uid=None, container=None, init=True)
@@ -326,14 +327,14 @@ def test_a_pod_that_is_listed_without_its_ids_has_ended_with_all_it_had() -> Non
     assert waiting.freed == ()
 
 
-def test_an_earlier_life_that_ended_takes_nothing_from_this_one() -> None:
+def test_an_ended_incarnation_does_not_affect_the_present_one() -> None:
     a = held("a", {ONE: 0b11}, uid=None)
     ledger = ledger_of(a)
     swept = sweep(ledger, listed(ledger, a=a), knows(pod("a", phase="Failed")).get, lambda _: None, absent={}, patience=1)
     assert not swept.freed
 
 
-def test_half_a_share_without_a_name_belongs_to_nobody_for_long() -> None:
+def test_half_a_share_without_a_name_is_freed() -> None:
     half = held("h", {ONE: 0b11}, uid=None, container=None)
     whole = held("w", {TWO: ALL_CORES}, uid=None, container=None)
     ledger = ledger_of(half, whole)
@@ -341,10 +342,10 @@ def test_half_a_share_without_a_name_belongs_to_nobody_for_long() -> None:
     assert [a.id for a in swept.freed] == ["h"]
 
 
-# -- whose turn it is --------------------------------------------------------------------------------------------------------
+# -- the next container --------------------------------------------------------------------------------------------------------
 
 
-def test_containers_take_their_turns() -> None:
+def test_containers_are_called_in_order() -> None:
     view = pod("a", init(10, 1), app(0, name="idle"), app(30, 2), app(20, 2, name="second"))
     turns = []
     ledger = empty()
@@ -354,7 +355,7 @@ def test_containers_take_their_turns() -> None:
     assert turns == ["prepare", "main", "second"]
 
 
-def test_a_call_fits_a_container_by_kind_and_size() -> None:
+def test_a_call_fits_a_container_by_resource_and_size() -> None:
     view = pod("a", app(30, 2))
     assert waits_for(empty(), view, "core", 30) is view.containers[0]
     assert waits_for(empty(), view, "core", 20) is None
@@ -375,7 +376,7 @@ def test_a_listed_container_that_has_its_ids_does_not_wait() -> None:
     assert find_caller(ledger, listing, knows(running).get, "core", 30, {}) is None
 
 
-def test_the_newest_of_several_by_sight_then_by_birth() -> None:
+def test_the_newest_of_several_by_listing_then_by_creation() -> None:
     views = [pod(name, app(30, 2), created_at=at) for name, at in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
     listing = listed(empty(), a=None, b=None, c=None)
 
@@ -404,7 +405,7 @@ def test_ids_that_are_passed_on_were_an_init_containers() -> None:
         assert handed_on(ledger, "core", masks, owner) is ledger
 
 
-def test_a_caller_without_a_spec_owns_nothing() -> None:
+def test_a_caller_without_a_spec_owns_no_allocation() -> None:
     caller = Caller(pod=("team", "a"))
     assert not caller.owns(SHARE)
     assert caller.chain == ()

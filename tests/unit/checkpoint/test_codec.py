@@ -60,7 +60,7 @@ def test_a_damaged_row_is_never_read(allocation: Allocation, data: st.DataObject
         "[" * 5000,
     ],
 )
-def test_a_row_that_makes_no_sense_is_named(record: str) -> None:
+def test_an_invalid_row_is_named(record: str) -> None:
     with pytest.raises(CorruptRowError, match="the row of allocation 'a1' can't be read"):
         decode_allocation(REGISTRY, "a1", record, checksum("a1", record))
 
@@ -94,7 +94,7 @@ def test_a_row_of_schema_2_gets_the_amounts_of_its_ids(record: str, allocation: 
     assert decode_allocation(REGISTRY, "a1", record, checksum("a1", record)) == allocation
 
 
-def test_an_allocation_without_ids_survives() -> None:
+def test_an_allocation_without_ids_is_stored() -> None:
     claim = Allocation(id="claim/gpu", gpus={"g": Amounts(100, 4096), "h": Amounts(30, 1000)})
     assert decode_allocation(REGISTRY, *encode_allocation(claim)) == claim
 

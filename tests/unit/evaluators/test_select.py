@@ -23,7 +23,7 @@ def gpu(index: int, cores: int = 100, blocks: int = 320, healthy: bool = True, n
 
 
 @pytest.mark.parametrize(("cores", "blocks"), [(1, 1), (99, 1), (100, 0), (100, 5), (200, 0), (800, 1)])
-def test_sound_requests_pass(cores: int, blocks: int) -> None:
+def test_valid_requests_pass(cores: int, blocks: int) -> None:
     check_request(cores, blocks)
 
 
@@ -40,14 +40,14 @@ def test_sound_requests_pass(cores: int, blocks: int) -> None:
         (100, -4, "less than 0"),
     ],
 )
-def test_unsound_requests_are_refused(cores: int, blocks: int, words: str) -> None:
+def test_invalid_requests_are_refused(cores: int, blocks: int, words: str) -> None:
     with pytest.raises(Refusal, match=words) as caught:
         check_request(cores, blocks)
     assert caught.value.code == "invalid_request"
 
 
 @pytest.mark.parametrize("cores", [0, -100, 101, 250])
-def test_place_itself_refuses_unsound_cores(cores: int) -> None:
+def test_place_refuses_invalid_cores(cores: int) -> None:
     with pytest.raises(Refusal) as caught:
         place(PAIRS, capacities(4), cores=cores, memory_blocks=0)
     assert caught.value.code == "invalid_request"
@@ -83,7 +83,7 @@ def test_unhealthy_gpus_are_no_candidates_and_have_a_reason() -> None:
     assert refused(gpus, 200, 0).code == "no_fit"
 
 
-def test_labels_stand_in_refusals() -> None:
+def test_refusals_have_the_labels() -> None:
     whole = GpuCapacity(index=0, cores_free=5, memory_blocks_free=1, entirely_free=False, label="GPU0 (1f2e3d4c)")
     assert "GPU0 (1f2e3d4c) 5 cores and 1 memory block" in str(refused([whole], 50, 20))
 
@@ -92,7 +92,7 @@ def test_no_gpus_at_all() -> None:
     assert "there is no GPU" in str(refused([], 50, 20))
 
 
-def test_a_long_list_is_cut() -> None:
+def test_a_long_list_of_gpus_is_cut() -> None:
     topology = node(20, lambda _a, _b: (Level.SYS, 0))
     with pytest.raises(Refusal, match="and 4 more GPUs"):
         place(topology, capacities(20, range(20)), cores=10, memory_blocks=1)

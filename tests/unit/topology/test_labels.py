@@ -74,7 +74,9 @@ def test_the_model_as_gpu_manager_names_it(name: str | None, model: str) -> None
         (None, None, None),
     ],
 )
-def test_families_of_models_whose_name_is_sure(model: str | None, capability: tuple[int, int] | None, family: str | None) -> None:
+def test_families_of_models_with_an_unambiguous_name(
+    model: str | None, capability: tuple[int, int] | None, family: str | None
+) -> None:
     assert capability_of(model) == capability
     labels = gpu_labels(snapshot(model), describe=True)
     assert labels.get("nvidia.com/gpu.family") == family

@@ -30,7 +30,7 @@ def test_old_spelling_soc_is_sys() -> None:
     assert topology.link(0, 2) == Link(level=Level.SYS)
 
 
-def test_nics_are_no_gpus_and_name_their_nearest() -> None:
+def test_nics_are_no_gpus_and_have_the_nearest_gpus() -> None:
     parsed = parse_topology(read("nics-8.txt"))
     assert len(parsed.topology) == 8
     assert parsed.nics == (Nic(name="NIC0", nearest=(6,)), Nic(name="NIC1", nearest=(6,)))
@@ -54,7 +54,7 @@ def test_nvlinks_hide_the_level_and_count_as_sys() -> None:
     ]
 
 
-def test_glued_names_and_cells_come_apart() -> None:
+def test_names_and_cells_without_separators_are_split() -> None:
     parsed = parse_topology(read("dgx1-pascal-glued.txt"))
     assert len(parsed.topology) == 8
     assert parsed.nics[0] == Nic(name="mlx5_0", nearest=(0, 1))

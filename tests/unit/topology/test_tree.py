@@ -65,11 +65,11 @@ def test_a_lone_gpu_beside_groups_shares_the_rank_of_the_group_that_ends_with_it
     ]
 
 
-def test_one_gpu_hangs_from_the_root() -> None:
+def test_one_gpu_is_a_child_of_the_root() -> None:
     assert render_tree(topology_from_matrix([["X"]])) == "ROOT:1:0\n|--GPU0:1:1"
 
 
-def test_no_gpu_is_a_bare_root() -> None:
+def test_no_gpu_gives_a_root_without_children() -> None:
     empty = Topology(levels=(), nvlinks=())
     assert render_tree(empty) == "ROOT:0:0"
     assert fragment_choice(build_tree(empty), 0, 0) is None
