@@ -6,10 +6,9 @@ from typing import Final
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.ledger import AllocationId
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import GpuName
-from gpumgr.usage.node_use import NodeUse
+from gpumgr.usage.node_use import GrantedGpu, NodeUse
 
 #: The only values of the label `reason`: the driver's text never becomes a label.
 REASONS: Final = frozenset(
@@ -44,9 +43,9 @@ class NodeReport:
     `reasons` says by UUID, in one of the words of REASONS, why a GPU takes nothing new. It matters only for GPUs of which the view
     says so, and may be incomplete.
 
-    `use` says who uses what (None: nobody looked yet), `over` which containers are over their memory. `enforcement` has each mechanism
-    that new shares get, with what it keeps in words ("cores", "memory", "cores and memory"). `vcuda_registrations` (by result) and
-    `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
+    `use` says who uses what (None: nobody looked yet), `over` which containers are over their memory, and where. `enforcement` has each
+    mechanism that new shares get, with what it keeps in words ("cores", "memory", "cores and memory"). `vcuda_registrations` (by
+    result) and `mps_daemon_restarts` (by UUID) count since the start of the process. What keeps each container, its allocation says.
 
     `registered` tells of each resource whether the kubelet has it from us, `not_ready` in sentences why the node can't take pods with
     GPUs now. `cordons` (by UUID) are what operators took out of service. `outbox` None: there is no API server. `connections` are those
@@ -69,7 +68,7 @@ class NodeReport:
     streams: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
     use: NodeUse | None = None
-    over: frozenset[AllocationId] = frozenset()
+    over: frozenset[GrantedGpu] = frozenset()
     enforcement: tuple[tuple[str, str], ...] = ()
     vcuda_registrations: Mapping[str, int] = field(default_factory=dict)
     mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)

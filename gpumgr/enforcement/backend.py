@@ -5,8 +5,8 @@ it runs; `cleanup` when its allocation is gone and it has no process. The agent 
 is on disk or in separate processes, and `recover` takes it over.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gpumgr.allocator.gpu_share import GpuShare
@@ -35,14 +35,13 @@ class Finding:
 class RunningContainer:
     """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending.
 
-    `gpu_processes`: those of them that have a context on its GPU -> bytes in use there (None: not known).
+    `gpu_pids`: those of them that have a context on one of its GPUs.
     """
 
     tenant: GpuShare
     container: Container
     pids: tuple[int, ...] = ()
-    gpu_processes: Mapping[int, int | None] = field(default_factory=dict)
-    utilization_ratio: float | None = None
+    gpu_pids: frozenset[int] = frozenset()
 
 
 class Backend(Protocol):

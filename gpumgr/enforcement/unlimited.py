@@ -34,8 +34,8 @@ class Unlimited:
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
-        mebibytes = tenant.memory_bytes >> 20
-        self._report(tenant, MESSAGE.format(container=tenant.container or "?", cores=tenant.cores, mebibytes=mebibytes))
+        cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
+        self._report(tenant, MESSAGE.format(container=tenant.container or "?", cores=cores, mebibytes=mebibytes))
 
     async def vacate(self, uuids: Collection[str]) -> None:
         pass

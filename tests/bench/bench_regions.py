@@ -13,13 +13,13 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
 from gpumgr.enforcement.hami_core.seed import LAYOUT
 from gpumgr.usage.containers import Container
 from tests.bench.figures import spread
+from tests.shares import gpu_share
 
 ROUNDS = 300
 REGIONS, PROCESSES = 200, 2
@@ -82,12 +82,10 @@ def _backend(folder: Path) -> HamiCore:
 
 
 def _running(n: int, processes: int) -> RunningContainer:
-    tenant = GpuShare(
-        allocation=f"{n:016x}", gpu="0fe1c342", uuid="GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab", cores=10, memory_bytes=1 << 30
-    )
+    tenant = gpu_share(f"{n:016x}")
     pids = tuple(range(1 + n * processes, 1 + (n + 1) * processes))
     container = Container(id=f"{n}", pod=("bench", f"p{n}"), pod_uid=f"{n}", name="main")
-    return RunningContainer(tenant=tenant, container=container, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
+    return RunningContainer(tenant=tenant, container=container, pids=pids, gpu_pids=frozenset(pids))
 
 
 def main() -> None:

@@ -79,13 +79,19 @@ class HamiCore:
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Raises Refusal if the settings name no library."""
         if kind == "memory":
-            return ContainerResponse(envs={"CUDA_DEVICE_MEMORY_LIMIT_0": f"{tenant.memory_bytes // seed.MEBIBYTE}m"})
+            return ContainerResponse(
+                envs={
+                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // seed.MEBIBYTE}m"
+                    for index, gpu in enumerate(tenant.gpus)
+                    if not gpu.whole
+                }
+            )
         if self._library_sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
         return ContainerResponse(
             envs={
-                "CUDA_DEVICE_SM_LIMIT_0": str(tenant.cores),
+                **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
                 "CUDA_DEVICE_MEMORY_SHARED_CACHE": REGION_IN_CONTAINER,
                 # Otherwise the limit of cores depends on a switch in the region.
                 "GPU_CORE_UTILIZATION_POLICY": "force",
@@ -156,7 +162,7 @@ class HamiCore:
     def _start(self, tenant: GpuShare) -> None:
         if self._library_path is None or self._library_sha256 is None:
             raise LibraryError(_UNSET)
-        wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
+        wanted = seed.limits(tenant.gpus)
         library.put_in_place(self._library_path, self._library_sha256, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:

@@ -118,8 +118,8 @@ class RegionMonitor:
         """Processes that use the GPU and have no slot in the region."""
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
-        self._pids.forget_all_but({*running.pids, *running.gpu_processes})
-        outside = [pid for pid in running.gpu_processes if pid not in hosts and self._pids.inside(pid) not in inside]
+        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
+        outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
         if late:
@@ -134,7 +134,7 @@ class RegionMonitor:
         if not running.pids:
             return
         pids = frozenset(running.pids)
-        self._pids.forget_all_but({*pids, *running.gpu_processes})
+        self._pids.forget_all_but({*pids, *running.gpu_pids})
         host_of = self._pids.host_of(pids)
         now = self._clock()
         abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, pids, host_of)}
@@ -179,9 +179,9 @@ class _PidMap:
 
 
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
-    """Empty for a container with an unknown share: its limits must not become "unlimited"."""
+    """Empty for a container with an unknown share or order of GPUs: its limits must not become others."""
     try:
-        wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
+        wanted = seed.limits(tenant.gpus)
     except ValueError:
         return []
     return list(repairs.drifted(seen, wanted))

@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
@@ -174,18 +174,19 @@ class Mps:
         return injection.answer(tenant, kind, self._ready().config.protocol, limits, self._root)
 
     async def start(self, tenant: GpuShare) -> None:
-        await self.admit(tenant, _share(tenant))
+        await self.admit(tenant, _share(tenant.only_gpu("MPS")))
 
     async def admit(self, tenant: GpuShare, share: Share) -> None:
         """Limits the container to `share` of its GPU. Raises Refusal."""
-        if not tenant.uuid.startswith("GPU-"):
-            raise Refusal("internal", f"MPS can't share {tenant.uuid}: it shares whole GPUs, not MIG devices")
-        daemon = self._ready().of(tenant.uuid)
+        gpu = tenant.only_gpu("MPS")
+        if not gpu.uuid.startswith("GPU-"):
+            raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
+        daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
             try:
                 await daemon.admit(tenant.allocation, share)
             except (MpsError, OSError) as error:
-                raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {tenant.gpu}: {error}") from error
+                raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {gpu.name}: {error}") from error
 
     def remains(self) -> Collection[AllocationId]:
         return self._supervisor.allocations() if self._supervisor else ()
@@ -219,9 +220,10 @@ class Mps:
         if self._supervisor is None:
             return
         for tenant in tenants:
-            folder = self._supervisor.of(tenant.uuid).folder
-            if tenant.allocation in folder.allocations():
-                folder.put(tenant.allocation, _share(tenant))
+            for gpu in tenant.gpus:
+                folder = self._supervisor.of(gpu.uuid).folder
+                if tenant.allocation in folder.allocations():
+                    folder.put(tenant.allocation, _share(gpu))
         await self._supervisor.tick()
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
@@ -237,7 +239,7 @@ class Mps:
         found: list[Finding] = []
         for each in running:
             tenant = each.tenant
-            daemon, view, kept = views.get(tenant.uuid, (None, None, frozenset()))
+            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has no others, see `admit`
             if daemon is None or view is None or tenant.allocation not in kept:
                 found.append(findings.lost(tenant))
                 continue
@@ -273,8 +275,8 @@ class Mps:
             await self._supervisor.close()
 
 
-def _share(tenant: GpuShare) -> Share:
-    return Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes)
+def _share(gpu: SharedGpu) -> Share:
+    return Share(cores=gpu.cores, memory_bytes=gpu.memory_bytes)
 
 
 def _view(daemon: Daemon) -> findings.View:

@@ -36,7 +36,7 @@ class UnlimitedMps(Unlimited):
         return self._mps.answer(tenant, kind, self.limits)
 
     async def start(self, tenant: GpuShare) -> None:
-        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.gpu_memory_bytes or _ALL_MEMORY_BYTES))
+        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES))
         await super().start(tenant)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:

@@ -80,8 +80,9 @@ class VcudaBackend:
         problem = path_problem(socket)
         return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
 
-    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002 (the same for every container)
-        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library."""
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library. Raises Refusal."""
+        tenant.only_gpu("vcuda")
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
     async def start(self, tenant: GpuShare) -> None:

@@ -31,20 +31,21 @@ INIT_PID: Final = 1
 
 
 def pack_config(tenant: GpuShare) -> bytes:
-    """The content of vcuda.config. Raises Refusal if a name does not fit.
+    """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
     Without a soft limit the cores are a hard limit (hard_limit 1); with one the container may use up to it while others are idle.
     The library passes the two names to the client that registers the process. The client requires both and the agent trusts neither:
     a name that the kubelet does not give is replaced by the allocation's.
     """
+    gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(
         _text("the pod's uid", tenant.pod_uid or tenant.allocation, POD_UID_BYTES),
         0 if tenant.core_limit is None else min(tenant.core_limit, 100),
         b"",
         _text("the container's name", tenant.container or tenant.allocation, CONTAINER_NAME_BYTES),
-        _text("the GPU's PCI id", tenant.bus_id or "", BUS_ID_BYTES),
-        tenant.memory_bytes,
-        tenant.cores,
+        _text("the GPU's PCI id", gpu.bus_id or "", BUS_ID_BYTES),
+        gpu.memory_bytes,
+        gpu.cores,
         1 if tenant.core_limit is None else 0,
         0,  # the driver's version: the library queries the driver itself
         0,

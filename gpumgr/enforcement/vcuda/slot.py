@@ -83,7 +83,7 @@ class ContainerSlot:
         """
         with self._lock:
             self.tenant = running.tenant
-            self._on_gpu = frozenset(running.gpu_processes)
+            self._on_gpu = running.gpu_pids
             self._write_config()
             self._write_pids(running.container, self._pids_of(running.container))
 
@@ -105,13 +105,13 @@ class ContainerSlot:
         """
         with self._lock:
             inside = frozenset(running.pids)
-            for pid in running.gpu_processes.keys() - self._registered:
+            for pid in running.gpu_pids - self._registered:
                 ancestor: int | None = pid
                 while ancestor is not None and ancestor in inside and ancestor not in self._registered:
                     ancestor = parent_pid(ancestor)
                 if ancestor in inside & self._registered:
                     self._registered.add(pid)
-            return tuple(sorted(running.gpu_processes.keys() - self._registered))
+            return tuple(sorted(running.gpu_pids - self._registered))
 
     def _write_config(self) -> None:
         config = pack_config(self.tenant)

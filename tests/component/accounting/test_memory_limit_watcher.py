@@ -12,14 +12,14 @@ from gpumgr.accounting.process_owners import RETRY_SECONDS
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.enforcement.backend import Finding, FindingCode
-from gpumgr.units import BLOCK_BYTES
+from gpumgr.units import BLOCK_BYTES, Amounts
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
 from tests.unit.usage.samples import MIB, container, nameless, sample
 
 from .node import Node, breathe
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
-GPU0 = name_of(0)
+GPU0, GPU1 = name_of(0), name_of(1)
 LIMIT = 2 * BLOCK_BYTES
 
 
@@ -47,11 +47,10 @@ async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> 
     assert [what for what, _ in node.backends.seen] == ["observe", "adjust"]
     ((running, mechanisms),) = node.backends.seen[0][1]
     assert mechanisms == ("hami-core",)
-    assert (running.tenant.allocation, running.tenant.memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
+    assert (running.tenant.allocation, running.tenant.gpus[0].memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
     assert running.container.name == "main"
     assert running.pids == (10, 11, 12)
-    assert running.gpu_processes == {11: 5 * MIB}
-    assert running.utilization_ratio == 0.5
+    assert running.gpu_pids == {11}
     assert node.runtime.asked == []
 
 
@@ -85,7 +84,7 @@ async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_contai
     await node.sampled(sample({5: 7, 11: 1}, {}))
     ((running, _),) = node.backends.seen[0][1]
     assert running.pids == (5, 10, 11, 12)
-    assert running.gpu_processes == {5: 7, 11: 1}
+    assert running.gpu_pids == {5, 11}
 
 
 async def test_processes_of_the_mechanisms_are_not_attributed() -> None:
@@ -185,7 +184,7 @@ async def test_ended_containers_are_no_longer_observed() -> None:
     node = sharing()
     for _ in range(3):
         await node.sampled(sample({11: LIMIT + 1}, {}))
-    assert node.memory_watcher.over == {"a"}
+    assert node.memory_watcher.over == {("a", GPU0)}
     node.frees("a")
     assert node.memory_watcher.use is not None
     assert not node.memory_watcher.use.containers
@@ -201,7 +200,7 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     with capture_logs() as logs:
         for _ in range(5):
             await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
-    assert node.memory_watcher.over == {"a"}
+    assert node.memory_watcher.over == {("a", GPU0)}
     assert node.meter.over == 1
     (told,) = node.told
     assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
@@ -212,6 +211,18 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
         ("container_over_limit", "team/web (main)", 812 * MIB)
     ]
+
+
+async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
+    parts = {GPU0: Amounts(20, 256), GPU1: Amounts(70, 512)}
+    node = Node(Allocation(id="a", pod=WEB, uid="uid-a", container="main", gpus=parts, mechanisms=("hami-core",)))
+    node.runs(container("a", WEB), 11, 12)
+    for _ in range(3):
+        await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+    assert [told.gpus for told in node.told] == [(GPU0,)]
+    ((running, _),) = node.backends.seen[0][1]
+    assert running.gpu_pids == {11, 12}
 
 
 async def test_the_return_below_the_limit_is_reported_too() -> None:

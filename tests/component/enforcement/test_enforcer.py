@@ -24,6 +24,7 @@ from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.units import Resource
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import Clock
+from tests.shares import gpu_share
 
 ID = "00112233445566ff"
 BASE = ContainerResponse(
@@ -34,15 +35,7 @@ BASE = ContainerResponse(
 
 
 def tenant(allocation: str = ID) -> GpuShare:
-    return GpuShare(
-        allocation=allocation,
-        gpu="0000abcd",
-        uuid="GPU-0000abcd",
-        cores=30,
-        memory_bytes=1 << 30,
-        pod=("team", "p"),
-        container="main",
-    )
+    return gpu_share(allocation)
 
 
 def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Allocation:
@@ -67,8 +60,8 @@ class Files:
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         if kind == "memory":
-            return ContainerResponse(envs={"MEMORY": str(tenant.memory_bytes)})
-        return ContainerResponse(envs={"CORES": str(tenant.cores), "NVIDIA_VISIBLE_DEVICES": "void"})
+            return ContainerResponse(envs={"MEMORY": str(tenant.gpus[0].memory_bytes)})
+        return ContainerResponse(envs={"CORES": str(tenant.gpus[0].cores), "NVIDIA_VISIBLE_DEVICES": "void"})
 
     async def start(self, tenant: GpuShare) -> None:
         if self.error is not None:

@@ -26,6 +26,7 @@ from tests.component.enforcement.hami_core.harness import (
     running,
     tenant,
 )
+from tests.shares import TWO_GPUS, gpu_share
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +100,18 @@ async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: 
 async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None:
     answer = backend.prepare(tenant(memory_bytes=5 << 30), "memory")
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
+
+
+async def test_several_gpus_are_limited_each_by_its_own_index(backend: HamiCore) -> None:
+    share = gpu_share(ID, *TWO_GPUS)
+    assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
+    envs = backend.prepare(share, "core").envs
+    assert (envs["CUDA_DEVICE_SM_LIMIT_0"], envs["CUDA_DEVICE_SM_LIMIT_1"]) == ("20", "70")
+    await backend.start(share)
+    region = backend.region(ID)
+    assert region is not None
+    assert (region.limits_bytes[:3], region.core_limits_percent[:3]) == ((2 << 30, 1 << 30, 0), (20, 70, 100))
+    assert await backend.observe([running(share)]) == []
 
 
 async def test_the_response_does_not_depend_on_files_or_on_the_container(

@@ -9,6 +9,7 @@ from gpumgr.enforcement.hami_core import layouts
 from gpumgr.enforcement.hami_core.layouts import LAYOUTS, Layout
 from gpumgr.enforcement.hami_core.seed import LAYOUT, limits, seed
 from tests.component.enforcement.hami_core.harness import Client
+from tests.shares import shared_gpu
 
 
 def numbers(layout: Layout) -> dict[str, int]:
@@ -38,6 +39,6 @@ def test_each_layout_agrees_with_the_c_compiler(printed_layouts: dict[str, dict[
 def test_the_seed_is_what_c_makes(client: Client, tmp_path: Path, memory_bytes: int, cores: int) -> None:
     client.run(tmp_path / "region", "create", memory_bytes, cores)
     made = (tmp_path / "region").read_bytes()
-    ours = seed(limits(memory_bytes=memory_bytes, cores=cores))
+    ours = seed(limits([shared_gpu(memory_bytes=memory_bytes, cores=cores)]))
     assert len(ours) == LAYOUT.file_bytes == len(made)
     assert ours == made

@@ -15,8 +15,9 @@ from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadabl
 from gpumgr.enforcement.hami_core.seed import LAYOUT, limits, seed
 from gpumgr.enforcement.hami_core.view import RegionView
 from tests.component.enforcement.hami_core.harness import Client
+from tests.shares import shared_gpu
 
-CONTENT = seed(limits(memory_bytes=1 << 30, cores=30))
+CONTENT = seed(limits([shared_gpu()]))
 SIZES = [layout.file_bytes for layout in LAYOUTS]
 
 

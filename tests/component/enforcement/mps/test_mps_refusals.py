@@ -8,6 +8,7 @@ import pytest
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, running, tenant
+from tests.shares import TWO_GPUS, gpu_share
 
 
 async def refused(place: Place, **settings: Any) -> str:
@@ -108,6 +109,8 @@ async def test_mig_devices_are_refused(place: Place) -> None:
     backend = await place.agent()
     with pytest.raises(Refusal, match="not MIG devices"):
         await backend.start(tenant(uuid="MIG-0fe1c342"))
+    with pytest.raises(Refusal, match="MPS limits a container on one GPU only"):
+        await backend.start(gpu_share("a1", *TWO_GPUS))
 
 
 async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(place: Place) -> None:

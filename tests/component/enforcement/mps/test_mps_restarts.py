@@ -26,7 +26,7 @@ async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: P
     assert mounted.stat().st_ino == inode, "containers have this folder mounted"
     for each in (first, second):
         _, got = await place.attach(backend, each)
-        assert (got["percentage"], got["memory"]) == (each.cores, each.memory_bytes)
+        assert (got["percentage"], got["memory"]) == (each.gpus[0].cores, each.gpus[0].memory_bytes)
     (status,) = backend.status()
     assert (status.pid, status.tenants, status.restarts, status.trouble) == (place.daemon_pid(), 2, 1, None)
 

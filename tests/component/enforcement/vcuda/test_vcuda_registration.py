@@ -165,7 +165,7 @@ async def test_a_restarted_agent_listens_on_the_same_path(
     again = node.backend(library_sha256)
     await again.recover([TENANT])
     assert node.listed() == listed
-    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_processes=dict.fromkeys(listed, None))
+    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_pids=frozenset(listed))
     assert await again.observe([on_gpu]) == [], "who was listed is taken for registered"
     assert (node.place / "vcuda.config").exists()
     assert (await early).status == 0, "who called while the agent was away is answered now"
@@ -197,7 +197,7 @@ async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: Vcuda
         assert parent.stdout is not None
         child_pid = int(await parent.stdout.readline())
         pids = (parent.pid, child_pid, other.pid)
-        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
+        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_pids=frozenset(pids))
         (finding,) = await backend.observe([running])
         assert (finding.allocation, finding.code) == (ALLOCATION, "unregistered")
         assert f"(pid {other.pid})" in finding.message
@@ -210,8 +210,8 @@ async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: Vcuda
 
 async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend) -> None:
     node.pids = set(range(10, 1510))
-    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)), gpu_processes={})
-    await backend.adjust([replace(running, gpu_processes={1509: 1 << 20})])
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)))
+    await backend.adjust([replace(running, gpu_pids=frozenset({1509}))])
     assert node.listed() == (*range(10, 1033), 1509)
     (finding,) = await backend.observe([running])
     assert finding.code == "broken"

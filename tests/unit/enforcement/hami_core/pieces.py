@@ -7,8 +7,9 @@ from gpumgr.enforcement.hami_core import layouts, seed, view
 from gpumgr.enforcement.hami_core.layouts import HEAD, MAGIC, Layout
 from gpumgr.enforcement.hami_core.seed import RegionLimits
 from gpumgr.enforcement.hami_core.view import RegionView
+from tests.shares import shared_gpu
 
-GRANTED: RegionLimits = seed.limits(memory_bytes=1 << 30, cores=30)
+GRANTED: RegionLimits = seed.limits([shared_gpu()])
 
 
 class Pieces:

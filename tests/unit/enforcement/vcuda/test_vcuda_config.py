@@ -7,7 +7,8 @@ import pytest
 
 from gpumgr.enforcement.vcuda.config import CONFIG_BYTES, pack_config
 from gpumgr.errors import Refusal
-from tests.unit.enforcement.vcuda.tenants import ALLOCATION, TENANT
+from tests.shares import TWO_GPUS
+from tests.unit.enforcement.vcuda.tenants import ALLOCATION, GPU, TENANT
 
 
 def text_at(config: bytes, offset: int) -> str:
@@ -36,12 +37,12 @@ def test_the_annotation_makes_a_soft_limit(annotation: int, limit: int) -> None:
 
 
 def test_unknown_names_are_replaced_by_the_allocation_id() -> None:
-    config = pack_config(replace(TENANT, pod_uid=None, container=None, bus_id=None))
+    config = pack_config(replace(TENANT, pod_uid=None, container=None, gpus=(replace(GPU, bus_id=None),)))
     assert (text_at(config, 0), text_at(config, 4096), text_at(config, 8192)) == (ALLOCATION, ALLOCATION, "")
 
 
 def test_names_may_fill_their_fields() -> None:
-    config = pack_config(replace(TENANT, pod_uid="u" * 47, container="c" * 4095, bus_id="b" * 15))
+    config = pack_config(replace(TENANT, pod_uid="u" * 47, container="c" * 4095, gpus=(replace(GPU, bus_id="b" * 15),)))
     assert (text_at(config, 0), text_at(config, 4096), text_at(config, 8192)) == ("u" * 47, "c" * 4095, "b" * 15)
 
 
@@ -50,8 +51,15 @@ def test_names_may_fill_their_fields() -> None:
     [
         (replace(TENANT, pod_uid="u" * 48), "the pod's uid has 48 bytes and vcuda.config holds 47"),
         (replace(TENANT, container="ü" * 2048), "the container's name has 4096 bytes and vcuda.config holds 4095"),
-        (replace(TENANT, bus_id="00000000:18:00.0"), "the GPU's PCI id has 16 bytes and vcuda.config holds 15"),
+        (
+            replace(TENANT, gpus=(replace(GPU, bus_id="00000000:18:00.0"),)),
+            "the GPU's PCI id has 16 bytes and vcuda.config holds 15",
+        ),
         (replace(TENANT, container="a\0b"), "the container's name has a zero byte"),
+        (
+            replace(TENANT, gpus=TWO_GPUS),
+            "vcuda limits a container on one GPU only, and .* shares 2 GPUs: request a share of one GPU",
+        ),
     ],
 )
 def test_names_that_do_not_fit_are_refused(tenant: object, sentence: str) -> None:
