@@ -14,9 +14,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
-from gpumgr.enforcement.hami_core.seed import LAYOUT
 from gpumgr.usage.containers import Container
 from tests.bench.figures import spread
 from tests.shares import gpu_share
@@ -57,13 +57,13 @@ def empty_library(path: Path) -> str:
 
 def fill(path: Path, pids: tuple[int, ...]) -> None:
     """Slots of processes that run, as the library writes them into the region at `path`."""
-    words = [Write(offset=LAYOUT.proc_num, data=len(pids).to_bytes(4, "little"))]
+    words = [Write(offset=layout.PROC_NUM, data=len(pids).to_bytes(4, "little"))]
     for index, pid in enumerate(pids):
-        start = LAYOUT.slot_at(index)
+        start = layout.slot_at(index)
         number = pid.to_bytes(4, "little")
         words += [
             Write(offset=start, data=number + number),
-            Write(offset=start + LAYOUT.slot.status, data=(1).to_bytes(4, "little")),
+            Write(offset=start + layout.SLOT_STATUS, data=(1).to_bytes(4, "little")),
         ]
     with path.open("r+b", buffering=0) as file:
         for word in words:

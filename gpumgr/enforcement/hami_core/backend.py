@@ -8,6 +8,7 @@ start: another version of the library, or slots of the former container, would s
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -19,14 +20,13 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.enforcement import operator_library
 from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
-from gpumgr.enforcement.hami_core import library, seed
+from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
-from gpumgr.enforcement.hami_core.view import RegionView
-from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
+from gpumgr.files import replace_file
 from gpumgr.units import Resource
 
 #: The region in the container: this path is in its environment, ...
@@ -34,6 +34,13 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 #: ... and this one is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 _FOLDER: Final = "hami-core"
+#: The files in the folder of the installed library: the library, and the list that preloads it.
+_LIBRARY: Final = "libvgpu.so"
+_PRELOAD: Final = "ld.so.preload"
+#: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
+_LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
+#: Several containers may start at once, each on a thread of its own.
+_INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
     "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
 )
@@ -71,7 +78,7 @@ class HamiCore:
         if self._library_path is None or self._library_sha256 is None:
             return _UNSET
         try:
-            await asyncio.to_thread(operator_library.check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(check, self._library_path, self._library_sha256)
         except LibraryError as error:
             return str(error)
         return None
@@ -89,6 +96,7 @@ class HamiCore:
         if self._library_sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
+        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -99,7 +107,8 @@ class HamiCore:
                 "LIBCUDA_LOG_LEVEL": "1",
             },
             mounts=(
-                *library.mounts(self._library_dir, self._library_sha256),
+                Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
+                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(_PRELOAD)), read_only=True),
                 Mount(container_path=REGION_IN_CONTAINER, host_path=region),
                 Mount(container_path=DEFAULT_REGION_IN_CONTAINER, host_path=region),
             ),
@@ -151,19 +160,14 @@ class HamiCore:
         for monitor in monitors.values():
             monitor.close()
 
-    def region(self, allocation: AllocationId) -> RegionView | None:
-        """The region as the library wrote it; None if it is missing or unreadable. Takes microseconds."""
-        monitor = self._monitors.get(allocation)
-        seen = monitor.read() if monitor else None
-        return seen if isinstance(seen, RegionView) else None
-
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare) -> None:
         if self._library_path is None or self._library_sha256 is None:
             raise LibraryError(_UNSET)
         wanted = seed.limits(tenant.gpus)
-        library.put_in_place(self._library_path, self._library_sha256, self._library_dir)
+        with _INSTALLING:
+            _install(self._library_path, self._library_sha256, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -171,7 +175,7 @@ class HamiCore:
         for each in (self._folder, folder):
             each.mkdir(parents=True, exist_ok=True)
             each.chmod(0o711)
-        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.LAYOUT, seed.seed(wanted)))
+        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
@@ -207,3 +211,14 @@ class HamiCore:
 
     def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
+
+
+def _install(path: Path, sha256: str, folder: Path) -> None:
+    """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
+    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+    content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
+    try:
+        if not preload.is_file() or preload.read_bytes() != content:
+            replace_file(preload, content)
+    except OSError as error:
+        raise LibraryError(f"can't write {preload}: {error.strerror or error}") from error

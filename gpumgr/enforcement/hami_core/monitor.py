@@ -11,10 +11,10 @@ import structlog
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
-from gpumgr.enforcement.hami_core import repairs, seed, view
+from gpumgr.enforcement.hami_core import repairs, seed
 from gpumgr.enforcement.hami_core.region import RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.repairs import Repair
-from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
 #: number of consecutive checks.
@@ -35,22 +35,17 @@ class RegionMonitor:
         self._pids = _PidMap(nspid_of)
         self._lock = threading.Lock()
         self._closed = self._reported_broken = False
-        self._reported_problems: frozenset[view.ProblemCode] = frozenset()
+        self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[tuple[str, int]] = frozenset()
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
-        self._stuck_since: dict[tuple[int, int | None], float] = {}
+        self._stuck_since: dict[tuple[int, int], float] = {}
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if isinstance(self._region, RegionFile):
                 self._region.close()
-
-    def read(self) -> RegionView | Unreadable:
-        """The region as it is now."""
-        with self._lock:
-            return self._read()
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
         """The new findings; each once, a repaired one each time. Changes nothing in the region."""
@@ -104,9 +99,8 @@ class RegionMonitor:
             yield _tampered(tenant, [each.message for each in drift])
 
     def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        damaged = [each for each in seen.problems if each.code in view.TAMPERING]
-        fresh = [each.message for each in damaged if each.code not in self._reported_problems]
-        self._reported_problems = frozenset(each.code for each in damaged)
+        fresh = [each.message for each in seen.problems if each.code not in self._reported_problems]
+        self._reported_problems = frozenset(each.code for each in seen.problems)
         if fresh:
             message = (
                 f"{tenant.describe()} damaged HAMi-core's region ({_listed(fresh)}); its limits still apply, "
@@ -142,7 +136,7 @@ class RegionMonitor:
         yield from repairs.unknown_hosts(seen, pids, host_of)
         for key, slot in abandoned.items():
             if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
-                yield repairs.unstuck(seen, slot)
+                yield repairs.unstuck(slot)
 
 
 class _PidMap:

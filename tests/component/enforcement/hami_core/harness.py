@@ -13,6 +13,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
 
+SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"
 ID = "00112233445566ff"
 MEMORY_BYTES = 1 << 30
 CORES = 30

@@ -14,6 +14,8 @@ from structlog.testing import capture_logs
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.region import RegionFile
+from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.errors import Refusal
 from tests.component.enforcement.hami_core.harness import (
     CORES,
@@ -56,6 +58,15 @@ def codes(findings: object) -> list[str]:
 
 def limits_line(client: Client, region: Path) -> str:
     return client.run(region, "show")[0]
+
+
+def read(folder: Path) -> RegionView:
+    region = RegionFile.open(region_of(folder).parent)
+    assert isinstance(region, RegionFile)
+    seen = region.read()
+    assert isinstance(seen, RegionView)
+    region.close()
+    return seen
 
 
 def content(path: str | Path) -> bytes:
@@ -102,14 +113,13 @@ async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
 
 
-async def test_several_gpus_are_limited_each_by_its_own_index(backend: HamiCore) -> None:
+async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
     share = gpu_share(ID, *TWO_GPUS)
     assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
     envs = backend.prepare(share, "core").envs
     assert (envs["CUDA_DEVICE_SM_LIMIT_0"], envs["CUDA_DEVICE_SM_LIMIT_1"]) == ("20", "70")
     await backend.start(share)
-    region = backend.region(ID)
-    assert region is not None
+    region = read(tmp_path)
     assert (region.limits_bytes[:3], region.core_limits_percent[:3]) == ((2 << 30, 1 << 30, 0), (20, 70, 100))
     assert await backend.observe([running(share)]) == []
 
@@ -287,9 +297,7 @@ async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore,
     region = region_of(tmp_path)
     with client.process(region, "take") as unknown, client.process(region, "take", "host", 4_000_000) as strange:
         await backend.adjust([running(pids=[unknown, strange])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.hostpid) for slot in seen.slots] == [(unknown, unknown), (strange, strange)]
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(unknown, unknown), (strange, strange)]
         assert codes(await backend.observe([running(pids=[unknown, strange], gpu_pids=[unknown, strange])])) == []
 
 
@@ -325,14 +333,10 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
         await backend.adjust([running(pids=[slow])])
         clock.now += 1.9
         await backend.adjust([running(pids=[slow])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, True), (slow, True)]
+        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, True), (slow, True)]
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, False), (slow, True)]
+        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
