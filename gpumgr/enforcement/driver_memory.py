@@ -27,8 +27,7 @@ import structlog
 
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import NvmlError, Refusal
 from gpumgr.topology.devices import MemoryLimit
@@ -79,15 +78,15 @@ class _Unlisted:
     due: float
 
 
-class DriverMemory:
-    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
+class DriverMemory(Backend):
+    """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
 
     `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which allocations a
     process has mounted; it is called on a thread.
     """
 
-    name: Final[BackendName] = "nvml-memory"
-    limits: Final[frozenset[Resource]] = frozenset({"memory"})
+    name: BackendName = "nvml-memory"
+    limits: frozenset[Resource] = frozenset({"memory"})
 
     def __init__(
         self,
@@ -130,9 +129,6 @@ class DriverMemory:
             )
         return None
 
-    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        return ContainerResponse()
-
     async def start(self, tenant: GpuShare) -> None:
         obstacle = await self.unavailable()
         if obstacle is not None:
@@ -142,9 +138,6 @@ class DriverMemory:
     def _expect(self, tenant: GpuShare) -> None:
         now = self._clock()
         self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
-
-    async def vacate(self, uuids: Collection[str]) -> None:
-        pass
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         found = [_broken(each.tenant, gpu, _retried(reason)) for each in running for gpu, reason in self._obstacles(each)]
@@ -237,12 +230,6 @@ class DriverMemory:
         """The kernel has the limits, and cgroups are known when their containers are listed: the first `adjust` reads them back."""
         for tenant in tenants:
             self._expect(tenant)
-
-    def own_pids(self) -> Collection[int]:
-        return ()
-
-    async def close(self) -> None:
-        """Limits stay in force."""
 
 
 #: The reason in a finding, and what to do.

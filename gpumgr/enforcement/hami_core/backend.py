@@ -20,7 +20,7 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
@@ -48,15 +48,13 @@ _UNSET: Final = (
 log = structlog.get_logger(__name__)
 
 
-class HamiCore:
-    """Implements Backend.
-
-    `library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
+class HamiCore(Backend):
+    """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
     `run_dir` is on a tmpfs. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
-    name: Final[BackendName] = "hami-core"
-    limits: Final[frozenset[Resource]] = frozenset({"core", "memory"})
+    name: BackendName = "hami-core"
+    limits: frozenset[Resource] = frozenset({"core", "memory"})
 
     def __init__(
         self,
@@ -126,9 +124,6 @@ class HamiCore:
             where = error.filename or self._folder
             raise Refusal("internal", f"HAMi-core's region can't be made: {where}: {error.strerror or error}") from error
 
-    async def vacate(self, uuids: Collection[str]) -> None:
-        pass
-
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
 
@@ -151,9 +146,6 @@ class HamiCore:
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await asyncio.to_thread(self._recover, tuple(tenants))
-
-    def own_pids(self) -> Collection[int]:
-        return ()
 
     async def close(self) -> None:
         monitors, self._monitors = self._monitors, {}

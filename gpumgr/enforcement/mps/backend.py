@@ -1,4 +1,4 @@
-"""Backend "mps": implements gpumgr.enforcement.backend.Backend."""
+"""Backend "mps"."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,7 +10,7 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mps import findings, injection, launcher, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
@@ -32,8 +32,8 @@ _USERS_OF: Final = 16
 log = structlog.get_logger(__name__)
 
 
-class Mps:
-    """Implements Backend. `limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
+class Mps(Backend):
+    """`limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
     mechanism nvml-memory gets both limits, of the same size, since answers to the kubelet must not depend on it.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `obstacle` returns what else the node
@@ -41,7 +41,7 @@ class Mps:
     `unavailable` may disappear by itself.
     """
 
-    name: Final[BackendName] = "mps"
+    name: BackendName = "mps"
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Mps:
         obstacle: Callable[[], str | None] = lambda: None,
         in_pod: bool = False,
     ) -> None:
-        self.limits: Final = frozenset(limits)
+        self.limits = frozenset(limits)
         self._root, self._state_dir = run_dir / "mps", state_dir
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock

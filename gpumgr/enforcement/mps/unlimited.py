@@ -19,7 +19,7 @@ _ALL_MEMORY_BYTES: Final = 1 << 40
 
 
 class UnlimitedMps(Unlimited):
-    """Implements Backend. It uses the daemons of the backend `mps`, which manages them and the files of these containers.
+    """Uses the daemons of the backend `mps`, which manages them and the files of these containers.
 
     In protocol 2 the outer bound of a GPU's daemon is its largest share: with an exempt container on the GPU that is the whole GPU, and
     the other containers are limited by their environment alone.

@@ -62,20 +62,12 @@ def _text(what: str, value: str, most_bytes: int) -> bytes:
     return data
 
 
-def chosen_pids(pids: Collection[int], first: Collection[int] = ()) -> tuple[int, ...]:
-    """The pids for the file, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the lowest."""
-    distinct = set(pids)
-    if len(distinct) > MOST_PIDS:
-        preferred = set(first)
-        distinct = set(sorted(distinct, key=lambda pid: (pid not in preferred, pid))[:MOST_PIDS])
-    return tuple(sorted(distinct))
-
-
-def pack_pids(pids: Collection[int], first: Collection[int] = ()) -> bytes:
-    """The content of pids.config, see `chosen_pids`. Raises ValueError without a pid: an empty file would lift the limit."""
-    chosen = chosen_pids(pids, first)
-    if not chosen:
+def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
+    """The content of pids.config: the pids, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the
+    lowest. Raises ValueError without a pid: an empty file would lift the limit."""
+    if not pids:
         raise ValueError("pids.config must name at least one process")
+    chosen = sorted(sorted(set(pids), key=lambda pid: (pid not in first, pid))[:MOST_PIDS])
     return struct.pack(f"<{len(chosen)}i", *chosen)
 
 

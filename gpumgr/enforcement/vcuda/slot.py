@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.enforcement.operator_library import make_folder
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import INIT_PID, pack_config, pack_pids, unpack_pids
 from gpumgr.enforcement.vcuda.listener import Listener
@@ -115,7 +116,7 @@ class ContainerSlot:
 
     def _write_config(self) -> None:
         config = pack_config(self.tenant)
-        files.make_folder(self.folder)
+        make_folder(self.folder)
         files.replace(self.folder, files.CONFIG, config)
 
     def _write_pids(self, container: Container, found: Collection[int], clients: Collection[int] = ()) -> None:

@@ -16,7 +16,7 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.enforcement.unlimited import Unlimited
@@ -43,7 +43,7 @@ def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Alloca
 
 
 @dataclass
-class Files:
+class Files(Backend):
     """A mechanism that keeps one file for each tenant."""
 
     folder: Path
@@ -92,9 +92,6 @@ class Files:
 
     def own_pids(self) -> Collection[int]:
         return (17,)
-
-    async def close(self) -> None:
-        pass
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Recorded(Unlimited):
     """A mechanism that keeps both kinds and remembers what it was asked."""
 
     name = "hami-core"
-    limits = frozenset({"core", "memory"})  # type: ignore[misc]
+    limits = frozenset({"core", "memory"})
 
     def __init__(self) -> None:
         super().__init__(lambda _tenant, _message: None)
