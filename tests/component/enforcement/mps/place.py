@@ -94,6 +94,12 @@ class Place:
         await backend.open(keep_protocol=keep_protocol)
         return backend
 
+    async def started(self, **different: Any) -> Unhurried:
+        """The same after the start of a1."""
+        backend = await self.agent(**different)
+        await backend.start(tenant())
+        return backend
+
     def settings(self, **different: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "limits": RESOURCES,

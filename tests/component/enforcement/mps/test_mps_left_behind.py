@@ -16,8 +16,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
     """An agent process that ended and left a daemon for a1. Returns the daemon's pid."""
-    old = await place.agent(setting=setting)
-    await old.start(tenant())
+    old = await place.started(setting=setting)
     await old.close()
     pid = place.daemon_pid()
     assert pid is not None
@@ -135,8 +134,7 @@ async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_a
 
 async def test_an_operators_own_exclusive_mode_stays(place: Place) -> None:
     place.modes.now[UUID] = EXCLUSIVE_PROCESS
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await backend.vacate([UUID])
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
 

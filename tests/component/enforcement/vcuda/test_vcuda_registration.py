@@ -14,10 +14,12 @@ from structlog.testing import capture_logs
 
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.rpc import wire
 from tests.component.enforcement.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 FLAT = {"bus_id": "0000:18:00.0", "pod_uid": TENANT.pod_uid, "container_name": "main"}
 BY_ID = {"bus_id": "", "pod_uid": TENANT.pod_uid, "container_id": CONTAINER.id}
 OTHER = replace(CONTAINER, id="f0" * 32, pod=("demo", "thief"), pod_uid="another", name="main")
@@ -106,9 +108,12 @@ async def test_names_in_the_message_do_not_change_the_registered_container(node:
 @pytest.mark.parametrize(
     ("data", "code", "sentence"),
     [
-        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, "can't read this request"),
-        (api.VDeviceRequest(pod_uid="u" * 48).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "pod_uid has 48 bytes"),
-        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes"),
+        (b"\xff\xff\xff", INVALID, "can't read this request"),
+        (wire.field(2, b"\xff\xfe"), INVALID, "not UTF-8"),
+        (wire.field(1, b"b" * 16), INVALID, "bus_id has 16 bytes and may have 15"),
+        (wire.field(2, b"u" * 48), INVALID, "pod_uid has 48 bytes and may have 47"),
+        (wire.field(3, b"c" * 4096), INVALID, "container_name has 4096 bytes and may have 4095"),
+        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes is above the limit of 16384"),
         (b"x" * 3_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 3000000 bytes"),
     ],
 )
