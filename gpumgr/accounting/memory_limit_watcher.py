@@ -53,14 +53,6 @@ class Backends(Protocol):
     def own_pids(self) -> Collection[int]: ...
 
 
-class OverLimitHandler(Protocol):
-    """Evicts the pods of containers that are over their memory limit, if the operator chose that (gpumgr.app.over_limit)."""
-
-    def evict(self, uses: Sequence[ContainerUse]) -> None:
-        """`uses`: all containers over their limit at present; their pods are to be evicted."""
-        ...
-
-
 class Meter(Protocol):
     """Metrics of this package (gpumgr.metrics.registry.Metrics)."""
 
@@ -79,7 +71,8 @@ class OverLimit:
 
 
 class MemoryLimitWatcher:
-    """`can_evict`: there is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
+    """`evict` takes all uses over their limit at present, the pods of which are to be evicted (gpumgr.app.over_limit). `can_evict`: there
+    is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -89,7 +82,7 @@ class MemoryLimitWatcher:
         owners: ProcessOwners,
         events: ContainerEvents,
         backends: Backends,
-        over_limit_handler: OverLimitHandler,
+        evict: Callable[[Sequence[ContainerUse]], None],
         meter: Meter,
         over_limit: OverLimit,
         can_evict: bool,
@@ -97,7 +90,7 @@ class MemoryLimitWatcher:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._records, self._owners, self._events, self._backends = records, owners, events, backends
-        self._over_limit_handler, self._meter, self._clock = over_limit_handler, meter, clock
+        self._evict, self._meter, self._clock = evict, meter, clock
         self._rule, self._can_evict = over_limit, can_evict
         self._shares = _Shares(pods)
         self._enforce, self._timeout_seconds = BackgroundCall("enforce_limits"), timeout_seconds
@@ -183,7 +176,7 @@ class MemoryLimitWatcher:
             log.warning("container_over_limit", **_log_fields(use))
             self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
         over = self._limit_state.over if rule.evict else ()
-        self._over_limit_handler.evict([use for use in uses if (use.allocation, use.gpu) in over])
+        self._evict([use for use in uses if (use.allocation, use.gpu) in over])
         for use in change.ended:
             log.info("container_within_limit", **_log_fields(use))
 

@@ -58,11 +58,9 @@ class UnattributedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """Sums over the listed processes of one GPU; bytes that the driver does not report count 0."""
+    """Sums over the unattributed processes of one GPU; bytes that the driver does not report count 0."""
 
     uuid: str
-    container_memory_bytes: int = 0
-    container_processes: int = 0
     unattributed_memory_bytes: int = 0
     unattributed_processes: int = 0
 

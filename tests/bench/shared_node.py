@@ -100,7 +100,7 @@ class SharedNode:
             owners=owners,
             events=events,
             backends=self.limits,
-            over_limit_handler=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted),
+            evict=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted).evict,
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
             can_evict=False,

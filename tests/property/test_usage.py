@@ -104,9 +104,6 @@ def test_everybody_has_a_use_and_the_sums_agree(ledger: Ledger, node: NodeSample
     }
     assert use.gpus.keys() == readable
     for name, gpu in use.gpus.items():
-        mine = [each for each in use.containers.values() if each.gpu == name]
-        assert gpu.container_memory_bytes == sum(each.memory_bytes or 0 for each in mine)
-        assert gpu.container_processes == sum(each.process_count for each in mine)
         assert gpu.unattributed_processes == sum(1 for key in use.unattributed if key[0] == name)
     for each in use.containers.values():
         told = [used for used in each.processes.values() if used is not None]

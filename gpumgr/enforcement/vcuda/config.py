@@ -16,7 +16,6 @@ from gpumgr.errors import Refusal
 
 #: pod_uid, limit, (reserved), container_name, bus_id, gpu_memory, utilization, hard_limit, driver major, driver minor, enable.
 _LAYOUT: Final = struct.Struct("<48si4044s4096s16sQiiiii4x")
-CONFIG_BYTES: Final = _LAYOUT.size
 
 #: Sizes of the texts without their closing NUL.
 POD_UID_BYTES: Final = 47

@@ -39,14 +39,9 @@ class ContainerSlot:
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
 
-    @property
-    def listening(self) -> bool:
-        """Whether the socket is served and its file in place."""
-        return self._listener is not None and self._listener.in_place
-
     async def listen(self, service: Any) -> None:
-        """Serves the socket, unless it is served already. Raises OSError."""
-        if self.listening:
+        """Serves the socket, unless it is served already and its file in place. Raises OSError."""
+        if self._listener is not None and self._listener.in_place:
             return
         await self.hang_up(0)
         self._listener = Listener(self.folder / files.SOCKET, service)

@@ -140,9 +140,7 @@ class Node:
             owners=self.owners,
             events=events,
             backends=self.backends,
-            over_limit_handler=OverLimitReporter(
-                publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted
-            ),
+            evict=OverLimitReporter(publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted).evict,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
             can_evict=publisher is not None,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.enforcement.vcuda.config import CONFIG_BYTES, pack_config
+from gpumgr.enforcement.vcuda.config import pack_config
 from gpumgr.errors import Refusal
 from tests.shares import TWO_GPUS
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, GPU, TENANT
@@ -22,7 +22,7 @@ def int_at(config: bytes, offset: int) -> int:
 
 def test_a_grant_is_kept_exactly() -> None:
     config = pack_config(TENANT)
-    assert len(config) == CONFIG_BYTES == 8240
+    assert len(config) == 8240
     assert text_at(config, 0) == TENANT.pod_uid
     assert text_at(config, 4096) == "main"
     assert text_at(config, 8192) == "0000:18:00.0"
