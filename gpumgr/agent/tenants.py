@@ -13,7 +13,7 @@ from gpumgr.units import GpuName
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant, if this allocation shares a GPU; None for whole GPUs and for gpu-manager's records, whose limits are not ours.
+    """The tenant, if this allocation shares a GPU; None for whole GPUs, and for gpu-manager's records, which gpumgr does not limit.
 
     `gpus` are those that the driver shows now; `view` is the allocation's pod, if it is known.
     """

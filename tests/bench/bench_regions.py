@@ -16,7 +16,7 @@ from pathlib import Path
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
+from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.usage.containers import Container
 from tests.bench.figures import spread
 from tests.shares import gpu_share
@@ -57,17 +57,12 @@ def empty_library(path: Path) -> str:
 
 def fill(path: Path, pids: tuple[int, ...]) -> None:
     """Slots of processes that run, as the library writes them into the region at `path`."""
-    words = [Write(offset=layout.PROC_NUM, data=len(pids).to_bytes(4, "little"))]
-    for index, pid in enumerate(pids):
-        start = layout.slot_at(index)
-        number = pid.to_bytes(4, "little")
-        words += [
-            Write(offset=start, data=number + number),
-            Write(offset=start + layout.SLOT_STATUS, data=(1).to_bytes(4, "little")),
-        ]
     with path.open("r+b", buffering=0) as file:
-        for word in words:
-            os.pwrite(file.fileno(), word.data, word.offset)
+        os.pwrite(file.fileno(), len(pids).to_bytes(4, "little"), layout.PROC_NUM)
+        for index, pid in enumerate(pids):
+            start = layout.slot_at(index)
+            os.pwrite(file.fileno(), pid.to_bytes(4, "little") * 2, start)
+            os.pwrite(file.fileno(), (1).to_bytes(4, "little"), start + layout.SLOT_STATUS)
 
 
 def _backend(folder: Path) -> HamiCore:

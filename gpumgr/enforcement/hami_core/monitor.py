@@ -72,7 +72,7 @@ class RegionMonitor:
             if isinstance(seen, Unreadable):
                 return
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
-            if not due or not self._region.write(repair.write for repair in due):
+            if not due or not all(self._region.write(repair.offset, repair.data) for repair in due):
                 return
             fresh = [each for each in due if each.code in repairs.TAMPERING and _key(each) not in self._reported_drift]
             self._reported_drift = frozenset()
@@ -182,7 +182,7 @@ def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
 
 
 def _key(repair: Repair) -> tuple[str, int]:
-    return repair.code, repair.write.offset
+    return repair.code, repair.offset
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

@@ -7,7 +7,6 @@ has another pid namespace and would consider the holder dead.
 
 import os
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -27,14 +26,6 @@ class Unreadable:
     """Why a region's file can't be used: the end of a sentence that begins with "its region"."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """One aligned word of 4 or 8 bytes: a single store, which is atomic for readers on x86-64 and arm64."""
-
-    offset: int
-    data: bytes
 
 
 class RegionFile:
@@ -87,12 +78,12 @@ class RegionFile:
             return Unreadable(reason=f"can't be read ({error.strerror or error})")
         return view.decode(header, tail, slots)
 
-    def write(self, writes: Iterable[Write]) -> bool:
-        """Returns whether all was written. A changed file is not written to (that would extend a truncated one)."""
+    def write(self, offset: int, data: bytes) -> bool:
+        """Returns whether the aligned word of 4 or 8 bytes was written: a single store, which is atomic for readers on x86-64 and arm64.
+        A changed file is not written to (that would extend a truncated one)."""
         try:
-            for each in writes:
-                self._check()
-                os.pwrite(self._descriptor, each.data, each.offset)
+            self._check()
+            os.pwrite(self._descriptor, data, offset)
         except (OSError, _Unfit):
             return False
         return True

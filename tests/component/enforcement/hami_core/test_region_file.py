@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable, Write
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.seed import limits, seed
 from gpumgr.enforcement.hami_core.view import RegionView
 from tests.component.enforcement.hami_core.harness import Client
@@ -77,7 +77,7 @@ def test_a_spoilt_file_is_neither_believed_nor_written(
     spoil(path)
     there = path.lstat() if os.path.lexists(path) else None
     assert region.read() == Unreadable(reason=f"is not valid: {reason}")
-    assert not region.write([Write(offset=layout.LIMIT, data=bytes(8))])
+    assert not region.write(layout.LIMIT, bytes(8))
     if there is not None:
         assert (path.lstat().st_size, path.lstat().st_ino) == (there.st_size, there.st_ino)
 
@@ -117,7 +117,7 @@ def test_another_version_in_the_header_stops_neither_reading_nor_writing(
     seen = region.read()
     assert isinstance(seen, RegionView)
     assert [problem.code for problem in seen.problems] == ["header"]
-    assert region.write([Write(offset=layout.LIMIT, data=(7).to_bytes(8, "little"))])
+    assert region.write(layout.LIMIT, (7).to_bytes(8, "little"))
     again = region.read()
     assert isinstance(again, RegionView)
     assert again.limits_bytes[0] == 7
@@ -127,7 +127,7 @@ def test_a_closed_region_raises_and_does_not_touch_another_file(region: RegionFi
     region.close()
     region.close()
     assert region.read() == Unreadable(reason="can't be read (Bad file descriptor)")
-    assert not region.write([Write(offset=layout.LIMIT, data=bytes(8))])
+    assert not region.write(layout.LIMIT, bytes(8))
 
 
 def patches(size: int) -> st.SearchStrategy[list[tuple[int, bytes]]]:

@@ -8,7 +8,7 @@ from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, table
 
 def mend(pieces: Pieces, due: list[repairs.Repair]) -> None:
     for each in due:
-        pieces.content[each.write.offset : each.write.offset + len(each.write.data)] = each.write.data
+        pieces.content[each.offset : each.offset + len(each.data)] = each.data
 
 
 def test_an_untouched_region_needs_nothing() -> None:
@@ -25,7 +25,7 @@ def test_changed_words_are_reset_one_by_one() -> None:
     due = list(repairs.drifted(pieces.view(), GRANTED))
     assert [each.code for each in due] == ["memory_limit", "memory_limit", "core_limit", "priority", "switch"]
     assert due[0].message == "memory limit 65536 MiB instead of 1024 MiB (device 0)"
-    assert all(each.write.offset % len(each.write.data) == 0 for each in due)
+    assert all(each.offset % len(each.data) == 0 for each in due)
     mend(pieces, due)
     assert bytes(pieces.content) == before
 

@@ -1,6 +1,5 @@
-"""vcuda.config: what each field says, and names that don't fit. The offsets are compared with a C compiler's in the component tests."""
+"""vcuda.config: names, and what does not fit. A C program reads the numbers in the component tests."""
 
-import struct
 from dataclasses import replace
 
 import pytest
@@ -13,27 +12,6 @@ from tests.unit.enforcement.vcuda.tenants import ALLOCATION, GPU, TENANT
 
 def text_at(config: bytes, offset: int) -> str:
     return config[offset : config.index(b"\0", offset)].decode()
-
-
-def int_at(config: bytes, offset: int) -> int:
-    value: int = struct.unpack_from("<i", config, offset)[0]
-    return value
-
-
-def test_a_grant_is_kept_exactly() -> None:
-    config = pack_config(TENANT)
-    assert len(config) == 8240
-    assert text_at(config, 0) == TENANT.pod_uid
-    assert text_at(config, 4096) == "main"
-    assert text_at(config, 8192) == "0000:18:00.0"
-    assert struct.unpack_from("<Q", config, 8208) == (10 * 268_435_456,)
-    assert [int_at(config, offset) for offset in (48, 8216, 8220, 8224, 8228, 8232)] == [0, 30, 1, 0, 0, 1]
-
-
-@pytest.mark.parametrize(("annotation", "limit"), [(60, 60), (100, 100), (250, 100)])
-def test_the_annotation_makes_a_soft_limit(annotation: int, limit: int) -> None:
-    config = pack_config(replace(TENANT, core_limit=annotation))
-    assert (int_at(config, 48), int_at(config, 8216), int_at(config, 8220)) == (limit, 30, 0)
 
 
 def test_unknown_names_are_replaced_by_the_allocation_id() -> None:
