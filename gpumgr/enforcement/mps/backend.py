@@ -19,7 +19,7 @@ from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
 from gpumgr.enforcement.mps.records import Records, read_protocol, write_protocol
-from gpumgr.enforcement.mps.supervisor import DaemonStatus, Supervisor
+from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.errors import MpsError, MpsTransientError, Refusal
 from gpumgr.units import Resource
 from gpumgr.unix_socket import MAX_PATH_BYTES
@@ -189,11 +189,11 @@ class Mps(Backend):
                 raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {gpu.name}: {error}") from error
 
     def remains(self) -> Collection[AllocationId]:
-        return self._supervisor.allocations() if self._supervisor else ()
+        return {allocation for daemon in self.daemons() for allocation in daemon.folder.allocations()}
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
-        for daemon in self._supervisor.daemons() if self._supervisor else ():
+        for daemon in self.daemons():
             if allocation in daemon.folder.allocations():
                 async with daemon.lock:
                     try:
@@ -205,7 +205,7 @@ class Mps(Backend):
         """Before a container gets these GPUs exclusively: ends idle daemons and their EXCLUSIVE_PROCESS mode, in which one process only
         could use the GPU. Raises Refusal if the mode can't be restored.
         """
-        for daemon in self._supervisor.daemons() if self._supervisor else ():
+        for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
                     try:
@@ -260,15 +260,15 @@ class Mps(Backend):
             await self._supervisor.tick()
 
     def own_pids(self) -> Collection[int]:
-        daemons = self._supervisor.daemons() if self._supervisor else ()
-        return frozenset(pid for daemon in daemons for pid in daemon.own_pids())
+        return frozenset(pid for daemon in self.daemons() for pid in daemon.own_pids())
 
-    def status(self) -> tuple[DaemonStatus, ...]:
-        return self._supervisor.status() if self._supervisor else ()
+    def daemons(self) -> Sequence[Daemon]:
+        """The daemons that gpumgr started. Reads no file."""
+        return self._supervisor.daemons() if self._supervisor else ()
 
     def restarts(self) -> Mapping[str, int]:
-        """Restarts of each GPU's daemon since the agent's start, by UUID. Reads no file, unlike `status`."""
-        return {daemon.uuid: daemon.restarts for daemon in self._supervisor.daemons()} if self._supervisor else {}
+        """Restarts of each GPU's daemon since the agent's start, by UUID. Reads no file."""
+        return {daemon.uuid: daemon.restarts for daemon in self.daemons()}
 
     async def close(self) -> None:
         if self._supervisor is not None:

@@ -30,7 +30,7 @@ async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: Pro
     assert place.daemon_pid() is None
     assert start_time_ticks(server) is None
     assert place.modes.now == {UUID: 2}
-    assert (backend.status(), backend.own_pids(), place.folder.root.exists()) == ((), frozenset(), False)
+    assert (backend.daemons(), backend.own_pids(), place.folder.root.exists()) == ([], frozenset(), False)
     await backend.start(tenant("c3"))
     assert place.daemon_pid() is not None
 

@@ -46,17 +46,17 @@ async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Pl
     place.behave(crash=["server"])
     await place.pass_time(backend)
     await place.pass_time(backend)
-    assert backend.status()[0].restarts == 1
+    assert backend.daemons()[0].restarts == 1
     await place.pass_time(backend, 0.0)
     for _ in range(20):
         await place.pass_time(backend)
-    (status,) = backend.status()
-    assert 1 < status.restarts < 10
+    (daemon,) = backend.daemons()
+    assert 1 < daemon.restarts < 10
     (finding,) = await backend.observe([running(tenant())])
     assert finding.code == "broken"
     place.behave()
     await place.pass_time(backend, 60)
-    assert backend.status()[0].trouble is None
+    assert backend.daemons()[0].trouble is None
     assert place.daemon_pid() is not None
 
 

@@ -27,8 +27,8 @@ async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: P
     for each in (first, second):
         _, got = await place.attach(backend, each)
         assert (got["percentage"], got["memory"]) == (each.gpus[0].cores, each.gpus[0].memory_bytes)
-    (status,) = backend.status()
-    assert (status.pid, status.tenants, status.restarts, status.trouble) == (place.daemon_pid(), 2, 1, None)
+    (daemon,) = backend.daemons()
+    assert (daemon.pid, len(daemon.folder.allocations()), daemon.restarts, daemon.trouble) == (place.daemon_pid(), 2, 1, None)
 
 
 @BOTH
@@ -40,8 +40,8 @@ async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, set
     assert place.daemon_pid() == pid
     new = await place.agent()
     await new.recover([tenant()])
-    (status,) = new.status()
-    assert (status.pid, status.clients, status.restarts) == (pid, 1, 0)
+    (daemon,) = new.daemons()
+    assert (daemon.pid, len(daemon.clients), daemon.restarts) == (pid, 1, 0)
     assert start_time_ticks(client) is not None
     await new.start(tenant("b2"))
     assert place.daemon_pid() == pid

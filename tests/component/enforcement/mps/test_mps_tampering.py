@@ -70,7 +70,7 @@ async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> No
     await new.cleanup("b2")
     await place.pass_time(new)
     assert await new.observe([running(tenant("a1"), os.getpid())]) == []
-    assert new.status()[0].trouble is None
+    assert new.daemons()[0].trouble is None
 
 
 async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
