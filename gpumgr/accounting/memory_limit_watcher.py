@@ -29,7 +29,7 @@ from gpumgr.topology.devices import Gpu, NodeSample
 from gpumgr.units import MEMORY_RESOURCE
 from gpumgr.usage.allocation_index import AllocationIndex
 from gpumgr.usage.join import join
-from gpumgr.usage.node_use import ContainerUse, NodeUse
+from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 from gpumgr.usage.over_limit import OverLimitState, apply_readings
 from gpumgr.usage.unattributed import KnownProcesses, update_unattributed
 
@@ -44,21 +44,13 @@ Mechanisms = tuple[str, ...]
 
 
 class Backends(Protocol):
-    """All enforcement backends together (gpumgr.enforcement.enforcer.Limits)."""
+    """All enforcement backends together (gpumgr.enforcement.enforcer.Enforcer)."""
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]: ...
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None: ...
 
     def own_pids(self) -> Collection[int]: ...
-
-
-class OverLimitHandler(Protocol):
-    """Evicts the pods of containers that are over their memory limit, if the operator chose that (gpumgr.app.over_limit)."""
-
-    def evict(self, uses: Sequence[ContainerUse]) -> None:
-        """`uses`: all containers over their limit at present; their pods are to be evicted."""
-        ...
 
 
 class Meter(Protocol):
@@ -79,7 +71,8 @@ class OverLimit:
 
 
 class MemoryLimitWatcher:
-    """`can_evict`: there is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
+    """`evict` takes all uses over their limit at present, the pods of which are to be evicted (gpumgr.app.over_limit). `can_evict`: there
+    is an API server that evictions can be requested from. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -89,7 +82,7 @@ class MemoryLimitWatcher:
         owners: ProcessOwners,
         events: ContainerEvents,
         backends: Backends,
-        over_limit_handler: OverLimitHandler,
+        evict: Callable[[Sequence[ContainerUse]], None],
         meter: Meter,
         over_limit: OverLimit,
         can_evict: bool,
@@ -97,7 +90,7 @@ class MemoryLimitWatcher:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._records, self._owners, self._events, self._backends = records, owners, events, backends
-        self._over_limit_handler, self._meter, self._clock = over_limit_handler, meter, clock
+        self._evict, self._meter, self._clock = evict, meter, clock
         self._rule, self._can_evict = over_limit, can_evict
         self._shares = _Shares(pods)
         self._enforce, self._timeout_seconds = BackgroundCall("enforce_limits"), timeout_seconds
@@ -119,9 +112,10 @@ class MemoryLimitWatcher:
         return self._use.of(self._records.ledger.allocations) if self._use is not None else None
 
     @property
-    def over(self) -> frozenset[AllocationId]:
-        """Containers that are over their memory limit."""
-        return self._limit_state.over & self._records.ledger.allocations.keys()
+    def over(self) -> frozenset[AllocationOnGpu]:
+        """Where containers are over their memory limit."""
+        known = self._records.ledger.allocations
+        return frozenset(place for place in self._limit_state.over if place[0] in known)
 
     def needs_process_utilization(self) -> bool:
         """True while any container shares a GPU: samples should then include the utilization of each process."""
@@ -141,7 +135,8 @@ class MemoryLimitWatcher:
         own_pids = frozenset(await asyncio.to_thread(self._backends.own_pids)) if seen else frozenset()
         ownership = await self._owners.find(index, shares, seen - own_pids, started)
         use = self._use = join(ledger, sample, ownership.owners, own_pids=own_pids, index=index, taken_at=now)
-        self._check_limits([use.containers[each.allocation, each.gpu] for each in shares.values() if each.memory_bytes])
+        limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
+        self._check_limits([use.containers[place] for place in limited])
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
         await self._enforce.start(lambda: self._observe_and_adjust(running), timeout_seconds=self._timeout_seconds)
@@ -159,16 +154,11 @@ class MemoryLimitWatcher:
             container = ownership.containers.get(allocation)
             if container is None:
                 continue
-            own, pids = use.containers[allocation, tenant.gpu], ownership.pids.get(allocation, ())
-            if not own.processes.keys() <= set(pids):
-                pids = tuple(sorted({*pids, *own.processes}))
-            yield RunningContainer(
-                tenant=tenant,
-                container=container,
-                pids=pids,
-                gpu_processes=own.processes,
-                utilization_ratio=own.utilization_ratio,
-            )
+            pids = ownership.pids.get(allocation, ())
+            gpu_pids = frozenset(pid for gpu in tenant.gpus for pid in use.containers[allocation, gpu.name].processes)
+            if not gpu_pids <= set(pids):
+                pids = tuple(sorted({*pids, *gpu_pids}))
+            yield RunningContainer(tenant=tenant, container=container, pids=pids, gpu_pids=gpu_pids)
 
     async def _observe_and_adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         """Observes first: after an adjustment there would be nothing to find."""
@@ -186,7 +176,7 @@ class MemoryLimitWatcher:
             log.warning("container_over_limit", **_log_fields(use))
             self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
         over = self._limit_state.over if rule.evict else ()
-        self._over_limit_handler.evict([use for use in uses if use.allocation in over])
+        self._evict([use for use in uses if (use.allocation, use.gpu) in over])
         for use in change.ended:
             log.info("container_within_limit", **_log_fields(use))
 
@@ -220,24 +210,24 @@ class MemoryLimitWatcher:
 
 
 class _Shares:
-    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPU and its
-    pod stay the same objects: otherwise every evaluation, one per second, would create all of them again."""
+    """The containers that share a GPU, as enforcement describes them. Each is made once and kept while its allocation, its GPUs and its
+    pod stay the same: otherwise every evaluation, one per second, would create all of them again."""
 
     def __init__(self, pods: Pods) -> None:
         self._pods = pods
-        self._made: dict[AllocationId, tuple[Allocation, Gpu | None, PodView | None, GpuShare | None]] = {}
+        self._made: dict[AllocationId, tuple[tuple[Allocation, Sequence[Gpu | None], PodView | None], GpuShare | None]] = {}
 
     def of(self, ledger: Ledger, gpus: Mapping[str, Gpu]) -> Mapping[AllocationId, GpuShare]:
         made = {}
         for allocation in ledger.allocations.values():
-            gpu = gpus.get(next(iter(allocation.gpus), ""))
             view = find_pod(self._pods, allocation.pod, allocation.uid)
+            basis = allocation, [gpus.get(name) for name in allocation.gpus], view
             known = self._made.get(allocation.id)
-            if known is None or known[0] is not allocation or known[1] is not gpu or known[2] is not view:
-                known = allocation, gpu, view, tenant_of(allocation, ledger.gpu_registry, gpus, view)
+            if known is None or known[0] != basis:
+                known = basis, tenant_of(allocation, ledger.gpu_registry, gpus, view)
             made[allocation.id] = known
         self._made = made
-        return {allocation: tenant for allocation, (_, _, _, tenant) in made.items() if tenant is not None}
+        return {allocation: tenant for allocation, (_, tenant) in made.items() if tenant is not None}
 
 
 def _log_fields(use: ContainerUse) -> dict[str, object]:

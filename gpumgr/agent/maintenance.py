@@ -24,10 +24,9 @@ from gpumgr.agent.state import AgentState
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import AllocationId
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.topology.devices import GpuProcess
-from gpumgr.usage.node_use import NodeUse
+from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +75,7 @@ class Maintenance:
 
     `publisher` None: there is no API server. `kept_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
     "can't be reset:"; None if none does. `use` is the latest sample of the GPUs' processes, None before the first; `over` are the
-    allocations over their memory.
+    allocations over their memory, with the GPU.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Maintenance:
         reset: Reset,
         kept_by: Callable[[str], str | None] = lambda _: None,
         use: Callable[[], NodeUse | None] = lambda: None,
-        over: Callable[[], Collection[AllocationId]] = frozenset,
+        over: Callable[[], Collection[AllocationOnGpu]] = frozenset,
     ) -> None:
         self._agent_state, self._health, self._checkpoint, self._pods = agent_state, health, checkpoint, pods
         self._reset, self._kept_by, self._use, self._over = reset, kept_by, use, over

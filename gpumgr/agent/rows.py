@@ -6,10 +6,10 @@ from gpumgr.agent.api import ContainerRow, StrangerRow
 from gpumgr.agent.pods import pod_of
 from gpumgr.agent.ports import Pods
 from gpumgr.allocator.ids import RegisteredGpu
-from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import BLOCK_BYTES, GpuName
-from gpumgr.usage.node_use import ContainerUse, NodeUse
+from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse
 
 
 def container_row(
@@ -48,13 +48,18 @@ def container_row(
 
 
 def rows_on(
-    gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationId]
+    gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationOnGpu]
 ) -> list[ContainerRow]:
-    """A row for each holder of the GPU. `use` is None before the first sample; `over` are the allocations over their memory."""
+    """A row for each holder of the GPU. `use` is None before the first sample; `over` are the allocations over their memory, with the GPU."""
     memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES, use.containers if use else {}
     return [
         container_row(
-            holder, gpu.name, memory_bytes, pod=pod_of(holder, pods), use=uses.get((holder.id, gpu.name)), over=holder.id in over
+            holder,
+            gpu.name,
+            memory_bytes,
+            pod=pod_of(holder, pods),
+            use=uses.get((holder.id, gpu.name)),
+            over=(holder.id, gpu.name) in over,
         )
         for holder in holders
     ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
@@ -13,23 +13,27 @@ from gpumgr.units import GpuName
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant, if this allocation shares a GPU; None for whole GPUs and for gpu-manager's records, which gpumgr does not limit.
+    """The tenant, if this allocation shares a GPU; None for whole GPUs, and for gpu-manager's records, which gpumgr does not limit.
 
     `gpus` are those that the driver shows now; `view` is the allocation's pod, if it is known.
     """
     if allocation.whole or allocation.anonymous or not allocation.gpus:
         return None
-    card = gpu_registry.by_name[next(iter(allocation.gpus))]
-    gpu, amounts = gpus.get(card.name), allocation.gpus[card.name]
+    parts = []
+    for name, amounts in allocation.gpus.items():
+        shown = gpus.get(name)
+        part = SharedGpu(
+            name=name,
+            uuid=gpu_registry.by_name[name].uuid,
+            bus_id=shown.bus_id if shown else None,
+            total_bytes=shown.memory_bytes if shown else None,
+            cores=amounts.cores,
+            memory_bytes=amounts.memory_mebibytes << 20,
+        )
+        parts.append(part)
     return GpuShare(
         allocation=allocation.id,
-        gpu=card.name,
-        uuid=card.uuid,
-        minor=gpu.minor if gpu else None,
-        bus_id=gpu.bus_id if gpu else None,
-        gpu_memory_bytes=gpu.memory_bytes if gpu else None,
-        cores=amounts.cores,
-        memory_bytes=amounts.memory_mebibytes << 20,
+        gpus=tuple(sorted(parts, key=lambda part: part.bus_id or "")),
         pod=allocation.pod,
         pod_uid=allocation.uid,
         container=allocation.container,

@@ -97,12 +97,12 @@ def make_maintenance(components: Components, checkpoint: Checkpoint, api_side: A
         return await reset_gpu(components.monitor, uuid, program=components.settings.nvml.smi_program)
 
     def kept_by(uuid: str) -> str | None:
-        daemons = components.enforcement.mps.status()
-        daemon = next((each for each in daemons if each.gpu == uuid and each.pid is not None), None)
-        if daemon is None:
+        daemons = components.enforcement.mps.daemons()
+        pid = next((daemon.pid for daemon in daemons if daemon.uuid == uuid), None)
+        if pid is None:
             return None
         seconds = components.settings.mps.idle_seconds
-        return f"its MPS daemon (pid {daemon.pid}) still runs; it ends {seconds:g} s after its last container (mps.idle_seconds)"
+        return f"its MPS daemon (pid {pid}) still runs; it ends {seconds:g} s after its last container (mps.idle_seconds)"
 
     return Maintenance(
         agent_state=components.agent_state,

@@ -180,7 +180,7 @@ class Components:
             owners=owners,
             events=events,
             backends=self.enforcement.limits,
-            over_limit_handler=reporter,
+            evict=reporter.evict,
             meter=self.metrics,
             over_limit=_over_limit(self.settings),
             can_evict=self._publisher is not None,

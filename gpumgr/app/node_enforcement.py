@@ -262,7 +262,7 @@ class NodeEnforcement:
                 pod=tenant.pod,
                 pod_uid=uid,
                 container=tenant.container,
-                gpus=(tenant.gpu,),
+                gpus=tuple(gpu.name for gpu in tenant.gpus),
                 why=message,
                 code=NOT_ENFORCED,
             )
@@ -278,10 +278,10 @@ class NodeEnforcement:
                 yield tenant, allocation.mechanisms
 
     def _neighbours(self, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Other pods' shares on the tenant's GPU, with their backends."""
+        """Other pods' shares on the tenant's GPUs, with their backends."""
         ledger = self.agent_state.ledger
         own = ledger.allocations.get(tenant.allocation)
-        for other in ledger.on(tenant.gpu):
+        for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
             if (
                 other.id != tenant.allocation
                 and other.mechanisms

@@ -5,9 +5,9 @@ it runs; `cleanup` when its allocation is gone and it has no process. The agent 
 is on disk or in separate processes, and `recover` takes it over.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
@@ -35,69 +35,57 @@ class Finding:
 class RunningContainer:
     """A container with a share that runs. `pids` are the host's, of all processes in its cgroup and below, ascending.
 
-    `gpu_processes`: those of them that have a context on its GPU -> bytes in use there (None: not known).
+    `gpu_pids`: those of them that have a context on one of its GPUs.
     """
 
     tenant: GpuShare
     container: Container
     pids: tuple[int, ...] = ()
-    gpu_processes: Mapping[int, int | None] = field(default_factory=dict)
-    utilization_ratio: float | None = None
+    gpu_pids: frozenset[int] = frozenset()
 
 
-class Backend(Protocol):
-    """One mechanism. No method blocks the event loop for longer than a small file takes. Coroutines run concurrently for different
-    containers, but never `start` and `cleanup` of one container."""
+class Backend:
+    """One mechanism; what it does not need, it inherits. No method blocks the event loop for longer than a small file takes. Coroutines
+    run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what it can limit."""
 
-    @property
-    def name(self) -> BackendName: ...
-
-    @property
-    def limits(self) -> frozenset[Resource]:
-        """What it can limit: "core", "memory", or both."""
-        ...
+    name: BackendName
+    limits: frozenset[Resource]
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""
-        ...
+        return None
 
-    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         """The answer to Allocate of this resource: that of the cores has everything except what depends on the memory's size. Pure:
-        it depends on the tenant alone."""
-        ...
+        it depends on the tenant alone. Raises Refusal."""
+        return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
         """Before each start of the container: writes its files again. Raises Refusal; the kubelet retries."""
-        ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
         """Before a container gets these GPUs exclusively: ends the use of them by this backend. Raises Refusal."""
-        ...
 
-    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
+    async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
         """Checks the running containers of this backend and changes nothing."""
-        ...
+        return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         """Restores limits that differ from what was granted."""
-        ...
 
     def remains(self) -> Collection[AllocationId]:
         """Allocations that have files or other state of this backend. Raises OSError."""
-        ...
+        return ()
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Removes the state of an allocation that is gone and has no process. Raises GpumgrError, OSError."""
-        ...
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         """After a start of the agent: takes over the state of these containers (all of this backend)."""
-        ...
 
     def own_pids(self) -> Collection[int]:
         """The host's pids of this backend's own processes, which may have contexts on GPUs. Reads /proc: call it on a thread."""
-        ...
+        return ()
 
     async def close(self) -> None:
         """The agent ends; containers and their limits stay."""
-        ...

@@ -18,17 +18,16 @@ Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dm
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
 
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import NvmlError, Refusal
 from gpumgr.topology.devices import MemoryLimit
@@ -79,15 +78,15 @@ class _Unlisted:
     due: float
 
 
-class DriverMemory:
-    """Implements Backend. `cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
+class DriverMemory(Backend):
+    """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds.
 
     `runtime_obstacle` returns why the container runtime can't list containers (None: it can). `in_use` returns which allocations a
     process has mounted; it is called on a thread.
     """
 
-    name: Final[BackendName] = "nvml-memory"
-    limits: Final[frozenset[Resource]] = frozenset({"memory"})
+    name: BackendName = "nvml-memory"
+    limits: frozenset[Resource] = frozenset({"memory"})
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class DriverMemory:
     ) -> None:
         self._driver, self._cgroup_root, self._clock = driver, cgroup_root, clock
         self._runtime_obstacle, self._in_use = runtime_obstacle, in_use
-        self._limits: dict[str, _Limit] = {}  # by container id
+        self._limits: dict[tuple[str, str], _Limit] = {}  # by container id and GPU
         self._listed: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
         self._unplaced: frozenset[str] = frozenset()  # ... and those of them with an unknown cgroup
         self._unlisted: dict[AllocationId, _Unlisted] = {}
@@ -130,9 +129,6 @@ class DriverMemory:
             )
         return None
 
-    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        return ContainerResponse()
-
     async def start(self, tenant: GpuShare) -> None:
         obstacle = await self.unavailable()
         if obstacle is not None:
@@ -143,13 +139,10 @@ class DriverMemory:
         now = self._clock()
         self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
 
-    async def vacate(self, uuids: Collection[str]) -> None:
-        pass
-
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        found = [(each.tenant, _retried(reason)) for each in running if (reason := self._obstacle(each)) is not None]
-        found += [(tenant, _NOT_LISTED) for tenant in await self._overdue({each.tenant.allocation for each in running})]
-        return [Finding(allocation=tenant.allocation, code="broken", message=_broken(tenant, reason)) for tenant, reason in found]
+        found = [_broken(each.tenant, gpu, _retried(reason)) for each in running for gpu, reason in self._obstacles(each)]
+        late = await self._overdue({each.tenant.allocation for each in running})
+        return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
 
     async def _overdue(self, here: Collection[AllocationId]) -> list[GpuShare]:
         """Containers that run and were never listed, each once. One that does not run may have ended, or be slow: it is checked again
@@ -167,33 +160,35 @@ class DriverMemory:
             unlisted.due = now + (now - unlisted.since)
         return late
 
-    def _obstacle(self, each: RunningContainer) -> str | None:
-        if each.container.cgroup is None:
-            return "its cgroup is not known" if each.container.id in self._unplaced else None
-        limit = self._limits.get(each.container.id)
-        return None if limit is None else limit.obstacle
+    def _obstacles(self, each: RunningContainer) -> Iterator[tuple[SharedGpu, str]]:
+        for gpu in _limited(each.tenant):
+            limit = self._limits.get((each.container.id, gpu.uuid))
+            if each.container.cgroup is None and each.container.id in self._unplaced:
+                yield gpu, "its cgroup is not known"
+            elif each.container.cgroup is not None and limit is not None and limit.obstacle is not None:
+                yield gpu, limit.obstacle
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         present = frozenset(each.container.id for each in running)
-        for gone in [container for container in self._limits if container not in present]:
-            del self._limits[gone]
+        self._limits = {key: limit for key, limit in self._limits.items() if key[0] in present}
         for each in running:
             if each.container.id not in self._listed:
                 self._unlisted.pop(each.tenant.allocation, None)
         self._listed = present
         self._unplaced = frozenset(each.container.id for each in running if each.container.cgroup is None)
         for each in running:
-            if each.container.cgroup is not None and each.tenant.memory_bytes:
-                await self._keep(each.tenant, each.container.id, each.container.cgroup)
+            if (cgroup := each.container.cgroup) is not None:
+                for gpu in _limited(each.tenant):
+                    await self._keep(each.tenant.allocation, gpu, each.container.id, cgroup)
 
-    async def _keep(self, tenant: GpuShare, container: str, cgroup: str) -> None:
-        limit = self._limits.get(container)
+    async def _keep(self, allocation: AllocationId, gpu: SharedGpu, container: str, cgroup: str) -> None:
+        limit = self._limits.get((container, gpu.uuid))
         if limit is None:
-            limit = self._limits[container] = _Limit(
-                allocation=tenant.allocation,
-                uuid=tenant.uuid,
+            limit = self._limits[container, gpu.uuid] = _Limit(
+                allocation=allocation,
+                uuid=gpu.uuid,
                 cgroup=self._cgroup_root / cgroup.lstrip("/"),
-                memory_bytes=tenant.memory_bytes,
+                memory_bytes=gpu.memory_bytes,
             )
         if self._clock() < limit.due:
             return
@@ -229,18 +224,12 @@ class DriverMemory:
 
     async def cleanup(self, allocation: AllocationId) -> None:
         self._unlisted.pop(allocation, None)
-        self._limits = {container: limit for container, limit in self._limits.items() if limit.allocation != allocation}
+        self._limits = {key: limit for key, limit in self._limits.items() if limit.allocation != allocation}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         """The kernel has the limits, and cgroups are known when their containers are listed: the first `adjust` reads them back."""
         for tenant in tenants:
             self._expect(tenant)
-
-    def own_pids(self) -> Collection[int]:
-        return ()
-
-    async def close(self) -> None:
-        """Limits stay in force."""
 
 
 #: The reason in a finding, and what to do.
@@ -254,8 +243,14 @@ def _retried(reason: str) -> str:
     return f"{reason}; this is retried every second, and until then it may use all free memory of the GPU: restart it if this persists"
 
 
-def _broken(tenant: GpuShare, reason: str) -> str:
-    return f"the GPU memory of {tenant.describe()} can't be limited to {tenant.memory_bytes >> 20} MiB: {reason}"
+def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:
+    """The GPUs with a memory limit."""
+    return [gpu for gpu in tenant.gpus if gpu.memory_bytes and not gpu.whole]
+
+
+def _broken(tenant: GpuShare, gpu: SharedGpu, reason: str) -> Finding:
+    message = f"the GPU memory of {tenant.describe()} can't be limited to {gpu.memory_bytes >> 20} MiB: {reason}"
+    return Finding(allocation=tenant.allocation, code="broken", message=message)
 
 
 def _text_of(limit: MemoryLimit) -> str:

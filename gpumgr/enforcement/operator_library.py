@@ -8,17 +8,18 @@ import functools
 import hashlib
 import os
 import platform
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
 from gpumgr.errors import GpumgrError
 from gpumgr.files import FileIdentity, replacing
 
-_CHUNK_BYTES: Final = 1 << 20
 #: ELF header, System V ABI chapter 4: e_ident[0:4], [EI_CLASS], [EI_DATA]; then e_type at 16 and e_machine at 18, two bytes each.
 _ELF_MAGIC: Final = b"\x7fELF"
 _ELF_CLASS_64: Final = 2
@@ -49,9 +50,9 @@ def check(path: Path, sha256: str) -> CheckedLibrary:
     Raises LibraryError, also for an error of the disk.
     """
     try:
-        with _reading(path) as descriptor:
-            _check_elf(path, os.pread(descriptor, _ELF_HEADER_BYTES, 0))
-            found = _digest(path, FileIdentity.of(os.fstat(descriptor)))
+        with _reading(path) as file:
+            _check_elf(path, file.read(_ELF_HEADER_BYTES))
+            found = _digest(path, FileIdentity.of(os.fstat(file.fileno())))
     except OSError as error:
         raise _unreadable(path, error) from error
     if found != sha256.lower():
@@ -76,8 +77,11 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
         return target
     try:
         make_folder(target.parent)
-        with _reading(checked.path) as source, replacing(target, mode=0o755) as copy:
-            found = _copy(source, copy)
+        with _reading(checked.path) as source, replacing(target, mode=0o755) as descriptor:
+            with open(descriptor, "rb+", closefd=False) as copy:
+                shutil.copyfileobj(source, copy)
+                copy.seek(0)
+                found = hashlib.file_digest(copy, "sha256").hexdigest()
             if found != checked.sha256:
                 raise LibraryError(f"{checked.path} changed while it was copied (SHA-256 {found}); the next start retries")
     except OSError as error:
@@ -92,8 +96,8 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; a FIFO does not block. Raises LibraryError; reading may raise OSError."""
+def _reading(path: Path) -> Iterator[BufferedReader]:
+    """The regular file at `path`; a FIFO does not block. Raises LibraryError; reading may raise OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -101,7 +105,8 @@ def _reading(path: Path) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise LibraryError(f"{path} is not a regular file; put the library itself there")
-        yield descriptor
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
     finally:
         os.close(descriptor)
 
@@ -128,38 +133,17 @@ def _check_elf(path: Path, header: bytes) -> None:
 @functools.lru_cache(maxsize=32)
 def _digest(path: Path, identity: FileIdentity) -> str:
     """SHA-256 of the file's content, cached while the file's identity stays the same. Raises LibraryError, OSError."""
-    with _reading(path) as descriptor:
-        digest = hashlib.sha256()
-        for chunk in _chunks(descriptor):
-            digest.update(chunk)
-        if FileIdentity.of(os.fstat(descriptor)) != identity:
+    with _reading(path) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        if FileIdentity.of(os.fstat(file.fileno())) != identity:
             raise LibraryError(f"{path} changes while it is read; move a complete file there instead of writing to it")
     return digest.hexdigest()
 
 
 def _is_installed(target: Path, sha256: str) -> bool:
     try:
-        with _reading(target) as descriptor:
-            right_mode = stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o755
-            return right_mode and _digest(target, FileIdentity.of(os.fstat(descriptor))) == sha256
+        with _reading(target) as file:
+            found = os.fstat(file.fileno())
+            return stat.S_IMODE(found.st_mode) == 0o755 and _digest(target, FileIdentity.of(found)) == sha256
     except (LibraryError, OSError):
         return False
-
-
-def _copy(source: int, target: int) -> str:
-    """SHA-256 of all that was copied."""
-    digest = hashlib.sha256()
-    for chunk in _chunks(source):
-        digest.update(chunk)
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(target, view) :]
-    return digest.hexdigest()
-
-
-def _chunks(descriptor: int) -> Iterator[bytes]:
-    """The file's bytes from its beginning. Raises OSError if the disk fails."""
-    offset = 0
-    while chunk := os.pread(descriptor, _CHUNK_BYTES, offset):
-        offset += len(chunk)
-        yield chunk

@@ -78,7 +78,9 @@ def render_containers(report: NodeReport, texts: LabelCache) -> Iterator[Rendere
     for family, read, merge in _READINGS:
         yield render(family, _merged(named, read, merge))
     over = report.over
-    yield render(_OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else use.allocation in over, max))
+    yield render(
+        _OVER, _merged(named, lambda use: None if use.memory_limit_bytes is None else (use.allocation, use.gpu) in over, max)
+    )
 
 
 def _labels(use: ContainerUse, texts: LabelCache) -> str:

@@ -15,10 +15,10 @@ from gpumgr.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.units import GpuName
 from gpumgr.usage.allocation_index import AllocationIndex
 from gpumgr.usage.containers import Container
-from gpumgr.usage.node_use import ContainerUse, GpuUse, GrantedGpu, NodeUse, UnattributedProcess
+from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, GpuUse, NodeUse, UnattributedProcess
 
 #: The attributed processes of one sample, by allocation and GPU.
-Attributed = dict[GrantedGpu, list[GpuProcess]]
+Attributed = dict[AllocationOnGpu, list[GpuProcess]]
 
 
 def join(
@@ -61,15 +61,15 @@ def join(
                     container=container.describe() if container else None,
                 )
     uses = _uses(ledger, sample, attributed, {gpu for gpu, _ in unattributed})
-    gpus = _sums(ledger, sample, uses.values(), unattributed.values())
+    gpus = _sums(ledger, sample, unattributed.values())
     return NodeUse(taken_at=taken_at, containers=uses, unattributed=unattributed, gpus=gpus, unknown=frozenset(unknown))
 
 
 def _uses(
     ledger: Ledger, sample: NodeSample, attributed: Attributed, shared: Collection[GpuName]
-) -> dict[GrantedGpu, ContainerUse]:
+) -> dict[AllocationOnGpu, ContainerUse]:
     """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
-    uses: dict[GrantedGpu, ContainerUse] = {}
+    uses: dict[AllocationOnGpu, ContainerUse] = {}
     for allocation in ledger.allocations.values():
         for gpu, amounts in allocation.gpus.items():
             limit_bytes = None if amounts.whole else amounts.memory_mebibytes << 20
@@ -107,20 +107,13 @@ def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | Non
     return alone.utilization_ratio if alone else None
 
 
-def _sums(
-    ledger: Ledger, sample: NodeSample, uses: Iterable[ContainerUse], unattributed: Iterable[UnattributedProcess]
-) -> dict[GpuName, GpuUse]:
-    used, others = defaultdict[str, list[ContainerUse]](list), defaultdict[str, list[UnattributedProcess]](list)
-    for use in uses:
-        if use.processes:
-            used[use.uuid].append(use)
+def _sums(ledger: Ledger, sample: NodeSample, unattributed: Iterable[UnattributedProcess]) -> dict[GpuName, GpuUse]:
+    others = defaultdict[str, list[UnattributedProcess]](list)
     for process in unattributed:
         others[process.uuid].append(process)
     return {
         ledger.gpu_registry.by_uuid[uuid].name: GpuUse(
             uuid=uuid,
-            container_memory_bytes=sum(each.memory_bytes or 0 for each in used[uuid]),
-            container_processes=sum(each.process_count for each in used[uuid]),
             unattributed_memory_bytes=sum(each.memory_bytes or 0 for each in others[uuid]),
             unattributed_processes=len(others[uuid]),
         )

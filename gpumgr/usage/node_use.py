@@ -8,7 +8,7 @@ from gpumgr.allocator.pods import PodKey
 from gpumgr.units import GpuName
 
 #: An allocation on one of its GPUs. A share has one, a container with four whole GPUs has four.
-GrantedGpu = tuple[AllocationId, GpuName]
+AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,9 @@ class UnattributedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """Sums over the listed processes of one GPU; bytes that the driver does not report count 0."""
+    """Sums over the unattributed processes of one GPU; bytes that the driver does not report count 0."""
 
     uuid: str
-    container_memory_bytes: int = 0
-    container_processes: int = 0
     unattributed_memory_bytes: int = 0
     unattributed_processes: int = 0
 
@@ -76,7 +74,7 @@ class NodeUse:
     """
 
     taken_at: float
-    containers: Mapping[GrantedGpu, ContainerUse] = field(default_factory=dict)
+    containers: Mapping[AllocationOnGpu, ContainerUse] = field(default_factory=dict)
     unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = field(default_factory=dict)
     gpus: Mapping[GpuName, GpuUse] = field(default_factory=dict)
     unknown: frozenset[int] = frozenset()

@@ -1,8 +1,8 @@
-"""Which allocations are over their memory limit: a state machine over samples, for each allocation by itself.
+"""Which allocations are over their memory limit on which GPU: a state machine over samples, for each GPU of each allocation.
 
 Invariants:
-* An allocation is over its limit after `samples` readings in a row above the limit plus the slack, and within it again after as many
-  readings in a row that are not. Each change is reported once; the two alternate.
+* An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
+  as many readings in a row that are not. Each change is reported once; the two alternate.
 * A sample without the allocation's memory is no reading: it neither counts nor interrupts.
 * An allocation that is gone is dropped without a report.
 """
@@ -10,8 +10,7 @@ Invariants:
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.usage.node_use import ContainerUse
+from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +25,11 @@ class _Streak:
 class OverLimitState:
     """The state between two samples."""
 
-    streaks: Mapping[AllocationId, _Streak] = field(default_factory=dict)
+    streaks: Mapping[AllocationOnGpu, _Streak] = field(default_factory=dict)
 
     @property
-    def over(self) -> frozenset[AllocationId]:
-        return frozenset(allocation for allocation, streak in self.streaks.items() if streak.over)
+    def over(self) -> frozenset[AllocationOnGpu]:
+        return frozenset(place for place, streak in self.streaks.items() if streak.over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +42,19 @@ class OverLimitChange:
 
 
 def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, samples: int, slack_bytes: int) -> OverLimitChange:
-    """The state after one sample. `uses`: one for each existing allocation; those without a limit are ignored."""
-    streaks: dict[AllocationId, _Streak] = {}
+    """The state after one sample. `uses`: all of existing allocations; those without a limit are ignored."""
+    streaks: dict[AllocationOnGpu, _Streak] = {}
     began, ended = list[ContainerUse](), list[ContainerUse]()
     for use in uses:
         if use.memory_limit_bytes is None:
             continue
-        before = state.streaks.get(use.allocation, _Streak())
+        before = state.streaks.get((use.allocation, use.gpu), _Streak())
         after = before
         if use.memory_bytes is not None:
             after = _read(before, use.memory_bytes > use.memory_limit_bytes + slack_bytes, samples)
         if after.over != before.over:
             (began if after.over else ended).append(use)
-        streaks[use.allocation] = after
+        streaks[use.allocation, use.gpu] = after
     return OverLimitChange(state=OverLimitState(streaks=streaks), began=tuple(began), ended=tuple(ended))
 
 

@@ -72,7 +72,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(card, shown) for gpu, (card, shown) in _cards(report).items()}
     return [
-        container_row(allocation, gpu, memory[gpu], use=uses.get((allocation.id, gpu)), over=allocation.id in report.over)
+        container_row(allocation, gpu, memory[gpu], use=uses.get((allocation.id, gpu)), over=(allocation.id, gpu) in report.over)
         for allocation in sorted(allocations, key=lambda a: (a.granted_at, a.id))
         for gpu in allocation.places
     ]

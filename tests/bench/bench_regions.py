@@ -10,14 +10,14 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
-from gpumgr.enforcement.hami_core.region import FILE_NAME, Write
-from gpumgr.enforcement.hami_core.seed import LAYOUT
+from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.usage.containers import Container
 from tests.bench import figures
 from tests.bench.figures import spread
+from tests.shares import gpu_share
 
 ROUNDS = 300
 REGIONS, PROCESSES = 200, 2
@@ -60,17 +60,12 @@ def empty_library(path: Path) -> str:
 
 def fill(path: Path, pids: tuple[int, ...]) -> None:
     """Slots of processes that run, as the library writes them into the region at `path`."""
-    words = [Write(offset=LAYOUT.proc_num, data=len(pids).to_bytes(4, "little"))]
-    for index, pid in enumerate(pids):
-        start = LAYOUT.slot_at(index)
-        number = pid.to_bytes(4, "little")
-        words += [
-            Write(offset=start, data=number + number),
-            Write(offset=start + LAYOUT.slot.status, data=(1).to_bytes(4, "little")),
-        ]
     with path.open("r+b", buffering=0) as file:
-        for word in words:
-            os.pwrite(file.fileno(), word.data, word.offset)
+        os.pwrite(file.fileno(), len(pids).to_bytes(4, "little"), layout.PROC_NUM)
+        for index, pid in enumerate(pids):
+            start = layout.slot_at(index)
+            os.pwrite(file.fileno(), pid.to_bytes(4, "little") * 2, start)
+            os.pwrite(file.fileno(), (1).to_bytes(4, "little"), start + layout.SLOT_STATUS)
 
 
 def _backend(folder: Path) -> HamiCore:
@@ -85,12 +80,10 @@ def _backend(folder: Path) -> HamiCore:
 
 
 def _running(n: int, processes: int) -> RunningContainer:
-    tenant = GpuShare(
-        allocation=f"{n:016x}", gpu="0fe1c342", uuid="GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab", cores=10, memory_bytes=1 << 30
-    )
+    tenant = gpu_share(f"{n:016x}")
     pids = tuple(range(1 + n * processes, 1 + (n + 1) * processes))
     container = Container(id=f"{n}", pod=("bench", f"p{n}"), pod_uid=f"{n}", name="main")
-    return RunningContainer(tenant=tenant, container=container, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
+    return RunningContainer(tenant=tenant, container=container, pids=pids, gpu_pids=frozenset(pids))
 
 
 if __name__ == "__main__":

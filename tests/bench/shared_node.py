@@ -100,7 +100,7 @@ class SharedNode:
             owners=owners,
             events=events,
             backends=self.limits,
-            over_limit_handler=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted),
+            evict=OverLimitReporter(None, pod_of=events.pod_of, record=events.add_once, count=self.metrics.evicted).evict,
             meter=self.metrics,
             over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
             can_evict=False,
@@ -191,14 +191,14 @@ class SharedNode:
         begun: set[str] = set()
         sockets = []
         for n, tenant in enumerate(tenants):
-            folder = GpuFolder(self.folder / "run" / "mps" / tenant.uuid)
+            folder = GpuFolder(self.folder / "run" / "mps" / tenant.gpus[0].uuid)
             if self.mechanism_of(n) == "mps":
                 sockets.append(folder.pipe / "control")
-            if self.mechanism_of(n) != "mps" or tenant.uuid not in begun:
+            if self.mechanism_of(n) != "mps" or tenant.gpus[0].uuid not in begun:
                 await self.limits.backends[self.mechanism_of(n)].start(tenant)
-                begun.add(tenant.uuid)
+                begun.add(tenant.gpus[0].uuid)
             else:  # what a start leaves behind, without its commands to the daemon
-                folder.put(tenant.allocation, Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes))
+                folder.put(tenant.allocation, Share(cores=tenant.gpus[0].cores, memory_bytes=tenant.gpus[0].memory_bytes))
         return sockets
 
     async def run(self, tenants: Sequence[GpuShare], pids: Sequence[int]) -> NodeSample:
@@ -211,7 +211,7 @@ class SharedNode:
                 fill(self.folder / "run" / "hami-core" / tenant.allocation / FILE_NAME, tuple(mine))
             elif self.mechanism_of(n) == "vcuda":
                 (self.folder / "vm" / tenant.allocation / PIDS).write_bytes(pack_pids(mine))
-            processes = on_gpus.setdefault(tenant.uuid, [])
+            processes = on_gpus.setdefault(tenant.gpus[0].uuid, [])
             processes += [GpuProcess(pid=pid, memory_bytes=_BYTES, utilization_ratio=0.01) for pid in mine]
         self.places.publish()
         await self.limits.recover([(tenant, (self.mechanism_of(n),)) for n, tenant in enumerate(tenants)])

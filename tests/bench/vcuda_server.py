@@ -20,6 +20,7 @@ from gpumgr.proc import HostProcesses
 from gpumgr.usage.containers import Container
 from tests.bench.bench_regions import empty_library
 from tests.bench.places import Places
+from tests.shares import gpu_share, shared_gpu
 
 
 def socket_of(folder: Path, n: int) -> Path:
@@ -29,17 +30,8 @@ def socket_of(folder: Path, n: int) -> Path:
 def tenant(n: int) -> GpuShare:
     """Of container n."""
     uuid = f"GPU-{n % 8:08x}-aaaa-bbbb-cccc-0123456789ab"
-    return GpuShare(
-        allocation=f"{n:016x}",
-        gpu=uuid[4:12],
-        uuid=uuid,
-        bus_id=f"0000:{n % 8:02x}:00.0",
-        cores=10,
-        memory_bytes=1 << 30,
-        pod=("bench", f"pod-{n}"),
-        pod_uid=f"uid-{n}",
-        container="main",
-    )
+    gpu = shared_gpu(uuid, bus_id=f"0000:{n % 8:02x}:00.0", cores=10)
+    return gpu_share(f"{n:016x}", gpu, pod=("bench", f"pod-{n}"), pod_uid=f"uid-{n}")
 
 
 async def serve(folder: Path, count: int) -> None:

@@ -43,8 +43,8 @@ GIVEN: Final = {
     ),
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": ("`mps`, protocol 2", "It limits the cores."),
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ("`mps`, protocol 2", "It limits the memory."),
-    "CUDA_DEVICE_SM_LIMIT_0": ("`hami-core`", "It limits the cores."),
-    "CUDA_DEVICE_MEMORY_LIMIT_0": ("`hami-core`", "It limits the memory."),
+    "CUDA_DEVICE_SM_LIMIT_0": ("`hami-core`", "It limits the cores on the first GPU; 1 and so on stand for further GPUs."),
+    "CUDA_DEVICE_MEMORY_LIMIT_0": ("`hami-core`", "It limits the memory in the same way."),
     "CUDA_DEVICE_MEMORY_SHARED_CACHE": ("`hami-core`", "It is the path of the container's region file."),
     "GPU_CORE_UTILIZATION_POLICY": (
         "`hami-core`",

@@ -8,6 +8,7 @@ start: another version of the library, or slots of the former container, would s
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -19,14 +20,13 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
-from gpumgr.enforcement import operator_library
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
-from gpumgr.enforcement.hami_core import library, seed
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
+from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
-from gpumgr.enforcement.hami_core.view import RegionView
-from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
+from gpumgr.files import replace_file
 from gpumgr.units import Resource
 
 #: The region in the container: this path is in its environment, ...
@@ -34,6 +34,13 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 #: ... and this one is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 _FOLDER: Final = "hami-core"
+#: The files in the folder of the installed library: the library, and the list that preloads it.
+_LIBRARY: Final = "libvgpu.so"
+_PRELOAD: Final = "ld.so.preload"
+#: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
+_LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
+#: Several containers may start at once, each on a thread of its own.
+_INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
     "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
 )
@@ -41,15 +48,13 @@ _UNSET: Final = (
 log = structlog.get_logger(__name__)
 
 
-class HamiCore:
-    """Implements Backend.
-
-    `library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
+class HamiCore(Backend):
+    """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
     `run_dir` is on a tmpfs. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
-    name: Final[BackendName] = "hami-core"
-    limits: Final[frozenset[Resource]] = frozenset({"core", "memory"})
+    name: BackendName = "hami-core"
+    limits: frozenset[Resource] = frozenset({"core", "memory"})
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class HamiCore:
         if self._library_path is None or self._library_sha256 is None:
             return _UNSET
         try:
-            await asyncio.to_thread(operator_library.check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(check, self._library_path, self._library_sha256)
         except LibraryError as error:
             return str(error)
         return None
@@ -79,13 +84,20 @@ class HamiCore:
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Raises Refusal if the settings name no library."""
         if kind == "memory":
-            return ContainerResponse(envs={"CUDA_DEVICE_MEMORY_LIMIT_0": f"{tenant.memory_bytes // seed.MEBIBYTE}m"})
+            return ContainerResponse(
+                envs={
+                    f"CUDA_DEVICE_MEMORY_LIMIT_{index}": f"{gpu.memory_bytes // seed.MEBIBYTE}m"
+                    for index, gpu in enumerate(tenant.gpus)
+                    if not gpu.whole
+                }
+            )
         if self._library_sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
+        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
         return ContainerResponse(
             envs={
-                "CUDA_DEVICE_SM_LIMIT_0": str(tenant.cores),
+                **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
                 "CUDA_DEVICE_MEMORY_SHARED_CACHE": REGION_IN_CONTAINER,
                 # Otherwise the limit of cores depends on a switch in the region.
                 "GPU_CORE_UTILIZATION_POLICY": "force",
@@ -93,7 +105,8 @@ class HamiCore:
                 "LIBCUDA_LOG_LEVEL": "1",
             },
             mounts=(
-                *library.mounts(self._library_dir, self._library_sha256),
+                Mount(container_path=_LIBRARY_IN_CONTAINER, host_path=str(library), read_only=True),
+                Mount(container_path="/etc/ld.so.preload", host_path=str(library.with_name(_PRELOAD)), read_only=True),
                 Mount(container_path=REGION_IN_CONTAINER, host_path=region),
                 Mount(container_path=DEFAULT_REGION_IN_CONTAINER, host_path=region),
             ),
@@ -110,9 +123,6 @@ class HamiCore:
         except OSError as error:
             where = error.filename or self._folder
             raise Refusal("internal", f"HAMi-core's region can't be made: {where}: {error.strerror or error}") from error
-
-    async def vacate(self, uuids: Collection[str]) -> None:
-        pass
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         return await asyncio.to_thread(self._observe, tuple(running)) if running else ()
@@ -137,27 +147,19 @@ class HamiCore:
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
         await asyncio.to_thread(self._recover, tuple(tenants))
 
-    def own_pids(self) -> Collection[int]:
-        return ()
-
     async def close(self) -> None:
         monitors, self._monitors = self._monitors, {}
         for monitor in monitors.values():
             monitor.close()
-
-    def region(self, allocation: AllocationId) -> RegionView | None:
-        """The region as the library wrote it; None if it is missing or unreadable. Takes microseconds."""
-        monitor = self._monitors.get(allocation)
-        seen = monitor.read() if monitor else None
-        return seen if isinstance(seen, RegionView) else None
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
     def _start(self, tenant: GpuShare) -> None:
         if self._library_path is None or self._library_sha256 is None:
             raise LibraryError(_UNSET)
-        wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
-        library.put_in_place(self._library_path, self._library_sha256, self._library_dir)
+        wanted = seed.limits(tenant.gpus)
+        with _INSTALLING:
+            _install(self._library_path, self._library_sha256, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -165,7 +167,7 @@ class HamiCore:
         for each in (self._folder, folder):
             each.mkdir(parents=True, exist_ok=True)
             each.chmod(0o711)
-        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.LAYOUT, seed.seed(wanted)))
+        self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
         return [finding for each in running for finding in self._monitor_of(each.tenant).check(each)]
@@ -201,3 +203,14 @@ class HamiCore:
 
     def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
+
+
+def _install(path: Path, sha256: str, folder: Path) -> None:
+    """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
+    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+    content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
+    try:
+        if not preload.is_file() or preload.read_bytes() != content:
+            replace_file(preload, content)
+    except OSError as error:
+        raise LibraryError(f"can't write {preload}: {error.strerror or error}") from error

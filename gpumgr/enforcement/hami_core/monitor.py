@@ -11,10 +11,10 @@ import structlog
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
-from gpumgr.enforcement.hami_core import repairs, seed, view
+from gpumgr.enforcement.hami_core import repairs, seed
 from gpumgr.enforcement.hami_core.region import RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.repairs import Repair
-from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
 #: number of consecutive checks.
@@ -35,22 +35,17 @@ class RegionMonitor:
         self._pids = _PidMap(nspid_of)
         self._lock = threading.Lock()
         self._closed = self._reported_broken = False
-        self._reported_problems: frozenset[view.ProblemCode] = frozenset()
+        self._reported_problems: frozenset[ProblemCode] = frozenset()
         self._reported_drift: frozenset[tuple[str, int]] = frozenset()
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
-        self._stuck_since: dict[tuple[int, int | None], float] = {}
+        self._stuck_since: dict[tuple[int, int], float] = {}
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if isinstance(self._region, RegionFile):
                 self._region.close()
-
-    def read(self) -> RegionView | Unreadable:
-        """The region as it is now."""
-        with self._lock:
-            return self._read()
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
         """The new findings; each once, a repaired one each time. Changes nothing in the region."""
@@ -77,7 +72,7 @@ class RegionMonitor:
             if isinstance(seen, Unreadable):
                 return
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
-            if not due or not self._region.write(repair.write for repair in due):
+            if not due or not all(self._region.write(repair.offset, repair.data) for repair in due):
                 return
             fresh = [each for each in due if each.code in repairs.TAMPERING and _key(each) not in self._reported_drift]
             self._reported_drift = frozenset()
@@ -104,9 +99,8 @@ class RegionMonitor:
             yield _tampered(tenant, [each.message for each in drift])
 
     def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        damaged = [each for each in seen.problems if each.code in view.TAMPERING]
-        fresh = [each.message for each in damaged if each.code not in self._reported_problems]
-        self._reported_problems = frozenset(each.code for each in damaged)
+        fresh = [each.message for each in seen.problems if each.code not in self._reported_problems]
+        self._reported_problems = frozenset(each.code for each in seen.problems)
         if fresh:
             message = (
                 f"{tenant.describe()} damaged HAMi-core's region ({_listed(fresh)}); its limits still apply, "
@@ -118,8 +112,8 @@ class RegionMonitor:
         """Processes that use the GPU and have no slot in the region."""
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
-        self._pids.forget_all_but({*running.pids, *running.gpu_processes})
-        outside = [pid for pid in running.gpu_processes if pid not in hosts and self._pids.inside(pid) not in inside]
+        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
+        outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
         if late:
@@ -134,7 +128,7 @@ class RegionMonitor:
         if not running.pids:
             return
         pids = frozenset(running.pids)
-        self._pids.forget_all_but({*pids, *running.gpu_processes})
+        self._pids.forget_all_but({*pids, *running.gpu_pids})
         host_of = self._pids.host_of(pids)
         now = self._clock()
         abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, pids, host_of)}
@@ -142,7 +136,7 @@ class RegionMonitor:
         yield from repairs.unknown_hosts(seen, pids, host_of)
         for key, slot in abandoned.items():
             if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
-                yield repairs.unstuck(seen, slot)
+                yield repairs.unstuck(slot)
 
 
 class _PidMap:
@@ -179,16 +173,16 @@ class _PidMap:
 
 
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
-    """Empty for a container with an unknown share: its limits must not become "unlimited"."""
+    """Empty for a container with an unknown share or order of GPUs: its limits must not become others."""
     try:
-        wanted = seed.limits(memory_bytes=tenant.memory_bytes, cores=tenant.cores)
+        wanted = seed.limits(tenant.gpus)
     except ValueError:
         return []
     return list(repairs.drifted(seen, wanted))
 
 
 def _key(repair: Repair) -> tuple[str, int]:
-    return repair.code, repair.write.offset
+    return repair.code, repair.offset
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from gpumgr.enforcement.hami_core import layouts
-from gpumgr.enforcement.hami_core.region import Write
-from gpumgr.enforcement.hami_core.seed import MEBIBYTE, SWITCH_ON, RegionLimits
+from gpumgr.enforcement.hami_core import layout
+from gpumgr.enforcement.hami_core.seed import MEBIBYTE, PRIORITY, SWITCH_ON, RegionLimits
 from gpumgr.enforcement.hami_core.view import RegionView, Slot
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
@@ -18,33 +17,32 @@ RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpi
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Repair:
     """One word to write; `message` describes what was found there."""
 
     code: RepairCode
-    write: Write
+    offset: int
+    data: bytes
     message: str
 
 
 def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
     """Limits, priority and switch that are not what was granted."""
-    layout = seen.layout
-    pairs = zip(seen.limits_bytes, wanted.memory_bytes, strict=True)
-    for device, (found, granted) in enumerate(pairs):
+    for device, (found, granted) in enumerate(zip(seen.limits_bytes, wanted.memory_bytes, strict=True)):
         if found != granted:
             message = f"memory limit {found // MEBIBYTE} MiB instead of {granted // MEBIBYTE} MiB (device {device})"
-            yield _repair("memory_limit", layout.limit + 8 * device, struct.pack("<Q", granted), message)
+            yield Repair("memory_limit", layout.LIMIT + 8 * device, struct.pack("<Q", granted), message)
     for device, (found, granted) in enumerate(zip(seen.core_limits_percent, wanted.core_percent, strict=True)):
         if found != granted:
             message = f"core limit {found} % instead of {granted} % (device {device})"
-            yield _repair("core_limit", layout.sm_limit + 8 * device, struct.pack("<Q", granted), message)
-    if seen.priority != wanted.priority:
-        message = f"priority {seen.priority} instead of {wanted.priority}"
-        yield _repair("priority", layout.priority, struct.pack("<i", wanted.priority), message)
+            yield Repair("core_limit", layout.SM_LIMIT + 8 * device, struct.pack("<Q", granted), message)
+    if seen.priority != PRIORITY:
+        message = f"priority {seen.priority} instead of {PRIORITY}"
+        yield Repair("priority", layout.PRIORITY, struct.pack("<i", PRIORITY), message)
     if seen.utilization_switch != SWITCH_ON:
         message = f"utilisation switch {seen.utilization_switch} instead of {SWITCH_ON}"
-        yield _repair("switch", layout.utilization_switch, struct.pack("<i", SWITCH_ON), message)
+        yield Repair("switch", layout.UTILIZATION_SWITCH, struct.pack("<i", SWITCH_ON), message)
 
 
 def unknown_hosts(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[Repair]:
@@ -59,7 +57,7 @@ def unknown_hosts(seen: RegionView, pids: Collection[int], host_of: Callable[[in
         host = host_of(slot.pid)
         if host is not None:
             message = f"host pid {slot.hostpid} of process {slot.pid} instead of {host}"
-            yield _repair("hostpid", seen.layout.slot_at(slot.index) + layouts.SLOT_HOSTPID, struct.pack("<i", host), message)
+            yield Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", host), message)
 
 
 def abandoned(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[Slot]:
@@ -69,16 +67,8 @@ def abandoned(seen: RegionView, pids: Collection[int], host_of: Callable[[int], 
             yield slot
 
 
-def unstuck(seen: RegionView, slot: Slot) -> Repair:
+def unstuck(slot: Slot) -> Repair:
     """Unlocks a slot the writer of which has ended."""
-    assert seen.layout.slot.seqlock is not None
-    assert slot.seqlock is not None
-    even = (slot.seqlock + 1) % (1 << 64)
-    offset = seen.layout.slot_at(slot.index) + seen.layout.slot.seqlock
-    return _repair(
-        "seqlock", offset, struct.pack("<Q", even), f"slot {slot.index} left locked by process {slot.pid}, which has ended"
-    )
-
-
-def _repair(code: RepairCode, offset: int, data: bytes, message: str) -> Repair:
-    return Repair(code=code, write=Write(offset=offset, data=data), message=message)
+    even = struct.pack("<Q", (slot.seqlock + 1) % (1 << 64))
+    message = f"slot {slot.index} left locked by process {slot.pid}, which has ended"
+    return Repair("seqlock", layout.slot_at(slot.index) + layout.SLOT_SEQLOCK, even, message)

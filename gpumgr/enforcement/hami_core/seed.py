@@ -4,12 +4,14 @@ The library prefers the region to its environment.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpumgr.enforcement.hami_core import layouts
+from gpumgr.allocator.gpu_share import SharedGpu
+from gpumgr.enforcement.hami_core import layout
+from gpumgr.units import CORES_PER_GPU
 
-LAYOUT: Final = layouts.V1_2
 MEBIBYTE: Final = 1 << 20
 #: The library's priority without CUDA_TASK_PRIORITY; 0 is the only higher one.
 PRIORITY: Final = 1
@@ -26,39 +28,43 @@ _FREE_SEMAPHORE: Final = struct.pack("<QI20x", 1, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionLimits:
-    """The limits in a region: for each of 16 devices bytes (0 = unlimited) and percent (100 = unlimited); the container has device 0."""
+    """The limits in a region: for each of 16 devices bytes (0 = unlimited) and percent (100 = unlimited), the container's GPUs first."""
 
     memory_bytes: tuple[int, ...]
     core_percent: tuple[int, ...]
-    priority: int = PRIORITY
 
 
-def limits(*, memory_bytes: int, cores: int) -> RegionLimits:
-    """The limits of a share. Raises ValueError for what the library would read as "unlimited", or can't be expressed in its environment."""
-    if not 1 <= cores <= 99:
-        raise ValueError(f"{cores} cores are not a share of a GPU: 1 to 99 are valid")
-    if memory_bytes < MEBIBYTE or memory_bytes % MEBIBYTE or memory_bytes >= 1 << 63:
-        raise ValueError(f"{memory_bytes} bytes are not a memory limit: whole MiB from 1 are valid")
-    others = layouts.DEVICES - 1
+def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
+    """The limits of a share; its whole GPUs have none. Raises ValueError for what the library would read as "unlimited", or can't be
+    expressed in its environment, and for several GPUs in an unknown order."""
+    if len(gpus) > layout.DEVICES:
+        raise ValueError(f"it shares {len(gpus)} GPUs: at most {layout.DEVICES} are valid")
+    if len(gpus) > 1 and (unknown := [gpu.name for gpu in gpus if gpu.bus_id is None]):
+        raise ValueError(f"the driver does not show the PCI bus id of GPU {unknown[0]}, which its place among several depends on")
+    for gpu in gpus:
+        if len(gpus) == 1 or not gpu.whole:
+            _check(gpu)
+    others = layout.DEVICES - len(gpus)
     return RegionLimits(
-        memory_bytes=(memory_bytes, *[_NO_MEMORY_LIMIT] * others), core_percent=(cores, *[_NO_CORE_LIMIT] * others)
+        memory_bytes=(*(_NO_MEMORY_LIMIT if gpu.whole else gpu.memory_bytes for gpu in gpus), *[_NO_MEMORY_LIMIT] * others),
+        core_percent=(*(gpu.cores for gpu in gpus), *[_NO_CORE_LIMIT] * others),
     )
+
+
+def _check(gpu: SharedGpu) -> None:
+    if not 1 <= gpu.cores < CORES_PER_GPU:
+        raise ValueError(f"{gpu.cores} cores are not a share of a GPU: 1 to 99 are valid")
+    if gpu.memory_bytes < MEBIBYTE or gpu.memory_bytes % MEBIBYTE or gpu.memory_bytes >= 1 << 63:
+        raise ValueError(f"{gpu.memory_bytes} bytes are not a memory limit: whole MiB from 1 are valid")
 
 
 def seed(wanted: RegionLimits) -> bytes:
     """All bytes of the file. It has no devices and processes: the library adds them."""
-    content = bytearray(LAYOUT.file_bytes)
-    assert LAYOUT.version is not None
-    assert LAYOUT.sem_postinit is not None
-    layouts.HEAD.pack_into(content, 0, layouts.MAGIC, *LAYOUT.version)
-    for semaphore in (LAYOUT.sem, LAYOUT.sem_postinit):
-        content[semaphore : semaphore + layouts.SEMAPHORE_BYTES] = _FREE_SEMAPHORE
-    struct.pack_into(f"<{layouts.DEVICES}Q", content, LAYOUT.limit, *wanted.memory_bytes)
-    struct.pack_into(f"<{layouts.DEVICES}Q", content, LAYOUT.sm_limit, *wanted.core_percent)
-    for offset, value in (
-        (LAYOUT.utilization_switch, SWITCH_ON),
-        (LAYOUT.recent_kernel, RECENT_KERNEL),
-        (LAYOUT.priority, wanted.priority),
-    ):
-        struct.pack_into("<i", content, offset, value)
+    content = bytearray(layout.FILE_BYTES)
+    layout.HEAD.pack_into(content, 0, layout.MAGIC, *layout.VERSION)
+    for semaphore in (layout.SEM, layout.SEM_POSTINIT):
+        content[semaphore : semaphore + len(_FREE_SEMAPHORE)] = _FREE_SEMAPHORE
+    layout.LIMITS.pack_into(content, layout.LIMIT, *wanted.memory_bytes)
+    layout.LIMITS.pack_into(content, layout.SM_LIMIT, *wanted.core_percent)
+    struct.pack_into("<iii", content, layout.UTILIZATION_SWITCH, SWITCH_ON, RECENT_KERNEL, PRIORITY)
     return bytes(content)

@@ -1,4 +1,4 @@
-"""Backend "mps": implements gpumgr.enforcement.backend.Backend."""
+"""Backend "mps"."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,10 +7,10 @@ from typing import Final
 
 import structlog
 
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mps import findings, injection, launcher, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
@@ -19,7 +19,7 @@ from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
 from gpumgr.enforcement.mps.records import Records, read_protocol, write_protocol
-from gpumgr.enforcement.mps.supervisor import DaemonStatus, Supervisor
+from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.errors import MpsError, MpsTransientError, Refusal
 from gpumgr.units import Resource
 from gpumgr.unix_socket import MAX_PATH_BYTES
@@ -32,8 +32,8 @@ _USERS_OF: Final = 16
 log = structlog.get_logger(__name__)
 
 
-class Mps:
-    """Implements Backend. `limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
+class Mps(Backend):
+    """`limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
     mechanism nvml-memory gets both limits, of the same size, since answers to the kubelet must not depend on it.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `obstacle` returns what else the node
@@ -41,7 +41,7 @@ class Mps:
     `unavailable` may disappear by itself.
     """
 
-    name: Final[BackendName] = "mps"
+    name: BackendName = "mps"
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Mps:
         obstacle: Callable[[], str | None] = lambda: None,
         in_pod: bool = False,
     ) -> None:
-        self.limits: Final = frozenset(limits)
+        self.limits = frozenset(limits)
         self._root, self._state_dir = run_dir / "mps", state_dir
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
@@ -174,25 +174,26 @@ class Mps:
         return injection.answer(tenant, kind, self._ready().config.protocol, limits, self._root)
 
     async def start(self, tenant: GpuShare) -> None:
-        await self.admit(tenant, _share(tenant))
+        await self.admit(tenant, _share(tenant.only_gpu("MPS")))
 
     async def admit(self, tenant: GpuShare, share: Share) -> None:
         """Limits the container to `share` of its GPU. Raises Refusal."""
-        if not tenant.uuid.startswith("GPU-"):
-            raise Refusal("internal", f"MPS can't share {tenant.uuid}: it shares whole GPUs, not MIG devices")
-        daemon = self._ready().of(tenant.uuid)
+        gpu = tenant.only_gpu("MPS")
+        if not gpu.uuid.startswith("GPU-"):
+            raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
+        daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
             try:
                 await daemon.admit(tenant.allocation, share)
             except (MpsError, OSError) as error:
-                raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {tenant.gpu}: {error}") from error
+                raise Refusal("internal", f"MPS can't limit {tenant.describe()} on GPU {gpu.name}: {error}") from error
 
     def remains(self) -> Collection[AllocationId]:
-        return self._supervisor.allocations() if self._supervisor else ()
+        return {allocation for daemon in self.daemons() for allocation in daemon.folder.allocations()}
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
-        for daemon in self._supervisor.daemons() if self._supervisor else ():
+        for daemon in self.daemons():
             if allocation in daemon.folder.allocations():
                 async with daemon.lock:
                     try:
@@ -204,7 +205,7 @@ class Mps:
         """Before a container gets these GPUs exclusively: ends idle daemons and their EXCLUSIVE_PROCESS mode, in which one process only
         could use the GPU. Raises Refusal if the mode can't be restored.
         """
-        for daemon in self._supervisor.daemons() if self._supervisor else ():
+        for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
                     try:
@@ -219,9 +220,10 @@ class Mps:
         if self._supervisor is None:
             return
         for tenant in tenants:
-            folder = self._supervisor.of(tenant.uuid).folder
-            if tenant.allocation in folder.allocations():
-                folder.put(tenant.allocation, _share(tenant))
+            for gpu in tenant.gpus:
+                folder = self._supervisor.of(gpu.uuid).folder
+                if tenant.allocation in folder.allocations():
+                    folder.put(tenant.allocation, _share(gpu))
         await self._supervisor.tick()
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
@@ -237,7 +239,7 @@ class Mps:
         found: list[Finding] = []
         for each in running:
             tenant = each.tenant
-            daemon, view, kept = views.get(tenant.uuid, (None, None, frozenset()))
+            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has no others, see `admit`
             if daemon is None or view is None or tenant.allocation not in kept:
                 found.append(findings.lost(tenant))
                 continue
@@ -258,23 +260,23 @@ class Mps:
             await self._supervisor.tick()
 
     def own_pids(self) -> Collection[int]:
-        daemons = self._supervisor.daemons() if self._supervisor else ()
-        return frozenset(pid for daemon in daemons for pid in daemon.own_pids())
+        return frozenset(pid for daemon in self.daemons() for pid in daemon.own_pids())
 
-    def status(self) -> tuple[DaemonStatus, ...]:
-        return self._supervisor.status() if self._supervisor else ()
+    def daemons(self) -> Sequence[Daemon]:
+        """The daemons that gpumgr started. Reads no file."""
+        return self._supervisor.daemons() if self._supervisor else ()
 
     def restarts(self) -> Mapping[str, int]:
-        """Restarts of each GPU's daemon since the agent's start, by UUID. Reads no file, unlike `status`."""
-        return {daemon.uuid: daemon.restarts for daemon in self._supervisor.daemons()} if self._supervisor else {}
+        """Restarts of each GPU's daemon since the agent's start, by UUID. Reads no file."""
+        return {daemon.uuid: daemon.restarts for daemon in self.daemons()}
 
     async def close(self) -> None:
         if self._supervisor is not None:
             await self._supervisor.close()
 
 
-def _share(tenant: GpuShare) -> Share:
-    return Share(cores=tenant.cores, memory_bytes=tenant.memory_bytes)
+def _share(gpu: SharedGpu) -> Share:
+    return Share(cores=gpu.cores, memory_bytes=gpu.memory_bytes)
 
 
 def _view(daemon: Daemon) -> findings.View:

@@ -153,23 +153,26 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
 # -- protocol 2: one outer bound for all clients of a daemon ---------------------------------------------------------------
 
 
-def bound_servers_to_come(cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
-    """Limits all clients of future servers, independent of their environment. `memory_bytes` None: not limited by MPS."""
-    memory = () if memory_bytes is None else (f"set_default_device_pinned_mem_limit 0 {_megabytes(memory_bytes)}",)
-    return _typed(f"set_default_active_thread_percentage {cores}", *memory)
+def set_bound(server: int | None, cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
+    """Limits new clients of a server, independent of their environment. `server` None: all clients of future servers; these defaults have
+    no effect on a running server. `memory_bytes` None: not limited by MPS."""
+    which, default = _place(server)
+    percentage = Command(text=f"set_{default}active_thread_percentage{which} {cores}\n")
+    if memory_bytes is None:
+        return (percentage,)
+    return percentage, Command(text=f"set_{default}device_pinned_mem_limit{which} 0 {_megabytes(memory_bytes)}\n")
 
 
-def bound_server(pid: int, cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
-    """The same for new clients of a running server, for which the defaults have no effect."""
-    memory = () if memory_bytes is None else (f"set_device_pinned_mem_limit {pid} 0 {_megabytes(memory_bytes)}",)
-    return _typed(f"set_active_thread_percentage {pid} {cores}", *memory)
+def _place(server: int | None) -> tuple[str, str]:
+    """The argument of a command that names the server, and the part of the command's name for future servers."""
+    return (f" {server}", "") if server is not None else ("", "default_")
 
 
 def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
     """Queries the limits of each of these servers (None: of future ones), a line for each limit."""
     lines: list[str] = []
     for server in servers:
-        which, default = (f" {server}", "") if server is not None else ("", "default_")
+        which, default = _place(server)
         lines.append(f"get_{default}active_thread_percentage{which}\n")
         if memory:
             lines.append(f"get_{default}device_pinned_mem_limit{which} 0\n")
@@ -182,10 +185,6 @@ def parse_bounds(servers: Sequence[int | None], answer: str, *, memory: bool) ->
     if len(lines) != number * len(servers):
         return {}
     return {server: "\n".join(lines[n * number :][:number]) for n, server in enumerate(servers)}
-
-
-def _typed(*lines: str) -> tuple[Command, ...]:
-    return tuple(Command(text=f"{line}\n") for line in lines)
 
 
 def _megabytes(memory_bytes: int) -> str:

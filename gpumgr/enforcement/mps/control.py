@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -60,7 +60,8 @@ class ControlProgram:
             process = await _spawn(
                 argv, environment, stdout=file.fileno(), stderr=file.fileno(), stdin=asyncio.subprocess.DEVNULL
             )
-            await self._wait(process, argv)
+            async with self._limited(process, argv):
+                await process.wait()
         if process.returncode:
             output_text = shown(await asyncio.to_thread(output.read_text, errors="replace"))
             raise MpsError(f"{' '.join(argv)!r} ended with status {process.returncode}: {output_text}; see {output.parent}")
@@ -69,29 +70,24 @@ class ControlProgram:
         """Runs a command where the program is: exit status, and what it printed on both channels. Raises MpsTransientError."""
         pipe = asyncio.subprocess.PIPE
         process = await _spawn([*self._before, *argv], environment, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
-        communication = asyncio.create_task(process.communicate(text.encode()))
-        try:
-            printed, _ = await asyncio.wait_for(communication, self._timeout_seconds)
-        except TimeoutError:
-            raise self._hung(argv, text) from None
-        finally:
-            await _end(process)
+        async with self._limited(process, argv, text):
+            printed, _ = await process.communicate(text.encode())
         return process.returncode or 0, printed.decode(errors="replace")
 
-    async def _wait(self, process: asyncio.subprocess.Process, argv: Sequence[str]) -> None:
+    @contextlib.asynccontextmanager
+    async def _limited(self, process: asyncio.subprocess.Process, argv: Sequence[str], text: str = "") -> AsyncIterator[None]:
+        """Ends the process with the block, and the block after the time limit. Raises MpsTransientError."""
         try:
-            await asyncio.wait_for(process.wait(), self._timeout_seconds)
+            async with asyncio.timeout(self._timeout_seconds):
+                yield
         except TimeoutError:
-            raise self._hung(argv, "") from None
+            command = text.strip() or " ".join(argv[1:])
+            raise MpsTransientError(
+                f"{argv[0]} did not end `{command}` within {self._timeout_seconds:g} s; "
+                "check whether the driver answers (nvidia-smi) and what the kernel's log says"
+            ) from None
         finally:
             await _end(process)
-
-    def _hung(self, argv: Sequence[str], text: str) -> MpsTransientError:
-        command = text.strip() or " ".join(argv[1:])
-        return MpsTransientError(
-            f"{argv[0]} did not end `{command}` within {self._timeout_seconds:g} s; "
-            "check whether the driver answers (nvidia-smi) and what the kernel's log says"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -79,7 +80,7 @@ class Daemon:
     def folder(self) -> GpuFolder:
         """Its folder: not `home` if it was started with another enforcement.run_dir."""
         record = self.records.of(self.uuid)
-        return GpuFolder(record.folder) if record is not None else self.home
+        return GpuFolder(Path(record.folder)) if record is not None else self.home
 
     @property
     def pid(self) -> int | None:

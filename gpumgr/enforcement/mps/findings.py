@@ -28,7 +28,7 @@ def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
     """Processes with a context on the GPU that are no clients, or clients in another container's namespace."""
     own = running.tenant.allocation
     mine = {pid for pid, namespace in view.clients.items() if view.protocol == 2 or namespace == own}
-    return frozenset(running.gpu_processes.keys() - mine)
+    return running.gpu_pids - mine
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
@@ -40,7 +40,7 @@ def unserved(running: RunningContainer, view: View) -> bool:
 def judge(running: RunningContainer, view: View, users: Collection[int], lasting: Collection[int]) -> Iterator[Finding]:
     """`users`: the user ids of an unserved container's processes; `lasting`: the processes outside MPS in several checks."""
     tenant = running.tenant
-    who, gpu = tenant.describe(), tenant.gpu
+    who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
         text = f"MPS on GPU {gpu} does not work at present, CUDA programs that {who} starts now fail: {view.trouble}"
         yield Finding(allocation=tenant.allocation, code="broken", message=text)

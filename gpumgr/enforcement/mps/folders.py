@@ -3,7 +3,6 @@
 run_dir is on a tmpfs: these files end with the boot, as the daemons do.
 """
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from gpumgr.allocator.ledger import AllocationId
@@ -90,8 +90,7 @@ class GpuFolder:
 
     def put(self, allocation: AllocationId, share: Share) -> None:
         """Raises OSError."""
-        text = json.dumps({"cores": share.cores, "memory_bytes": share.memory_bytes})
-        replace_file(self._tenants / allocation, text, durable=False)  # on a tmpfs
+        replace_file(self._tenants / allocation, msgspec.json.encode(share), durable=False)  # on a tmpfs
 
     def drop(self, allocation: AllocationId) -> None:
         """Raises OSError."""
@@ -100,11 +99,10 @@ class GpuFolder:
     def _share(self, allocation: AllocationId) -> Share | None:
         path = self._tenants / allocation
         try:
-            read = json.loads(path.read_text())
-            return Share(cores=int(read["cores"]), memory_bytes=int(read["memory_bytes"]))
+            return msgspec.json.decode(path.read_bytes(), type=Share)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except msgspec.MsgspecError as error:
             log.warning("mps_record_unreadable", path=str(path), error=str(error))
             return None
 

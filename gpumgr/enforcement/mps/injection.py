@@ -29,23 +29,20 @@ from gpumgr.units import Resource
 def answer(
     tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
 ) -> ContainerResponse:
-    """`root` has one folder for each GPU; `limits` are the resources that MPS limits."""
+    """`root` has one folder for each GPU; `limits` are the resources that MPS limits. Raises Refusal for a container with several GPUs:
+    a GPU has its own daemon, and a process uses one daemon."""
+    gpu = tenant.only_gpu("MPS")
     if kind == "memory":
-        return _memory(tenant, protocol, limits)
-    folder = GpuFolder(root / tenant.uuid)
+        # The GPU has the index 0 at the daemon. An entry for a GPU that is not visible would make the limit void.
+        limited = protocol == 2 and "memory" in limits
+        return ContainerResponse(envs={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={gpu.memory_bytes >> 20}M"} if limited else {})
+    folder = GpuFolder(root / gpu.uuid)
     pipe = folder.pipe if protocol == 2 else folder.namespace(tenant.allocation)
     envs = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
     if protocol == 2 and "core" in limits:
-        envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(tenant.cores)
+        envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(gpu.cores)
     mounts = (
         Mount(container_path=str(pipe), host_path=str(pipe), read_only=True),
         Mount(container_path="/dev/shm", host_path=str(folder.shm)),
     )
     return ContainerResponse(envs=envs, mounts=mounts)
-
-
-def _memory(tenant: GpuShare, protocol: MpsProtocol, limits: Collection[Resource]) -> ContainerResponse:
-    """The GPU has the index 0 at the daemon. An entry for a GPU that is not visible would make the limit void."""
-    if protocol == 3 or "memory" not in limits:
-        return ContainerResponse()
-    return ContainerResponse(envs={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={tenant.memory_bytes >> 20}M"})

@@ -39,12 +39,12 @@ class BoundKeeper:
 
     async def put(self, daemon: DaemonClient, bound: Bound) -> None:
         """Sets the bound. Raises MpsError."""
-        await daemon.run(*commands.bound_servers_to_come(bound.cores, bound.memory_bytes))
+        await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
         # Servers are listed after that: one that starts in between has the new values already.
         named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:
-            await daemon.run_for_server(pid, *commands.bound_server(pid, bound.cores, bound.memory_bytes))
+            await daemon.run_for_server(pid, *commands.set_bound(pid, bound.cores, bound.memory_bytes))
         self.answers = await _read(daemon, bound, servers)
 
     async def restore(self, daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> bool:

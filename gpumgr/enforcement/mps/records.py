@@ -5,12 +5,13 @@ agent may find another enforcement.run_dir or an emptied one: the agent would th
 start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot are ignored.
 """
 
-import json
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from gpumgr.enforcement.mps.commands import PROTOCOLS, MpsProtocol
 from gpumgr.files import replace_file
@@ -24,7 +25,8 @@ _PROTOCOL_NAME: Final = "mps_protocol"
 class Record:
     """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
 
-    folder: Path
+    boot: str
+    folder: str
     former_mode: int | None = None
 
 
@@ -47,7 +49,7 @@ class Records:
     def begin(self, uuid: str, folder: Path, former_mode: int | None = None) -> None:
         """Makes a record unless the GPU has one. Raises OSError."""
         if uuid not in self._known:
-            self._put(uuid, Record(folder=folder, former_mode=former_mode))
+            self._put(uuid, Record(boot=self._boot, folder=str(folder), former_mode=former_mode))
 
     def set_former_mode(self, uuid: str, mode: int | None) -> None:
         """For a GPU with a record. Raises OSError."""
@@ -60,19 +62,16 @@ class Records:
 
     def _put(self, uuid: str, record: Record) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"boot": self._boot, "folder": str(record.folder), "former_mode": record.former_mode})
-        replace_file(self._root / uuid, text, durable=False)  # a record of an earlier boot is ignored
+        replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a record of an earlier boot is ignored
         self._known[uuid] = record
 
     def _read(self, path: Path) -> Record | None:
         """None for a record of another boot or an unreadable one; records of this boot are complete."""
         try:
-            read = json.loads(path.read_bytes())
-            mode = read["former_mode"]
-            record = Record(folder=Path(read["folder"]), former_mode=None if mode is None else int(mode))
-            return record if read["boot"] == self._boot else None
-        except (ValueError, KeyError, TypeError):
+            record = msgspec.json.decode(path.read_bytes(), type=Record)
+        except msgspec.MsgspecError:
             return None
+        return record if record.boot == self._boot else None
 
 
 def read_protocol(state_dir: Path) -> MpsProtocol | None:

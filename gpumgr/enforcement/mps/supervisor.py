@@ -1,16 +1,12 @@
 """All daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from gpumgr.allocator.ledger import AllocationId
-from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
@@ -21,19 +17,6 @@ from gpumgr.errors import MpsError
 _TICK_SECONDS: Final = 1.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonStatus:
-    """For display and metrics. `pid` None: it does not run. `clients` and `restarts` are counts; restarts since the agent's start."""
-
-    gpu: str
-    protocol: MpsProtocol
-    pid: int | None
-    tenants: int
-    clients: int
-    restarts: int
-    trouble: str | None
 
 
 class Supervisor:
@@ -65,10 +48,6 @@ class Supervisor:
     def daemons(self) -> Sequence[Daemon]:
         """The daemons that have a record, also of an earlier start of the agent. Reads no file."""
         return [self.of(uuid) for uuid in self._records.uuids()]
-
-    def allocations(self) -> Collection[AllocationId]:
-        """Raises OSError."""
-        return {allocation for daemon in self.daemons() for allocation in daemon.folder.allocations()}
 
     async def tick(self) -> None:
         """Checks the daemons that are due. A check that takes longer than a tick continues by itself."""
@@ -109,29 +88,9 @@ class Supervisor:
             except (MpsError, OSError) as error:
                 log.warning("mps_daemon_not_ended", gpu=daemon.uuid, reason=str(error))
 
-    def status(self) -> tuple[DaemonStatus, ...]:
-        return tuple(
-            DaemonStatus(
-                gpu=daemon.uuid,
-                protocol=self.config.protocol,
-                pid=daemon.pid,
-                tenants=_tenants(daemon),
-                clients=len(daemon.clients),
-                restarts=daemon.restarts,
-                trouble=daemon.trouble,
-            )
-            for daemon in self.daemons()
-        )
-
     async def close(self) -> None:
         """Stops the checks; the daemons continue."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _tenants(daemon: Daemon) -> int:
-    with contextlib.suppress(OSError):  # for display only
-        return len(daemon.folder.allocations())
-    return 0

@@ -19,7 +19,7 @@ _ALL_MEMORY_BYTES: Final = 1 << 40
 
 
 class UnlimitedMps(Unlimited):
-    """Implements Backend. It uses the daemons of the backend `mps`, which manages them and the files of these containers.
+    """Uses the daemons of the backend `mps`, which manages them and the files of these containers.
 
     In protocol 2 the outer bound of a GPU's daemon is its largest share: with an exempt container on the GPU that is the whole GPU, and
     the other containers are limited by their environment alone.
@@ -36,7 +36,7 @@ class UnlimitedMps(Unlimited):
         return self._mps.answer(tenant, kind, self.limits)
 
     async def start(self, tenant: GpuShare) -> None:
-        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.gpu_memory_bytes or _ALL_MEMORY_BYTES))
+        await self._mps.admit(tenant, Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES))
         await super().start(tenant)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:

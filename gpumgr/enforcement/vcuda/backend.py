@@ -13,7 +13,7 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files
@@ -34,14 +34,14 @@ LIBRARY: Final = "libcuda-control.so"
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
-class VcudaBackend:
-    """Implements Backend. `container_of` returns the container of a process, `pids_of` the processes of a container.
+class VcudaBackend(Backend):
+    """`container_of` returns the container of a process, `pids_of` the processes of a container.
 
     `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it).
     """
 
-    name: Final[BackendName] = "vcuda"
-    limits: Final[frozenset[Resource]] = frozenset({"core", "memory"})
+    name: BackendName = "vcuda"
+    limits: frozenset[Resource] = frozenset({"core", "memory"})
 
     def __init__(
         self,
@@ -80,8 +80,9 @@ class VcudaBackend:
         problem = path_problem(socket)
         return problem and f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir"
 
-    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002 (the same for every container)
-        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library."""
+    def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
+        """NVIDIA's container runtime must not put the driver's own libcuda.so.1 before the operator's library. Raises Refusal."""
+        tenant.only_gpu("vcuda")
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
     async def start(self, tenant: GpuShare) -> None:
@@ -93,9 +94,6 @@ class VcudaBackend:
             await slot.listen(self._service)
         except OSError as error:
             raise Refusal("internal", f"{slot.folder} can't be prepared: {error.strerror or error}") from error
-
-    async def vacate(self, uuids: Collection[str]) -> None:
-        pass
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         known = self._known(running)
@@ -135,9 +133,6 @@ class VcudaBackend:
         await asyncio.to_thread(self._take_over, slots)
         for slot in slots:
             await self._listen(slot)
-
-    def own_pids(self) -> Collection[int]:
-        return ()
 
     async def close(self) -> None:
         await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))

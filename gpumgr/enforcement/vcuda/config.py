@@ -16,7 +16,6 @@ from gpumgr.errors import Refusal
 
 #: pod_uid, limit, (reserved), container_name, bus_id, gpu_memory, utilization, hard_limit, driver major, driver minor, enable.
 _LAYOUT: Final = struct.Struct("<48si4044s4096s16sQiiiii4x")
-CONFIG_BYTES: Final = _LAYOUT.size
 
 #: Sizes of the texts without their closing NUL.
 POD_UID_BYTES: Final = 47
@@ -31,20 +30,21 @@ INIT_PID: Final = 1
 
 
 def pack_config(tenant: GpuShare) -> bytes:
-    """The content of vcuda.config. Raises Refusal if a name does not fit.
+    """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
     Without a soft limit the cores are a hard limit (hard_limit 1); with one the container may use up to it while others are idle.
     The library passes the two names to the client that registers the process. The client requires both and the agent trusts neither:
     a name that the kubelet does not give is replaced by the allocation's.
     """
+    gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(
         _text("the pod's uid", tenant.pod_uid or tenant.allocation, POD_UID_BYTES),
         0 if tenant.core_limit is None else min(tenant.core_limit, 100),
         b"",
         _text("the container's name", tenant.container or tenant.allocation, CONTAINER_NAME_BYTES),
-        _text("the GPU's PCI id", tenant.bus_id or "", BUS_ID_BYTES),
-        tenant.memory_bytes,
-        tenant.cores,
+        _text("the GPU's PCI id", gpu.bus_id or "", BUS_ID_BYTES),
+        gpu.memory_bytes,
+        gpu.cores,
         1 if tenant.core_limit is None else 0,
         0,  # the driver's version: the library queries the driver itself
         0,
@@ -61,20 +61,12 @@ def _text(what: str, value: str, most_bytes: int) -> bytes:
     return data
 
 
-def chosen_pids(pids: Collection[int], first: Collection[int] = ()) -> tuple[int, ...]:
-    """The pids for the file, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the lowest."""
-    distinct = set(pids)
-    if len(distinct) > MOST_PIDS:
-        preferred = set(first)
-        distinct = set(sorted(distinct, key=lambda pid: (pid not in preferred, pid))[:MOST_PIDS])
-    return tuple(sorted(distinct))
-
-
-def pack_pids(pids: Collection[int], first: Collection[int] = ()) -> bytes:
-    """The content of pids.config, see `chosen_pids`. Raises ValueError without a pid: an empty file would lift the limit."""
-    chosen = chosen_pids(pids, first)
-    if not chosen:
+def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
+    """The content of pids.config: the pids, ascending. Of more than 1,024, those in `first` (which use the GPU) are preferred, then the
+    lowest. Raises ValueError without a pid: an empty file would lift the limit."""
+    if not pids:
         raise ValueError("pids.config must name at least one process")
+    chosen = sorted(sorted(set(pids), key=lambda pid: (pid not in first, pid))[:MOST_PIDS])
     return struct.pack(f"<{len(chosen)}i", *chosen)
 
 

@@ -6,7 +6,6 @@ locked: a container can lock a file that it can only read, and would block the a
 
 import contextlib
 import os
-import stat
 from pathlib import Path
 from typing import Final
 
@@ -17,15 +16,6 @@ PIDS: Final = "pids.config"
 SOCKET: Final = "vcuda.sock"
 _OURS: Final = (CONFIG, PIDS, SOCKET)
 
-_FOLDER_MODE: Final = 0o755
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the folder with mode 0755, independent of the umask. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if stat.S_IMODE(folder.stat().st_mode) != _FOLDER_MODE:
-        folder.chmod(_FOLDER_MODE)
-
 
 def read(folder: Path, name: str) -> bytes | None:
     """The file's content; None if it can't be read."""
@@ -35,12 +25,10 @@ def read(folder: Path, name: str) -> bytes | None:
         return None
 
 
-def replace(folder: Path, name: str, content: bytes) -> bool:
-    """Writes the file unless it has this content already; returns whether it was written. Raises OSError."""
-    if read(folder, name) == content:
-        return False
-    replace_file(folder / name, content, durable=False)  # every start of the container, also after a reboot, writes it again
-    return True
+def replace(folder: Path, name: str, content: bytes) -> None:
+    """Writes the file unless it has this content already. Raises OSError."""
+    if read(folder, name) != content:
+        replace_file(folder / name, content, durable=False)  # every start of the container, also after a reboot, writes it again
 
 
 def holds_ours(folder: Path) -> bool:

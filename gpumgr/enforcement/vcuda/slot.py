@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
+from gpumgr.enforcement.operator_library import make_folder
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import INIT_PID, pack_config, pack_pids, unpack_pids
 from gpumgr.enforcement.vcuda.listener import Listener
@@ -38,14 +39,9 @@ class ContainerSlot:
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
 
-    @property
-    def listening(self) -> bool:
-        """Whether the socket is served and its file in place."""
-        return self._listener is not None and self._listener.in_place
-
     async def listen(self, service: Any) -> None:
-        """Serves the socket, unless it is served already. Raises OSError."""
-        if self.listening:
+        """Serves the socket, unless it is served already and its file in place. Raises OSError."""
+        if self._listener is not None and self._listener.in_place:
             return
         await self.hang_up(0)
         self._listener = Listener(self.folder / files.SOCKET, service)
@@ -83,7 +79,7 @@ class ContainerSlot:
         """
         with self._lock:
             self.tenant = running.tenant
-            self._on_gpu = frozenset(running.gpu_processes)
+            self._on_gpu = running.gpu_pids
             self._write_config()
             self._write_pids(running.container, self._pids_of(running.container))
 
@@ -105,17 +101,17 @@ class ContainerSlot:
         """
         with self._lock:
             inside = frozenset(running.pids)
-            for pid in running.gpu_processes.keys() - self._registered:
+            for pid in running.gpu_pids - self._registered:
                 ancestor: int | None = pid
                 while ancestor is not None and ancestor in inside and ancestor not in self._registered:
                     ancestor = parent_pid(ancestor)
                 if ancestor in inside & self._registered:
                     self._registered.add(pid)
-            return tuple(sorted(running.gpu_processes.keys() - self._registered))
+            return tuple(sorted(running.gpu_pids - self._registered))
 
     def _write_config(self) -> None:
         config = pack_config(self.tenant)
-        files.make_folder(self.folder)
+        make_folder(self.folder)
         files.replace(self.folder, files.CONFIG, config)
 
     def _write_pids(self, container: Container, found: Collection[int], clients: Collection[int] = ()) -> None:

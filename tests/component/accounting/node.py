@@ -18,6 +18,7 @@ from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.errors import CriError
 from gpumgr.topology.devices import NodeSample
 from gpumgr.usage.containers import Container
+from gpumgr.usage.node_use import NodeUse
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.metrics.pictures import view_of
 
@@ -31,7 +32,7 @@ class MemoryState:
 
 @dataclass
 class MemoryRuntime:
-    """`inside`: container id -> its processes. `elsewhere`: further answers of `of_process`. The runtime does not answer while `answers`
+    """`inside`: container id -> its processes. `elsewhere`: further answers of `container_of`. The runtime does not answer while `answers`
     is cleared."""
 
     containers: list[Container] = field(default_factory=list)
@@ -139,9 +140,7 @@ class Node:
             owners=self.owners,
             events=events,
             backends=self.backends,
-            over_limit_handler=OverLimitReporter(
-                publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted
-            ),
+            evict=OverLimitReporter(publisher, pod_of=events.pod_of, record=events.add_once, count=self.meter.evicted).evict,
             meter=self.meter,
             over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
             can_evict=publisher is not None,
@@ -160,6 +159,12 @@ class Node:
             replace(c, running=False) if (c.pod_uid, c.name) == same else c for c in self.runtime.containers
         ] + [container]
         self.runtime.inside[container.id] = pids
+
+    @property
+    def use(self) -> NodeUse:
+        """The latest evaluation."""
+        assert self.memory_watcher.use is not None
+        return self.memory_watcher.use
 
     @property
     def told(self) -> list[Entry]:

@@ -12,14 +12,14 @@ from gpumgr.accounting.process_owners import RETRY_SECONDS
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.enforcement.backend import Finding, FindingCode
-from gpumgr.units import BLOCK_BYTES
+from gpumgr.units import BLOCK_BYTES, Amounts
 from tests.unit.metrics.pictures import allocation, name_of, uuid_of, whole
 from tests.unit.usage.samples import MIB, container, nameless, sample
 
 from .node import Node, breathe
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
-GPU0 = name_of(0)
+GPU0, GPU1 = name_of(0), name_of(1)
 LIMIT = 2 * BLOCK_BYTES
 
 
@@ -41,17 +41,14 @@ async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> 
     node = sharing()
     node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-a", core_limit=50)
     await node.sampled(sample({11: 5 * MIB}, {}, ratios={11: 0.5}))
-    use = node.memory_watcher.use
-    assert use is not None
-    assert use.containers["a", GPU0].memory_bytes == 5 * MIB
+    assert node.use.containers["a", GPU0].memory_bytes == 5 * MIB
     assert [what for what, _ in node.backends.seen] == ["observe", "adjust"]
     ((running, mechanisms),) = node.backends.seen[0][1]
     assert mechanisms == ("hami-core",)
-    assert (running.tenant.allocation, running.tenant.memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
+    assert (running.tenant.allocation, running.tenant.gpus[0].memory_bytes, running.tenant.core_limit) == ("a", LIMIT, 50)
     assert running.container.name == "main"
     assert running.pids == (10, 11, 12)
-    assert running.gpu_processes == {11: 5 * MIB}
-    assert running.utilization_ratio == 0.5
+    assert running.gpu_pids == {11}
     assert node.runtime.asked == []
 
 
@@ -75,8 +72,7 @@ async def test_a_container_that_does_not_run_yet_is_not_observed() -> None:
     node = Node(share())
     await node.sampled(sample({}, {}))
     assert node.backends.seen == [("observe", []), ("adjust", [])]
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["a", GPU0].process_count == 0
+    assert node.use.containers["a", GPU0].process_count == 0
 
 
 async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_containers() -> None:
@@ -85,7 +81,7 @@ async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_contai
     await node.sampled(sample({5: 7, 11: 1}, {}))
     ((running, _),) = node.backends.seen[0][1]
     assert running.pids == (5, 10, 11, 12)
-    assert running.gpu_processes == {5: 7, 11: 1}
+    assert running.gpu_pids == {5, 11}
 
 
 async def test_processes_of_the_mechanisms_are_not_attributed() -> None:
@@ -93,8 +89,7 @@ async def test_processes_of_the_mechanisms_are_not_attributed() -> None:
     node.backends.own = {77}
     with capture_logs() as logs:
         await node.sampled(sample({77: 5}, {}))
-    assert node.memory_watcher.use is not None
-    assert not node.memory_watcher.use.unattributed
+    assert not node.use.unattributed
     assert not logs
     assert node.runtime.asked == []
 
@@ -103,8 +98,7 @@ async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers(
     """A tenant can't hide by ending its first thread: such a process looks dead in /proc and stands in its cgroup."""
     node = sharing()
     await node.sampled(sample({11: 5}, {}), gone={11})
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["a", GPU0].memory_bytes == 5
+    assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
 async def test_processes_are_looked_up_once() -> None:
@@ -113,19 +107,17 @@ async def test_processes_are_looked_up_once() -> None:
     for _ in range(3):
         await node.sampled(sample({}, {21: 7}))
     assert node.runtime.asked == [21]
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["t", name_of(1)].memory_bytes == 7
+    assert node.use.containers["t", name_of(1)].memory_bytes == 7
 
 
 async def test_an_unnamed_container_is_looked_up_again() -> None:
     node = Node(share(), whole("t", TRAIN, 1))
     node.runtime.elsewhere[21] = nameless("z")
     await node.sampled(sample({}, {21: 7}))
-    assert node.memory_watcher.use is not None
-    assert len(node.memory_watcher.use.unattributed) == 1
+    assert len(node.use.unattributed) == 1
     node.runtime.elsewhere[21] = container("t", TRAIN)
     await node.sampled(sample({}, {21: 7}), after_seconds=RETRY_SECONDS)
-    assert not node.memory_watcher.use.unattributed
+    assert not node.use.unattributed
     assert node.runtime.asked == [21, 21]
 
 
@@ -137,8 +129,7 @@ async def test_unreadable_cgroups_are_reported_once_and_processes_are_looked_up_
         for _ in range(3):
             await node.sampled(sample({11: 5}, {}))
     assert [entry["event"] for entry in logs] == ["container_processes_unknown"]
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["a", GPU0].memory_bytes == 5
+    assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
 # -- how often -----------------------------------------------------------------------------------------------------------------
@@ -150,8 +141,7 @@ async def test_the_use_of_a_whole_gpu_container_is_as_recent_as_its_gpus_sample(
     assert not node.memory_watcher.needs_process_utilization()
     for used in range(1, 4):
         await node.sampled(sample({21: used}, {}))
-        assert node.memory_watcher.use is not None
-        assert node.memory_watcher.use.containers["t", GPU0].memory_bytes == used
+        assert node.use.containers["t", GPU0].memory_bytes == used
 
 
 async def test_without_allocations_processes_are_checked_rarely() -> None:
@@ -169,8 +159,7 @@ async def test_a_share_is_observed_from_its_first_second_on() -> None:
     node.runs(container("a", WEB), 11)
     assert node.memory_watcher.needs_process_utilization()
     await node.sampled(sample({11: 5}, {}))
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["a", GPU0].memory_bytes == 5
+    assert node.use.containers["a", GPU0].memory_bytes == 5
 
 
 async def test_gpu_managers_records_are_none_of_ours_to_keep() -> None:
@@ -185,10 +174,9 @@ async def test_ended_containers_are_no_longer_observed() -> None:
     node = sharing()
     for _ in range(3):
         await node.sampled(sample({11: LIMIT + 1}, {}))
-    assert node.memory_watcher.over == {"a"}
+    assert node.memory_watcher.over == {("a", GPU0)}
     node.frees("a")
-    assert node.memory_watcher.use is not None
-    assert not node.memory_watcher.use.containers
+    assert not node.use.containers
     assert not node.memory_watcher.over
     assert not node.memory_watcher.needs_process_utilization()
 
@@ -201,7 +189,7 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     with capture_logs() as logs:
         for _ in range(5):
             await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
-    assert node.memory_watcher.over == {"a"}
+    assert node.memory_watcher.over == {("a", GPU0)}
     assert node.meter.over == 1
     (told,) = node.told
     assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
@@ -212,6 +200,18 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
         ("container_over_limit", "team/web (main)", 812 * MIB)
     ]
+
+
+async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
+    parts = {GPU0: Amounts(20, 256), GPU1: Amounts(70, 512)}
+    node = Node(Allocation(id="a", pod=WEB, uid="uid-a", container="main", gpus=parts, mechanisms=("hami-core",)))
+    node.runs(container("a", WEB), 11, 12)
+    for _ in range(3):
+        await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}))
+    assert node.memory_watcher.over == {("a", GPU0)}
+    assert [told.gpus for told in node.told] == [(GPU0,)]
+    ((running, _),) = node.backends.seen[0][1]
+    assert running.gpu_pids == {11, 12}
 
 
 async def test_the_return_below_the_limit_is_reported_too() -> None:
@@ -318,8 +318,7 @@ async def test_an_unattributed_process_is_logged_once_at_its_start_and_once_at_i
         await node.sampled(sample({}, {}))
     assert [entry["event"] for entry in logs] == ["gpu_stranger", "gpu_stranger_gone"]
     assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.gpus[GPU0].unattributed_processes == 0
+    assert node.use.gpus[GPU0].unattributed_processes == 0
 
 
 # -- findings ------------------------------------------------------------------------------------------------------------------
@@ -378,11 +377,9 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts()
     node.set_timeout(0.05)
     for _ in range(3):
         await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
-    use = node.memory_watcher.use
-    assert use is not None
-    assert use.containers["a", GPU0].memory_bytes == 2
-    assert use.containers["t", name_of(1)].memory_bytes == 2
-    assert use.unknown == {22}
+    assert node.use.containers["a", GPU0].memory_bytes == 2
+    assert node.use.containers["t", name_of(1)].memory_bytes == 2
+    assert node.use.unknown == {22}
     assert node.runtime.ticks == 2
     assert node.runtime.asked == [21, 22]
     node.runtime.elsewhere[22] = container("t", TRAIN)
@@ -390,8 +387,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts()
     node.set_timeout(60)
     await breathe()
     await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["t", name_of(1)].memory_bytes == 5
+    assert node.use.containers["t", name_of(1)].memory_bytes == 5
     await node.memory_watcher.close()
 
 
@@ -402,8 +398,7 @@ async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
     for used in (1, 2, 3):
         await node.sampled(sample({11: used}, {}))
     assert [what for what, _ in node.backends.seen] == ["observe"]
-    assert node.memory_watcher.use is not None
-    assert node.memory_watcher.use.containers["a", GPU0].memory_bytes == 3
+    assert node.use.containers["a", GPU0].memory_bytes == 3
     node.backends.ready.set()
     node.set_timeout(60)
     await breathe()

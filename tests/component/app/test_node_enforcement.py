@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.nvml.driver import Nvml
@@ -46,7 +46,9 @@ async def enforcement(world: World, tmp_path: Path) -> AsyncIterator[NodeEnforce
 async def test_a_container_without_limits_is_reported_once_for_all_its_starts(world: World, enforcement: NodeEnforcement) -> None:
     world.pods.views["team", "web"] = PodView(namespace="team", name="web", uid="uid-7")
     card = world.ledger.gpu_registry.gpus[0]
-    tenant = GpuShare(allocation="a", gpu=card.name, uuid=card.uuid, pod=("team", "web"), container="main", cores=30)
+    tenant = GpuShare(
+        allocation="a", gpus=(SharedGpu(name=card.name, uuid=card.uuid, cores=30),), pod=("team", "web"), container="main"
+    )
     for _ in range(3):
         await enforcement.limits.backends["none"].start(tenant)
     (told,) = world.agent_state.history.entries()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import structlog.testing
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.enforcement.backend import Backend, RunningContainer
 from gpumgr.enforcement.driver_memory import DriverMemory
@@ -19,6 +18,7 @@ from gpumgr.sim.library import SimNode, prepare
 from gpumgr.topology.devices import MemoryLimit
 from gpumgr.usage.containers import Container
 from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
+from tests.shares import gpu_share, shared_gpu
 
 GIB = 1024**3
 GET, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
@@ -36,15 +36,8 @@ class DriverNode:
         self.in_use: set[str] = set()
         self.proc_fails = False
         self.backend = self.begin()
-        self.tenant = GpuShare(
-            allocation="a1",
-            gpu="1234abcd",
-            uuid=sim.description.uuid_of(1),
-            cores=20,
-            memory_bytes=2 * GIB,
-            pod=("demo", "one"),
-            container="main",
-        )
+        self.uuids = [sim.description.uuid_of(index) for index in range(2)]
+        self.tenant = gpu_share("a1", shared_gpu(self.uuids[1], memory_bytes=2 * GIB), pod=("demo", "one"))
         self.container = Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", pid=7, cgroup="/kubepods/container")
 
     def begin(self) -> DriverMemory:
@@ -168,6 +161,15 @@ async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world:
     assert list(world.backend.remains()) == []
 
 
+async def test_each_gpu_of_a_container_has_its_own_limit(world: DriverNode) -> None:
+    (second,) = world.tenant.gpus
+    first = shared_gpu(world.uuids[0], memory_bytes=GIB)
+    world.tenant = replace(world.tenant, gpus=(first, second))
+    await world.backend.adjust(world.running)
+    assert world.control.memory_limits(0) == {str(world.cgroup): MemoryLimit(soft_bytes=0, hard_bytes=GIB)}
+    assert world.limit == GRANTED
+
+
 async def test_a_restarted_container_is_another_one(world: DriverNode) -> None:
     await world.backend.adjust(world.running)
     second = world.cgroups / "kubepods/second"
@@ -227,7 +229,7 @@ async def test_a_limit_that_the_driver_refuses_is_a_finding_until_it_stands(worl
     world.control.set_result(SET, 4, gpu=1)
     await world.backend.adjust(world.running)
     (message,) = await world.findings()
-    assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.tenant.uuid}: ")
+    assert message.startswith(f"the GPU memory of demo/one (main) can't be limited to 2048 MiB: {SET} of {world.uuids[1]}: ")
     assert "retried every second" in message
     world.control.set_result(SET, 0, gpu=1)
     await world.backend.adjust(world.running)
@@ -256,7 +258,7 @@ async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
             return MemoryLimit(soft_bytes=2 * GIB)
 
     backend = DriverMemory(Deaf())
-    tenant = GpuShare(allocation="a1", gpu="1234abcd", uuid="GPU-1", memory_bytes=2 * GIB)
+    tenant = gpu_share("a1", shared_gpu(memory_bytes=2 * GIB))
     running = [
         RunningContainer(tenant=tenant, container=Container(id="c1", pod=("demo", "one"), pod_uid="u1", name="main", cgroup="/x"))
     ]
@@ -338,6 +340,6 @@ async def test_a_restarted_agent_reports_running_containers_without_a_known_cgro
 
 
 async def test_a_container_before_its_memory_call_gets_no_limit(world: DriverNode) -> None:
-    world.tenant = replace(world.tenant, memory_bytes=0)
+    world.tenant = replace(world.tenant, gpus=(shared_gpu(world.uuids[1], memory_bytes=0),))
     await world.backend.adjust(world.running)
     assert world.limit is None

@@ -16,7 +16,7 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
 from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement import cdi
-from gpumgr.enforcement.backend import BackendName, Finding, RunningContainer
+from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.enforcement.unlimited import Unlimited
@@ -24,6 +24,7 @@ from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.units import Resource
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import Clock
+from tests.shares import gpu_share
 
 ID = "00112233445566ff"
 BASE = ContainerResponse(
@@ -34,15 +35,7 @@ BASE = ContainerResponse(
 
 
 def tenant(allocation: str = ID) -> GpuShare:
-    return GpuShare(
-        allocation=allocation,
-        gpu="0000abcd",
-        uuid="GPU-0000abcd",
-        cores=30,
-        memory_bytes=1 << 30,
-        pod=("team", "p"),
-        container="main",
-    )
+    return gpu_share(allocation)
 
 
 def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Allocation:
@@ -50,7 +43,7 @@ def granted(*mechanisms: str, allocation: str = ID, cdi: bool = False) -> Alloca
 
 
 @dataclass
-class Files:
+class Files(Backend):
     """A mechanism that keeps one file for each tenant."""
 
     folder: Path
@@ -67,8 +60,8 @@ class Files:
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         if kind == "memory":
-            return ContainerResponse(envs={"MEMORY": str(tenant.memory_bytes)})
-        return ContainerResponse(envs={"CORES": str(tenant.cores), "NVIDIA_VISIBLE_DEVICES": "void"})
+            return ContainerResponse(envs={"MEMORY": str(tenant.gpus[0].memory_bytes)})
+        return ContainerResponse(envs={"CORES": str(tenant.gpus[0].cores), "NVIDIA_VISIBLE_DEVICES": "void"})
 
     async def start(self, tenant: GpuShare) -> None:
         if self.error is not None:
@@ -99,9 +92,6 @@ class Files:
 
     def own_pids(self) -> Collection[int]:
         return (17,)
-
-    async def close(self) -> None:
-        pass
 
 
 @dataclass

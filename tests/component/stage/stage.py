@@ -129,6 +129,10 @@ def snapshot(gpus: int = 4, blocks: int = 16, *, numa: bool = False) -> NodeSnap
     return NodeSnapshot(gpus=gpu_registry, topology=Topology(levels, tuple((0,) * gpus for _ in range(gpus))))
 
 
+def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+
+
 @dataclass
 class Stage:
     """The parts of the node that a test uses."""
@@ -165,6 +169,12 @@ class Stage:
         status = await self.kubelet.run(pod)
         self.tell(pod, phase=status.phase)
         return status
+
+    async def run_all(self, *pods: SimPod) -> None:
+        """The same for pods that must start, one after the other."""
+        for pod in pods:
+            status = await self.run(pod)
+            assert status.phase == "Running", status.message
 
     def delete(self, pod: SimPod) -> None:
         self.kubelet.delete(pod.uid)

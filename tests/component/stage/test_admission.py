@@ -8,11 +8,7 @@ import pytest
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.units import CORE_RESOURCE
 
-from .stage import snapshot, stage
-
-
-def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+from .stage import app, snapshot, stage
 
 
 @pytest.mark.peer_bug("B19: it drops its choice for whole GPUs without memory")
@@ -22,7 +18,7 @@ async def test_shares_pack_onto_one_gpu_and_whole_pods_take_the_rest(folder: Pat
         whole = node.pod("whole", app(100))
         pair = node.pod("pair", app(200, 20))
         for pod in (*shares, whole, pair):
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
         node.check_agreement(*shares, whole, pair)
         ledger = node.ledger
         assert {tuple(a.gpus) for pod in shares for a in ledger.of(("team", pod.name))} == {("00000000",)}
@@ -38,7 +34,7 @@ async def test_every_attribution_is_right_in_any_order_of_resources(folder: Path
         pods = [node.pod(f"p{n}", app(random.choice([5, 10, 20]), random.choice([5, 10, 20]))) for n in range(40)]
         random.shuffle(pods)
         for pod in pods:
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
         node.check_agreement(*pods)
 
 
@@ -52,7 +48,7 @@ async def test_apps_take_over_ids_of_init_containers(folder: Path, seed: int) ->
             app(30, 6, "main"),
             app(20, 2, "side"),
         )
-        assert (await node.run(pod)).phase == "Running"
+        await node.run_all(pod)
         node.check_agreement(pod)
         assert len({gpu for a in node.ledger.of(("team", "train")) for gpu in (*a.held("core"), *a.held("memory"))}) <= 2
 
@@ -61,11 +57,11 @@ async def test_a_full_node_takes_the_next_pod_as_soon_as_one_ends(folder: Path) 
     async with stage(folder) as node:
         pods = [node.pod(f"p{n}", app(50, 8)) for n in range(8)]
         for pod in pods:
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
         for round_number in range(10):
             node.delete(pods.pop(0))
             fresh = node.pod(f"r{round_number}", app(50, 8))
-            assert (await node.run(fresh)).phase == "Running"
+            await node.run_all(fresh)
             pods.append(fresh)
             node.check_agreement(*pods)
 
@@ -74,7 +70,7 @@ async def test_a_name_that_recurs_is_a_new_pod(folder: Path) -> None:
     async with stage(folder, node=snapshot(1)) as node:
         for _ in range(4):
             pod = node.pod("web-0", app(100, 16))
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
             node.check_agreement(pod)
             assert len(node.ledger.allocations) == 1
             node.delete(pod)
@@ -96,7 +92,7 @@ async def test_refusals_are_sentences_in_the_pods_event(folder: Path, container:
         assert (status.phase, status.reason) == ("Failed", "UnexpectedAdmissionError")
         assert sentence in (status.message or "")
         assert not node.ledger.allocations
-        assert (await node.run(node.pod("right", app(50, 4)))).phase == "Running"
+        await node.run_all(node.pod("right", app(50, 4)))
 
 
 async def test_a_full_disk_refuses_and_loses_nothing(folder: Path) -> None:
@@ -108,7 +104,7 @@ async def test_a_full_disk_refuses_and_loses_nothing(folder: Path) -> None:
         assert "no space left" in (status.message or "")
         node.checkpoint.full = False
         third = node.pod("third", app(50, 4))
-        assert (await node.run(third)).phase == "Running"
+        await node.run_all(third)
         node.check_agreement(first, third)
 
 
@@ -119,14 +115,14 @@ async def test_an_unhealthy_gpu_is_not_offered_until_it_is_healthy(folder: Path)
         await node.agent.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 100)
         pods = [node.pod("a", app(60, 4)), node.pod("b", app(60, 4))]
-        assert (await node.run(pods[0])).phase == "Running"
+        await node.run_all(pods[0])
         status = await node.run(pods[1])
         assert "GPU0 (00000000) not offered (XID 79)" in (status.message or "") or "devices unavailable" in (status.message or "")
         assert [tuple(a.gpus) for a in node.ledger.allocations.values()] == [("00000001",)]
         await node.agent.agent_state.set_health(failed={}, cordoned={})
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 200)
         node.clock.now += 5
-        assert (await node.run(node.pod("c", app(60, 4)))).phase == "Running"
+        await node.run_all(node.pod("c", app(60, 4)))
 
 
 async def test_without_an_api_server_the_order_of_calls_decides(folder: Path) -> None:
@@ -153,7 +149,7 @@ async def test_a_share_without_memory_is_refused_at_its_start_when_the_spec_is_u
 async def test_free_blocks_of_a_whole_gpu_are_unhealthy_and_come_back(folder: Path) -> None:
     async with stage(folder, node=snapshot(2)) as node:
         pod = node.pod("whole", app(100, 4))
-        assert (await node.run(pod)).phase == "Running"
+        await node.run_all(pod)
         await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-memory"].allocatable == 20)
         node.delete(pod)
         node.clock.now += 2

@@ -12,11 +12,7 @@ from gpumgr.deviceplugin.codec import encode_devices
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.units import MEMORY_RESOURCE
 from tests.allocations import block_count
-from tests.component.stage.stage import MemoryPods, Stage, snapshot, stage
-
-
-def app(cores: int, blocks: int = 0, name: str = "main") -> SimContainer:
-    return SimContainer(name=name, cores=cores, memory_blocks=blocks)
+from tests.component.stage.stage import MemoryPods, Stage, app, snapshot, stage
 
 
 def init(cores: int, blocks: int = 0, name: str = "fetch") -> SimContainer:
@@ -120,7 +116,7 @@ async def test_init_containers_and_sidecars_have_their_own_allocations(folder: P
     for seed in range(3):
         async with stage(folder / str(seed), seed=seed) as node:
             pod = node.pod("train", *containers)
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
             node.check_agreement(pod)
             assert {a.container for a in node.ledger.allocations.values()} == {c.name for c in containers}
 
@@ -135,7 +131,7 @@ async def test_a_share_never_gets_the_driver_folder_of_whole_gpus(folder: Path) 
         share, whole = node.pod("share", init(20, 4), app(20, 4)), node.pod("whole", app(100))
         expected = {"share": "/run/share", "whole": "/run/whole"}
         for pod in (share, whole):
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
         for pod in (share, whole, share, whole):
             for container in pod.containers:
                 answer = await node.kubelet.start_container(pod, container.name)

@@ -9,19 +9,14 @@ from structlog.testing import capture_logs
 
 from gpumgr.allocator.answer import DEVICE_ANNOTATION, HostPaths
 from gpumgr.deviceplugin.registration import SOCKET_NAMES
-from gpumgr.sim.kubelet import SimContainer
 from gpumgr.topology.devices import NodeSnapshot, Topology
 from gpumgr.topology.matrix import parse_topology
 from gpumgr.topology.render import render_tree
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.web.graph import graph_text
 from tests.component.deviceplugin.harness import kubelet_stub
-from tests.component.stage.stage import Stage, snapshot, stage
+from tests.component.stage.stage import Stage, app, snapshot, stage
 from tests.kubelet_api import deviceplugin
-
-
-def app(cores: int, blocks: int = 0) -> SimContainer:
-    return SimContainer(name="main", cores=cores, memory_blocks=blocks)
 
 
 def everything(folder: Path) -> HostPaths:
@@ -89,7 +84,7 @@ async def test_minor_numbers_may_have_gaps(folder: Path) -> None:
     async with stage(folder, node=gapped, host=everything(folder)) as node:
         for index, minor in enumerate(minors):
             pod = node.pod(f"p{index}", app(100))
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
             assert gpus_of(node, f"p{index}") == (f"{index:08x}",)
             answer = await node.kubelet.start_container(pod, "main")
             assert {device.host_path for device in answer.devices} == {f"/dev/nvidia{minor}", "/dev/nvidiactl", "/dev/nvidia-uvm"}
@@ -101,14 +96,14 @@ async def test_unlike_gpus_are_counted_each_by_itself(folder: Path) -> None:
     plain = snapshot(2)
     unlike = replace(plain, gpus=(plain.gpus[0], replace(plain.gpus[1], memory_bytes=40 * BLOCK_BYTES)))
     async with stage(folder, node=unlike) as node:
-        assert (await node.run(node.pod("large", app(10, 28)))).phase == "Running"
+        await node.run_all(node.pod("large", app(10, 28)))
         assert gpus_of(node, "large") == ("00000001",)
         status = await node.run(node.pod("too-large", app(10, 17)))
         assert (
             "no GPU has 10 cores and 17 memory blocks free; free: GPU0 (00000000) 100 cores and 16 memory blocks, "
             "GPU1 (00000001) 90 cores and 12 memory blocks"
         ) in (status.message or "")
-        assert (await node.run(node.pod("fits", app(10, 16)))).phase == "Running"
+        await node.run_all(node.pod("fits", app(10, 16)))
         assert gpus_of(node, "fits") == ("00000000",)
 
 
@@ -120,14 +115,14 @@ async def test_a_lost_gpu_moves_indices_and_nothing_else(folder: Path) -> None:
         first = node.pod("first", app(100))
         shares = [node.pod(f"share-{n}", app(60, 4)) for n in range(2)]
         for pod in (first, *shares):
-            assert (await node.run(pod)).phase == "Running"
+            await node.run_all(pod)
         assert [gpus_of(node, pod.name) for pod in (first, *shares)] == [("00000000",), ("00000001",), ("00000002",)]
         node.delete(first)
         await node.agent.agent_state.set_snapshot(without_first(plain))
         await node.kubelet.until(lambda: node.kubelet.node_status()["tencent.com/vcuda-core"].allocatable == 300)
         node.check_agreement(*shares)
         last = node.pod("last", app(100))
-        assert (await node.run(last)).phase == "Running"
+        await node.run_all(last)
         node.check_agreement(*shares, last)
         for pod, index in ((shares[0], 1), (shares[1], 2), (last, 3)):
             answer = await node.kubelet.start_container(pod, "main")
@@ -151,7 +146,7 @@ async def test_streams_that_end_leave_no_reader_and_no_task(folder: Path) -> Non
             _, running = await asyncio.wait(left, timeout=5)
             assert not running
         assert core.readers == readers
-        assert (await node.run(node.pod("after", app(20, 4)))).phase == "Running"
+        await node.run_all(node.pod("after", app(20, 4)))
 
 
 @pytest.mark.peer_bug("B48: it logs errors on every node with one GPU")
@@ -161,6 +156,6 @@ async def test_a_node_with_one_gpu_logs_no_warning(folder: Path) -> None:
     with capture_logs() as logs:
         async with stage(folder, node=snapshot(1)) as node:
             for pod in (node.pod("a", app(40, 4)), node.pod("b", app(60, 12))):
-                assert (await node.run(pod)).phase == "Running"
+                await node.run_all(pod)
             assert graph_text(node.agent.view())
     assert not [line for line in logs if line["log_level"] not in ("info", "debug")]

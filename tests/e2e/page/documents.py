@@ -166,7 +166,7 @@ def report(
         sampled_at=0.0,
         nvml_up=True,
         use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
-        over=frozenset(a.id for a in allocations if a.held("memory") and used > 16 * BLOCK_BYTES),
+        over=frozenset((a.id, gpu) for a in allocations for gpu in a.gpus if a.held("memory") and used > 16 * BLOCK_BYTES),
         enforcement=(("mps", "cores and memory"),),
         outbox=OutboxState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},

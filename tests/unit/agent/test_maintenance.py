@@ -16,7 +16,7 @@ from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from gpumgr.topology.devices import GpuProcess, NodeSnapshot
 from gpumgr.units import BLOCK_BYTES
-from gpumgr.usage.node_use import ContainerUse, NodeUse, UnattributedProcess
+from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World
 
@@ -78,7 +78,7 @@ class Bench:
         self.publisher = MemoryEvictor()
         self.kept_by: str | None = None
         self.use: NodeUse | None = NodeUse(taken_at=0.0)
-        self.over: set[str] = set()
+        self.over: set[AllocationOnGpu] = set()
         self._api_server = api_server
         self.maintenance = self.again()
 
@@ -283,7 +283,7 @@ async def test_a_drain_shows_the_use_of_the_remaining_containers() -> None:
     processes = ContainerUse(
         allocation=allocation, gpu="00000000", uuid=FIRST, memory_bytes=7, utilization_ratio=0.5, processes={9: 7}
     )
-    bench.use, bench.over = NodeUse(taken_at=1.0, containers={(allocation, "00000000"): processes}), {allocation}
+    bench.use, bench.over = NodeUse(taken_at=1.0, containers={(allocation, "00000000"): processes}), {(allocation, "00000000")}
     (row,) = (await bench.order("drain"))["containers"]
     assert (row["memory_used_bytes"], row["utilization_ratio"], row["processes"], row["over"]) == (7, 0.5, 1, True)
 

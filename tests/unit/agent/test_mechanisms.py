@@ -24,7 +24,7 @@ class Recorded(Unlimited):
     """A mechanism that limits both resources and records its calls."""
 
     name = "hami-core"
-    limits = frozenset({"core", "memory"})  # type: ignore[misc]
+    limits = frozenset({"core", "memory"})
 
     def __init__(self) -> None:
         super().__init__(lambda _tenant, _message: None)
@@ -33,7 +33,8 @@ class Recorded(Unlimited):
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         self.prepared.append((kind, tenant))
-        return ContainerResponse(envs={f"LIMIT_{kind}": str(tenant.cores if kind == "core" else tenant.memory_bytes)})
+        (gpu,) = tenant.gpus
+        return ContainerResponse(envs={f"LIMIT_{kind}": str(gpu.cores if kind == "core" else gpu.memory_bytes)})
 
     async def start(self, tenant: GpuShare) -> None:
         self.started.append(tenant)
@@ -73,8 +74,8 @@ async def test_a_share_is_answered_with_its_limits_and_started_with_both(order: 
     assert envs == {"LIMIT_core": "30", "LIMIT_memory": str(8 * BLOCK_BYTES)}
     assert [answer.annotations["gpumgr.io/enforcement"] for answer in world.answers] == ["hami-core", "hami-core"]
     (started,) = backend.started
-    assert (started.allocation, started.cores, started.memory_bytes) == (allocation.id, 30, 8 * BLOCK_BYTES)
-    assert (started.pod, started.container, started.uuid) == (("team", "share"), "main", world.node.gpus[0].uuid)
+    assert (started.allocation, started.pod, started.container) == (allocation.id, ("team", "share"), "main")
+    assert [(gpu.uuid, gpu.cores, gpu.memory_bytes) for gpu in started.gpus] == [(world.node.gpus[0].uuid, 30, 8 * BLOCK_BYTES)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -112,7 +113,7 @@ async def test_a_container_that_starts_again_is_prepared_again() -> None:
 async def test_an_app_that_took_over_its_init_containers_ids_is_started_with_its_own_size() -> None:
     world, backend = await limited()
     await world.run(world.pod("stages", app(40, 8, "init", "prepare"), app(20, 4)))
-    sizes = {tenant.container: (tenant.cores, tenant.memory_bytes // BLOCK_BYTES) for tenant in backend.started}
+    sizes = {tenant.container: (gpu.cores, gpu.memory_bytes // BLOCK_BYTES) for tenant in backend.started for gpu in tenant.gpus}
     assert sizes == {"prepare": (40, 8), "main": (20, 4)}
 
 

@@ -9,6 +9,8 @@ from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import BLOCK_BYTES
 from gpumgr.usage.containers import Container
+from gpumgr.usage.node_use import AllocationOnGpu
+from tests.unit.metrics.pictures import name_of
 from tests.unit.usage.samples import container, sample, used
 
 from .pages import metrics_of, ours, text_of
@@ -40,7 +42,7 @@ def picture_of(
     processes: dict[int, int | None] | None,
     owners: dict[int, Container | None],
     ratios: dict[int, float] | None = None,
-    over: frozenset[str] = frozenset(),
+    over: frozenset[AllocationOnGpu] = frozenset(),
 ) -> NodeReport:
     """What is used on the first GPU; the second is idle."""
     view = view_of(*allocations)
@@ -49,7 +51,9 @@ def picture_of(
 
 def test_a_share_with_all_its_numbers() -> None:
     both: dict[int, Container | None] = {11: container("a", WEB), 12: container("a", WEB)}
-    report = picture_of(share(), processes={11: 700, 12: 50}, owners=both, ratios={11: 0.5, 12: 0.25}, over=frozenset("a"))
+    report = picture_of(
+        share(), processes={11: 700, 12: 50}, owners=both, ratios={11: 0.5, 12: 0.25}, over=frozenset({("a", name_of(0))})
+    )
     numbers = {
         "core_allocated_ratio": 0.05,
         "memory_allocated_bytes": 2.0 * BLOCK_BYTES,
@@ -98,7 +102,7 @@ def test_two_pods_of_one_name_make_one_series() -> None:
         processes={11: 1, 12: BLOCK_BYTES},
         owners=owners,
         ratios={11: 0.75, 12: 0.5},
-        over=frozenset("b"),
+        over=frozenset({("b", name_of(0))}),
     )
     assert ours(report, "container_memory_used_bytes") == {SERIES: BLOCK_BYTES + 1.0}
     assert ours(report, "container_memory_limit_bytes") == {SERIES: 3.0 * BLOCK_BYTES}

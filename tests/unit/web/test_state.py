@@ -199,7 +199,7 @@ def test_a_share_with_all_its_numbers() -> None:
     report = picture_of(
         share(mechanisms=("nvml-memory", "mps")),
         processes={7: process(7, 700, 0.5), 8: process(8, 50, 0.25)},
-        over=frozenset("a"),
+        over=frozenset({("a", name_of(0))}),
     )
     (row,) = document(report)["containers"]
     assert row == {

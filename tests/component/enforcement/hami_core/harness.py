@@ -11,22 +11,16 @@ from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.usage.containers import Container
+from tests.shares import gpu_share, shared_gpu
 
+SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"
 ID = "00112233445566ff"
 MEMORY_BYTES = 1 << 30
 CORES = 30
 
 
 def tenant(allocation: str = ID, *, cores: int = CORES, memory_bytes: int = MEMORY_BYTES) -> GpuShare:
-    return GpuShare(
-        allocation=allocation,
-        gpu="0fe1c342",
-        uuid="GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab",
-        cores=cores,
-        memory_bytes=memory_bytes,
-        pod=("team", "p"),
-        container="main",
-    )
+    return gpu_share(allocation, shared_gpu(cores=cores, memory_bytes=memory_bytes))
 
 
 def running(of: GpuShare | None = None, *, pids: Sequence[int] = (), gpu_pids: Sequence[int] = ()) -> RunningContainer:
@@ -35,7 +29,7 @@ def running(of: GpuShare | None = None, *, pids: Sequence[int] = (), gpu_pids: S
         tenant=of or tenant(),
         container=container,
         pids=tuple(sorted(pids)),
-        gpu_processes=dict.fromkeys(gpu_pids, 0),
+        gpu_pids=frozenset(gpu_pids),
     )
 
 

@@ -14,6 +14,8 @@ from structlog.testing import capture_logs
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.region import RegionFile
+from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.errors import Refusal
 from tests.component.enforcement.hami_core.harness import (
     CORES,
@@ -26,6 +28,7 @@ from tests.component.enforcement.hami_core.harness import (
     running,
     tenant,
 )
+from tests.shares import TWO_GPUS, gpu_share
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +51,13 @@ async def backend(tmp_path: Path, library: Path, clock: Seconds) -> AsyncIterato
     await made.close()
 
 
+@pytest.fixture
+async def region(tmp_path: Path, backend: HamiCore) -> Path:
+    """Of a tenant that was started."""
+    await backend.start(tenant())
+    return region_of(tmp_path)
+
+
 def codes(findings: object) -> list[str]:
     assert isinstance(findings, (list, tuple))
     return [finding.code for finding in findings if isinstance(finding, Finding)]
@@ -55,6 +65,15 @@ def codes(findings: object) -> list[str]:
 
 def limits_line(client: Client, region: Path) -> str:
     return client.run(region, "show")[0]
+
+
+def read(folder: Path) -> RegionView:
+    region = RegionFile.open(region_of(folder).parent)
+    assert isinstance(region, RegionFile)
+    seen = region.read()
+    assert isinstance(seen, RegionView)
+    region.close()
+    return seen
 
 
 def content(path: str | Path) -> bytes:
@@ -99,6 +118,17 @@ async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: 
 async def test_the_memory_call_brings_the_seeds_limit(backend: HamiCore) -> None:
     answer = backend.prepare(tenant(memory_bytes=5 << 30), "memory")
     assert (answer.envs, answer.mounts) == ({"CUDA_DEVICE_MEMORY_LIMIT_0": "5120m"}, ())
+
+
+async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
+    share = gpu_share(ID, *TWO_GPUS)
+    assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
+    envs = backend.prepare(share, "core").envs
+    assert (envs["CUDA_DEVICE_SM_LIMIT_0"], envs["CUDA_DEVICE_SM_LIMIT_1"]) == ("20", "70")
+    await backend.start(share)
+    region = read(tmp_path)
+    assert (region.limits_bytes[:3], region.core_limits_percent[:3]) == ((2 << 30, 1 << 30, 0), (20, 70, 100))
+    assert await backend.observe([running(share)]) == []
 
 
 async def test_the_response_does_not_depend_on_files_or_on_the_container(
@@ -149,23 +179,20 @@ async def test_a_folder_that_can_not_be_made_refuses_the_start(tmp_path: Path, b
 # -- starts ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_library_side_works_on_a_seeded_region(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
+async def test_the_library_side_works_on_a_seeded_region(backend: HamiCore, region: Path, client: Client) -> None:
     said = client.run(region, "show", "take", "alloc", 900 << 20, "alloc", 200 << 20, "show")
     assert said[0] == f"{SEEDED}0"
     assert said[2:] == ["granted", "refused", f"{SEEDED}1"]
     assert codes(await backend.observe([running()])) == []
 
 
-async def test_each_start_has_a_fresh_region(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
-    first = region.stat().st_ino
+async def test_each_start_has_a_fresh_region(backend: HamiCore, region: Path, client: Client) -> None:
+    first = os.stat(region).st_ino
     client.run(region, "take", "use", 1 << 29, "raise", 1 << 40, 100)
-    with region.open("rb"):  # as the ended container's mount would: the number is not free to be used again
-        await backend.start(tenant())
-        assert region.stat().st_ino != first
+    held = os.open(region, os.O_RDONLY)  # as the ended container's mount would: the number is not free to be used again
+    await backend.start(tenant())
+    assert os.stat(region).st_ino != first
+    os.close(held)
     assert mode(region) == 0o666
     assert limits_line(client, region) == f"{SEEDED}0"
     assert codes(await backend.observe([running()])) == []
@@ -174,9 +201,7 @@ async def test_each_start_has_a_fresh_region(tmp_path: Path, backend: HamiCore, 
 # -- tampering -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_raised_limit_is_reported_and_reset_each_time(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
+async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore, region: Path, client: Client) -> None:
     for _ in range(2):
         client.run(region, "raise", 64 << 30, 100, "priority", 0, "switch", 0)
         (finding,) = await backend.observe([running()])
@@ -191,76 +216,68 @@ async def test_a_raised_limit_is_reported_and_reset_each_time(tmp_path: Path, ba
 
 
 async def test_a_limit_raised_and_repaired_between_two_checks_is_reported(
-    tmp_path: Path, backend: HamiCore, client: Client
+    backend: HamiCore, region: Path, client: Client
 ) -> None:
-    await backend.start(tenant())
     assert codes(await backend.observe([running()])) == []
-    client.run(region_of(tmp_path), "raise", 64 << 30, 100)
+    client.run(region, "raise", 64 << 30, 100)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
     assert codes(await backend.observe([running()])) == []
 
 
-async def test_a_limit_raised_again_after_its_repair_is_reported_again(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    client.run(region_of(tmp_path), "raise", 64 << 30, CORES)
+async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "raise", 64 << 30, CORES)
     assert codes(await backend.observe([running()])) == ["tampered"]
     await backend.adjust([running()])
-    client.run(region_of(tmp_path), "raise", 64 << 30, CORES)
+    client.run(region, "raise", 64 << 30, CORES)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
 
 
-async def test_the_switch_alone_is_set_back_in_silence(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    client.run(region_of(tmp_path), "switch", 0)
+async def test_the_switch_alone_is_set_back_in_silence(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "switch", 0)
     assert codes(await backend.observe([running()])) == []
     await backend.adjust([running()])
-    assert limits_line(client, region_of(tmp_path)) == f"{SEEDED}0"
+    assert limits_line(client, region) == f"{SEEDED}0"
 
 
-async def test_nothing_is_written_while_nothing_differs(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    with client.process(region_of(tmp_path), "take", "use", 4096) as pid:
+async def test_nothing_is_written_while_nothing_differs(backend: HamiCore, region: Path, client: Client) -> None:
+    with client.process(region, "take", "use", 4096) as pid:
         await backend.adjust([running(pids=[pid])])
-        before = region_of(tmp_path).stat().st_mtime_ns
+        before = os.stat(region).st_mtime_ns
         await backend.adjust([running(pids=[pid])])
-        assert region_of(tmp_path).stat().st_mtime_ns == before
+        assert os.stat(region).st_mtime_ns == before
 
 
 @pytest.mark.parametrize("spoil", [("count", -7), ("count", 1 << 30), ("uuid",), ("version", 1, 1), ("magic", 0)])
 async def test_a_corrupt_region_is_reported_once_and_its_limits_are_kept(
-    tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
+    backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
 ) -> None:
-    await backend.start(tenant())
-    client.run(region_of(tmp_path), "raise", 64 << 30, 100, *spoil)
+    client.run(region, "raise", 64 << 30, 100, *spoil)
     assert codes(await backend.observe([running()])) == ["tampered", "tampered"]
     await backend.adjust([running()])
-    assert f"memory={MEMORY_BYTES} cores={CORES}" in limits_line(client, region_of(tmp_path))
+    assert f"memory={MEMORY_BYTES} cores={CORES}" in limits_line(client, region)
     assert codes(await backend.observe([running()])) == []
 
 
-async def test_counters_below_zero_are_no_finding(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    client.run(region_of(tmp_path), "take", "overflow")
+async def test_counters_below_zero_are_no_finding(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "take", "overflow")
     assert codes(await backend.observe([running()])) == []
 
 
 @pytest.mark.parametrize("spoil", [("truncate", 0), ("truncate", 5000), ("symlink", "/etc/passwd"), ("fifo",)])
 async def test_a_lost_region_is_reported_once_and_not_written(
-    tmp_path: Path, backend: HamiCore, client: Client, spoil: tuple[object, ...]
+    backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
 ) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
     client.run(region, *spoil)
-    there = region.lstat()
+    there = os.lstat(region)
     (finding,) = await backend.observe([running(gpu_pids=[1])])
     assert finding.code == "broken"
     assert "restart the container" in finding.message
     for _ in range(4):
         await backend.adjust([running()])
         assert codes(await backend.observe([running(gpu_pids=[1])])) == []
-    assert (region.lstat().st_ino, region.lstat().st_size) == (there.st_ino, there.st_size)
+    assert (os.lstat(region).st_ino, os.lstat(region).st_size) == (there.st_ino, there.st_size)
     await backend.start(tenant())
     assert limits_line(client, region) == f"{SEEDED}0"
     assert codes(await backend.observe([running()])) == []
@@ -269,22 +286,16 @@ async def test_a_lost_region_is_reported_once_and_not_written(
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
+async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
     with client.process(region, "take") as unknown, client.process(region, "take", "host", 4_000_000) as strange:
         await backend.adjust([running(pids=[unknown, strange])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.hostpid) for slot in seen.slots] == [(unknown, unknown), (strange, strange)]
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(unknown, unknown), (strange, strange)]
         assert codes(await backend.observe([running(pids=[unknown, strange], gpu_pids=[unknown, strange])])) == []
 
 
 async def test_a_process_without_a_slot_is_reported_once_after_three_checks(
-    tmp_path: Path, backend: HamiCore, client: Client
+    backend: HamiCore, region: Path, client: Client
 ) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
     with client.process(region, "take") as known, client.process(region, "show") as past:
         now = running(pids=[known, past], gpu_pids=[known, past])
         found = [await backend.observe([now]) for _ in range(5)]
@@ -294,42 +305,36 @@ async def test_a_process_without_a_slot_is_reported_once_after_three_checks(
         assert [codes(await backend.observe([now])) for _ in range(3)] == [[], [], ["unregistered"]]
 
 
-async def test_a_process_is_identified_by_its_host_pid_alone(tmp_path: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
+async def test_a_process_is_identified_by_its_host_pid_alone(backend: HamiCore, region: Path, client: Client) -> None:
     gone = 4_000_000_000 >> 1  # above every host pid: its pid in the container is unknown
-    client.run(region_of(tmp_path), "take", "host", gone)
+    client.run(region, "take", "host", gone)
     assert [codes(await backend.observe([running(gpu_pids=[gone])])) for _ in range(3)] == [[], [], []]
 
 
 async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
-    tmp_path: Path, backend: HamiCore, client: Client, clock: Seconds
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
 ) -> None:
-    await backend.start(tenant())
-    region = region_of(tmp_path)
     with client.process(region, "take", "lock") as killed, client.process(region, "take", "lock") as slow:
         await backend.adjust([running(pids=[killed, slow])])
         os.kill(killed, signal.SIGKILL)
         await backend.adjust([running(pids=[slow])])
         clock.now += 1.9
         await backend.adjust([running(pids=[slow])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, True), (slow, True)]
+        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, True), (slow, True)]
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
-        seen = backend.region(ID)
-        assert seen is not None
-        assert [(slot.pid, slot.stuck) for slot in seen.slots] == [(killed, False), (slow, True)]
+        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_restarted_agent_takes_over_regions(tmp_path: Path, library: Path, backend: HamiCore, client: Client) -> None:
-    await backend.start(tenant())
+async def test_a_restarted_agent_takes_over_regions(
+    tmp_path: Path, library: Path, backend: HamiCore, region: Path, client: Client
+) -> None:
     await backend.close()
-    region = region_of(tmp_path)
-    inode = region.stat().st_ino
+    region = region
+    inode = os.stat(region).st_ino
     client.run(region, "raise", 64 << 30, 100)
     again = make_backend(tmp_path, library)
     not_started = tenant("ffffffffffffffff")
@@ -337,7 +342,7 @@ async def test_a_restarted_agent_takes_over_regions(tmp_path: Path, library: Pat
     assert set(again.remains()) == {ID}
     await again.adjust([running()])
     assert codes(await again.observe([running()])) == ["tampered"]
-    assert (limits_line(client, region), region.stat().st_ino) == (f"{SEEDED}0", inode)
+    assert (limits_line(client, region), os.stat(region).st_ino) == (f"{SEEDED}0", inode)
     await again.close()
 
 
@@ -376,8 +381,7 @@ async def test_an_unreadable_folder_is_reported_once(tmp_path: Path, backend: Ha
     ]
 
 
-async def test_starts_and_checks_leave_no_open_files(tmp_path: Path, backend: HamiCore) -> None:
-    await backend.start(tenant())
+async def test_starts_and_checks_leave_no_open_files(backend: HamiCore, region: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         await backend.start(tenant())
@@ -385,4 +389,4 @@ async def test_starts_and_checks_leave_no_open_files(tmp_path: Path, backend: Ha
     assert len(os.listdir("/proc/self/fd")) == before
     await backend.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
-    assert region_of(tmp_path).exists()  # the container goes on
+    assert stat.S_ISREG(os.stat(region).st_mode)  # the container goes on

@@ -23,6 +23,7 @@ from gpumgr.errors import NvmlError
 from gpumgr.proc import start_time_ticks
 from gpumgr.units import RESOURCES
 from gpumgr.usage.containers import Container
+from tests.shares import gpu_share, shared_gpu
 
 UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
 GIB: Final = 1 << 30
@@ -91,6 +92,12 @@ class Place:
         """One agent process' backend."""
         backend = Unhurried(**self.settings(**different))
         await backend.open(keep_protocol=keep_protocol)
+        return backend
+
+    async def started(self, **different: Any) -> Unhurried:
+        """The same after the start of a1."""
+        backend = await self.agent(**different)
+        await backend.start(tenant())
         return backend
 
     def settings(self, **different: Any) -> dict[str, Any]:
@@ -181,12 +188,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def tenant(allocation: str = "a1", *, cores: int = 30, memory_bytes: int = 3 * GIB, uuid: str = UUID) -> GpuShare:
-    pod = ("demo", f"pod-{allocation}")
-    return GpuShare(
-        allocation=allocation, gpu=uuid[4:12], uuid=uuid, cores=cores, memory_bytes=memory_bytes, pod=pod, container="main"
-    )
+    return gpu_share(allocation, shared_gpu(uuid, cores=cores, memory_bytes=memory_bytes), pod=("demo", f"pod-{allocation}"))
 
 
 def running(of: GpuShare, *pids: int, gpu: tuple[int, ...] = ()) -> RunningContainer:
     container = Container(id=of.allocation, pod=of.pod or ("", ""), pod_uid="u", name="main")
-    return RunningContainer(tenant=of, container=container, pids=pids, gpu_processes=dict.fromkeys(gpu))
+    return RunningContainer(tenant=of, container=container, pids=pids, gpu_pids=frozenset(gpu))

@@ -14,8 +14,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 @BOTH
 async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: ProtocolSetting) -> None:
     place.modes.now[UUID] = 2
-    backend = await place.agent(setting=setting)
-    await backend.start(tenant())
+    backend = await place.started(setting=setting)
     server = (await place.attach(backend, tenant()))[1]["server"]
     await place.detach()
     await backend.cleanup("a1")
@@ -31,14 +30,13 @@ async def test_an_idle_daemon_ends_and_leaves_nothing(place: Place, setting: Pro
     assert place.daemon_pid() is None
     assert start_time_ticks(server) is None
     assert place.modes.now == {UUID: 2}
-    assert (backend.status(), backend.own_pids(), place.folder.root.exists()) == ((), frozenset(), False)
+    assert (backend.daemons(), backend.own_pids(), place.folder.root.exists()) == ([], frozenset(), False)
     await backend.start(tenant("c3"))
     assert place.daemon_pid() is not None
 
 
 async def test_a_whole_gpu_container_does_not_wait_for_the_idle_time(place: Place) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await backend.vacate(["GPU-another"])
     assert place.daemon_pid() is not None
     await backend.vacate([UUID])
@@ -46,8 +44,7 @@ async def test_a_whole_gpu_container_does_not_wait_for_the_idle_time(place: Plac
 
 
 async def test_orphans_of_an_earlier_agent_are_reported_and_removed(place: Place) -> None:
-    old = await place.agent()
-    await old.start(tenant("a1"))
+    old = await place.started()
     await old.close()
     new = await place.agent()
     await new.recover([])
@@ -60,8 +57,7 @@ async def test_orphans_of_an_earlier_agent_are_reported_and_removed(place: Place
 
 
 async def test_cleanup_does_not_need_the_daemon(place: Place) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await place.kill_daemon()
     await backend.cleanup("a1")
     assert backend.remains() == set()
@@ -74,8 +70,7 @@ async def test_cleanup_does_not_need_the_daemon(place: Place) -> None:
 
 
 async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> None:
-    backend = await place.agent(idle_seconds=0.0)
-    await backend.start(tenant())
+    backend = await place.started(idle_seconds=0.0)
     await backend.cleanup("a1")
     place.modes.broken = "Unknown Error"
     await place.pass_time(backend)
@@ -88,8 +83,7 @@ async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> 
 
 
 async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place: Place) -> None:
-    old = await place.agent()
-    await old.start(tenant())
+    old = await place.started()
     await old.close()
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
     new = await place.agent(exclusive_process=False)
@@ -100,8 +94,7 @@ async def test_the_compute_mode_is_set_or_restored_as_the_setting_requires(place
 
 
 async def test_a_changed_compute_mode_is_set_again(place: Place) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     place.modes.now[UUID] = 0
     await place.pass_time(backend)
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}

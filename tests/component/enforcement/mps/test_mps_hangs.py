@@ -13,8 +13,7 @@ from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, run
 
 async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place: Place) -> None:
     place.behave(protocols=[2])
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     pid = place.daemon_pid()
     backend.give_up_after(0.3)
     place.behave(protocols=[2], hang=["get_server_list"])
@@ -32,8 +31,7 @@ async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place
 
 async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:
     place.behave(protocols=[2])
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await backend.cleanup("a1")
     backend.give_up_after(0.3)
     place.behave(protocols=[2], hang=["get_server_list", "quit"])
@@ -44,22 +42,21 @@ async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:
 
 
 async def test_a_daemon_that_keeps_crashing_is_started_ever_less_often(place: Place) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     place.behave(crash=["server"])
     await place.pass_time(backend)
     await place.pass_time(backend)
-    assert backend.status()[0].restarts == 1
+    assert backend.daemons()[0].restarts == 1
     await place.pass_time(backend, 0.0)
     for _ in range(20):
         await place.pass_time(backend)
-    (status,) = backend.status()
-    assert 1 < status.restarts < 10
+    (daemon,) = backend.daemons()
+    assert 1 < daemon.restarts < 10
     (finding,) = await backend.observe([running(tenant())])
     assert finding.code == "broken"
     place.behave()
     await place.pass_time(backend, 60)
-    assert backend.status()[0].trouble is None
+    assert backend.daemons()[0].trouble is None
     assert place.daemon_pid() is not None
 
 

@@ -16,8 +16,7 @@ BOTH = pytest.mark.parametrize("setting", ["2", "3"])
 
 async def begun(place: Place, setting: ProtocolSetting = "auto") -> int:
     """An agent process that ended and left a daemon for a1. Returns the daemon's pid."""
-    old = await place.agent(setting=setting)
-    await old.start(tenant())
+    old = await place.started(setting=setting)
     await old.close()
     pid = place.daemon_pid()
     assert pid is not None
@@ -47,7 +46,7 @@ async def test_without_the_program_daemons_are_found_and_their_containers_report
     assert await new.unavailable() is None
     await place.pass_time(new)
     assert await new.observe([running(tenant(), os.getpid())]) == []
-    assert (new.status()[0].pid, new.status()[0].protocol) == (pid, int(setting))
+    assert (new.daemons()[0].pid, new.daemons()[0].config.protocol) == (pid, int(setting))
     _, got = await place.attach(new, tenant())
     assert got["percentage"] == 30
 
@@ -72,7 +71,7 @@ async def test_without_the_program_an_idle_daemon_ends(place: Place) -> None:
     await new.cleanup("a1")
     await place.pass_time(new)
     await place.pass_time(new, IDLE_SECONDS)
-    assert (place.daemon_pid(), place.modes.now, new.status()) == (None, {UUID: 0}, ())
+    assert (place.daemon_pid(), place.modes.now, new.daemons()) == (None, {UUID: 0}, [])
 
 
 # -- the folders are elsewhere -----------------------------------------------------------------------------------------------
@@ -82,7 +81,7 @@ async def test_a_daemon_in_another_run_dir_is_managed_there(place: Place) -> Non
     pid = await begun(place)
     new = await place.agent(run_dir=place.root / "new")
     await new.recover([tenant()])
-    assert [(status.pid, status.tenants) for status in new.status()] == [(pid, 1)]
+    assert [(daemon.pid, len(daemon.folder.allocations())) for daemon in new.daemons()] == [(pid, 1)]
     assert pid in new.own_pids()
     await new.start(tenant())  # its container starts again, with what it was given then
     with pytest.raises(
@@ -100,15 +99,15 @@ async def test_a_daemon_in_another_run_dir_ends_when_its_containers_are_gone(pla
     await new.start(tenant("b2"))
     assert place.daemon_pid() is None
     assert not place.folder.root.exists()
-    (status,) = new.status()
-    assert (status.pid in new.own_pids(), status.tenants) == (True, 1)
+    (daemon,) = new.daemons()
+    assert (daemon.pid in new.own_pids(), len(daemon.folder.allocations())) == (True, 1)
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
     assert str(place.root / "new") in new.prepare(tenant("b2"), "core").envs["CUDA_MPS_PIPE_DIRECTORY"]
     _, got = await place.attach(new, tenant("b2"))
     assert got["percentage"] == 30
     await place.detach()
     await new.vacate([UUID])
-    assert (place.modes.now, new.status()) == ({UUID: 2}, ())
+    assert (place.modes.now, new.daemons()) == ({UUID: 2}, [])
 
 
 async def test_the_original_mode_is_restored_although_the_folder_was_emptied(place: Place) -> None:
@@ -135,14 +134,13 @@ async def test_a_mode_of_ours_is_not_taken_for_the_one_before_when_the_records_a
 
 async def test_an_operators_own_exclusive_mode_stays(place: Place) -> None:
     place.modes.now[UUID] = EXCLUSIVE_PROCESS
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await backend.vacate([UUID])
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
 
 
 @pytest.mark.parametrize("how", ["gone", "unreadable"])
-async def test_unreadable_folders_do_not_prevent_status_and_pids(place: Place, how: str, tmp_path: Path) -> None:
+async def test_unreadable_folders_do_not_hide_daemons(place: Place, how: str, tmp_path: Path) -> None:
     pid = await begun(place)
     backend = await place.agent()
     await backend.recover([tenant()])
@@ -152,7 +150,7 @@ async def test_unreadable_folders_do_not_prevent_status_and_pids(place: Place, h
     else:
         tenants.rename(tmp_path / "away")
         tenants.symlink_to("tenants")  # a loop
-    assert [(status.pid, status.tenants) for status in backend.status()] == [(pid, 0)]
+    assert [daemon.pid for daemon in backend.daemons()] == [pid]
     assert pid in backend.own_pids()
     if how == "gone":
         (tmp_path / "away").rename(place.folder.root)

@@ -44,8 +44,7 @@ async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_th
 
 
 async def test_in_protocol_3_a_container_cannot_choose_other_limits(place: Place) -> None:
-    backend = await place.agent(setting="3")
-    await backend.start(tenant("a1"))
+    backend = await place.started(setting="3")
     await backend.start(tenant("b2", cores=60))
     wider = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=64G"}
     _, got = await place.attach(backend, tenant("a1"), **wider)
@@ -58,16 +57,14 @@ async def test_in_protocol_3_a_container_cannot_choose_other_limits(place: Place
 
 
 async def test_memory_is_left_to_the_driver_where_it_limits(place: Place) -> None:
-    backend = await place.agent(limits=("core",), setting="3")
-    await backend.start(tenant())
+    backend = await place.started(limits=("core",), setting="3")
     _, got = await place.attach(backend, tenant())
     assert (got["percentage"], got["memory"]) == (30, None)
 
 
 async def test_the_protocol_stays_while_containers_use_it(place: Place) -> None:
     place.behave(protocols=[2])
-    old = await place.agent()
-    await old.start(tenant())
+    old = await place.started()
     given = old.prepare(tenant(), "core")
     await old.close()
     place.behave(protocols=[2, 3])  # the driver was replaced
@@ -78,8 +75,7 @@ async def test_the_protocol_stays_while_containers_use_it(place: Place) -> None:
 
 
 async def test_a_process_that_bypasses_mps_is_reported_after_some_checks(place: Place) -> None:
-    backend = await place.agent(exclusive_process=False)
-    await backend.start(tenant())
+    backend = await place.started(exclusive_process=False)
     client, _ = await place.attach(backend, tenant())
     other = os.getpid()
     look = [running(tenant(), client, other, gpu=(client, other))]
@@ -93,8 +89,7 @@ async def test_a_process_that_bypasses_mps_is_reported_after_some_checks(place: 
 
 
 async def test_a_running_container_without_files_is_reported(place: Place, tmp_path: Path) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     (finding,) = await backend.observe([running(tenant("lost"))])
     assert (finding.allocation, finding.code) == ("lost", "broken")
     empty = await place.agent(run_dir=tmp_path, state_dir=tmp_path / "state")

@@ -8,6 +8,7 @@ import pytest
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, running, tenant
+from tests.shares import TWO_GPUS, gpu_share
 
 
 async def refused(place: Place, **settings: Any) -> str:
@@ -29,7 +30,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert "mps.control_program" in reason
     with pytest.raises(Refusal, match="not available on this node"):
         backend.prepare(tenant(), "core")
-    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.status()))
+    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.daemons()))
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])
@@ -108,6 +109,8 @@ async def test_mig_devices_are_refused(place: Place) -> None:
     backend = await place.agent()
     with pytest.raises(Refusal, match="not MIG devices"):
         await backend.start(tenant(uuid="MIG-0fe1c342"))
+    with pytest.raises(Refusal, match="MPS limits a container on one GPU only"):
+        await backend.start(gpu_share("a1", *TWO_GPUS))
 
 
 async def test_a_program_that_hangs_is_refused_in_time_and_its_process_ended(place: Place) -> None:

@@ -26,23 +26,22 @@ async def test_a_killed_daemon_is_started_again_with_all_its_containers(place: P
     assert mounted.stat().st_ino == inode, "containers have this folder mounted"
     for each in (first, second):
         _, got = await place.attach(backend, each)
-        assert (got["percentage"], got["memory"]) == (each.cores, each.memory_bytes)
-    (status,) = backend.status()
-    assert (status.pid, status.tenants, status.restarts, status.trouble) == (place.daemon_pid(), 2, 1, None)
+        assert (got["percentage"], got["memory"]) == (each.gpus[0].cores, each.gpus[0].memory_bytes)
+    (daemon,) = backend.daemons()
+    assert (daemon.pid, len(daemon.folder.allocations()), daemon.restarts, daemon.trouble) == (place.daemon_pid(), 2, 1, None)
 
 
 @BOTH
 async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, setting: ProtocolSetting) -> None:
-    old = await place.agent(setting=setting)
-    await old.start(tenant())
+    old = await place.started(setting=setting)
     client, _ = await place.attach(old, tenant())
     pid = place.daemon_pid()
     await old.close()
     assert place.daemon_pid() == pid
     new = await place.agent()
     await new.recover([tenant()])
-    (status,) = new.status()
-    assert (status.pid, status.clients, status.restarts) == (pid, 1, 0)
+    (daemon,) = new.daemons()
+    assert (daemon.pid, len(daemon.clients), daemon.restarts) == (pid, 1, 0)
     assert start_time_ticks(client) is not None
     await new.start(tenant("b2"))
     assert place.daemon_pid() == pid
@@ -51,8 +50,7 @@ async def test_a_new_agent_adopts_the_daemon_and_clients_go_on(place: Place, set
 
 async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_is_still_set_back(place: Place) -> None:
     place.modes.now[UUID] = 0
-    old = await place.agent()
-    await old.start(tenant())
+    old = await place.started()
     await old.close()
     killed = await place.kill_daemon()
     new = await place.agent()
@@ -66,8 +64,7 @@ async def test_a_daemon_that_died_with_the_agent_is_started_again_and_the_mode_i
 
 async def test_servers_without_their_daemon_keep_their_clients_and_end_without_clients(place: Place) -> None:
     place.behave(servers_outlive=True)
-    backend = await place.agent(setting="2")
-    await backend.start(tenant())
+    backend = await place.started(setting="2")
     _, got = await place.attach(backend, tenant())
     await place.pass_time(backend)
     await place.kill_daemon()
@@ -82,8 +79,7 @@ async def test_servers_without_their_daemon_keep_their_clients_and_end_without_c
 
 
 async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:
-    backend = await place.agent()
-    await backend.start(tenant())
+    backend = await place.started()
     await place.kill_daemon()
     (place.folder.pipe / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     assert processes.find_daemon(place.folder.pipe) is None

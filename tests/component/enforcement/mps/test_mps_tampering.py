@@ -48,8 +48,7 @@ async def test_changed_limits_are_reset_and_reported(place: Place, which: str) -
 
 async def test_of_a_driver_that_reports_only_defaults_only_these_are_read(place: Place) -> None:
     place.behave(tells_limits="of defaults")
-    backend = await place.agent(setting="2")
-    await backend.start(tenant())
+    backend = await place.started(setting="2")
     client, _ = await place.attach(backend, tenant())
     await place.pass_time(backend)
     look = [running(tenant(), client, gpu=(client,))]
@@ -60,8 +59,7 @@ async def test_of_a_driver_that_reports_only_defaults_only_these_are_read(place:
 
 
 async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> None:
-    old = await place.agent(setting="2")
-    await old.start(tenant("a1"))
+    old = await place.started(setting="2")
     await place.attach(old, tenant("a1"))  # a server that the agent learns of at its next look
     await place.pass_time(old)
     await old.start(tenant("b2", cores=60))
@@ -72,13 +70,12 @@ async def test_what_the_agent_itself_changes_is_no_tampering(place: Place) -> No
     await new.cleanup("b2")
     await place.pass_time(new)
     assert await new.observe([running(tenant("a1"), os.getpid())]) == []
-    assert new.status()[0].trouble is None
+    assert new.daemons()[0].trouble is None
 
 
 async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
     place.behave(multiuser=False)
-    backend = await place.agent(setting="2")
-    await backend.start(tenant())
+    backend = await place.started(setting="2")
     _, first = await place.attach(backend, tenant(), FAKE_MPS_AS_USER="1001")
     await place.pass_time(backend)
     await place.detach()
@@ -91,8 +88,7 @@ async def test_a_server_that_has_ended_is_no_tampering(place: Place) -> None:
 
 async def test_limits_are_written_to_a_driver_that_does_not_report_them(place: Place) -> None:
     place.behave(tells_limits=False)
-    backend = await place.agent(setting="2")
-    await backend.start(tenant())
+    backend = await place.started(setting="2")
     _, got = await place.attach(backend, tenant())
     await place.pass_time(backend)
     await place.pass_time(backend)

@@ -1,17 +1,16 @@
 """Containers without limits on GPUs that MPS has for itself."""
 
-from dataclasses import replace
-
 import pytest
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.errors import Refusal
-from tests.component.enforcement.mps.place import GIB, Place, running, tenant
+from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
+from tests.shares import gpu_share, shared_gpu
 
 BOTH = pytest.mark.parametrize("setting", ["2", "3"])
-OPEN = replace(tenant("open", cores=5, memory_bytes=GIB), gpu_memory_bytes=80 * GIB)
+OPEN = gpu_share("open", shared_gpu(UUID, cores=5, total_bytes=80 * GIB), pod=("demo", "pod-open"))
 
 
 def ignore(_tenant: GpuShare, _message: str) -> None:

@@ -19,6 +19,8 @@ from tests.component.enforcement.vcuda.harness import Ended, Node, api, compile_
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS, PADDED, PRIORITY = 1, 4, 8, 32
 INTERPRETER = 3  # PT_INTERP of elf(5)
+INCOMPLETE = "--addr, --pod-uid and one of --cont-name and --cont-id are needed"
+UNREADABLE = "the agent's answer has headers that can't be read"
 NAMES = ["--pod-uid", "uid", "--cont-name", "main"]
 
 
@@ -113,22 +115,16 @@ async def test_success_in_every_shape(client: Path, node: Node, answer: bytes) -
         (trailers(b"\x8d"), "the answer has HTTP status 404 and no gRPC status"),
         (trailers(b"\x08\x03502"), "the answer has HTTP status 502 and no gRPC status"),
         (frame(DATA, END_STREAM, b""), "the answer has HTTP status -1 and no gRPC status"),
-        (trailers(b"\xbe"), "the agent's answer has headers that can't be read"),  # refers to a table that we declined
-        (trailers(b"\x80"), "the agent's answer has headers that can't be read"),
-        (trailers(b"\x3f\xe1\x1f"), "the agent's answer has headers that can't be read"),
-        (trailers(b"\x00\x7f\xff\xff\xff\xff\x0f"), "the agent's answer has headers that can't be read"),
-        (
-            trailers(b"\x00\x84\xff\xff\xff\xff\x00"),
-            "the agent's answer has headers that can't be read",
-        ),  # the end mark in a text
-        (trailers(b"\x00\x81\x00\x00"), "the agent's answer has headers that can't be read"),  # padding that is no padding
-        (trailers(b"\x00\x05ab"), "the agent's answer has headers that can't be read"),
-        (frame(HEADERS, END_HEADERS | PADDED, b"\xff" + OK), "the agent's answer has headers that can't be read"),
-        (frame(HEADERS, END_HEADERS | PADDED, b""), "the agent's answer has headers that can't be read"),
-        (
-            frame(HEADERS, 0, b"x" * 16000) + frame(CONTINUATION, 0, b"x" * 16000) * 4,
-            "the agent's answer has headers that can't be read",
-        ),
+        (trailers(b"\xbe"), UNREADABLE),  # refers to a table that we declined
+        (trailers(b"\x80"), UNREADABLE),
+        (trailers(b"\x3f\xe1\x1f"), UNREADABLE),
+        (trailers(b"\x00\x7f\xff\xff\xff\xff\x0f"), UNREADABLE),
+        (trailers(b"\x00\x84\xff\xff\xff\xff\x00"), UNREADABLE),  # the end mark in a text
+        (trailers(b"\x00\x81\x00\x00"), UNREADABLE),  # padding that is no padding
+        (trailers(b"\x00\x05ab"), UNREADABLE),
+        (frame(HEADERS, END_HEADERS | PADDED, b"\xff" + OK), UNREADABLE),
+        (frame(HEADERS, END_HEADERS | PADDED, b""), UNREADABLE),
+        (frame(HEADERS, 0, b"x" * 16000) + frame(CONTINUATION, 0, b"x" * 16000) * 4, UNREADABLE),
         (frame(RST_STREAM, 0, b"\0\0\0\x0b"), "the agent broke the call off (HTTP/2 error 11)"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers is no gRPC server"),
     ],
@@ -199,10 +195,10 @@ async def test_an_id_goes_before_a_name(client: Path, node: Node) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "--addr, --pod-uid and one of --cont-name and --cont-id are needed"),
-        (["--addr", "/s", "--pod-uid", "uid"], "--addr, --pod-uid and one of --cont-name and --cont-id are needed"),
-        (["--addr", "/s", "--cont-id", "c"], "--addr, --pod-uid and one of --cont-name and --cont-id are needed"),
-        (["--pod-uid", "uid", "--cont-id", "c"], "--addr, --pod-uid and one of --cont-name and --cont-id are needed"),
+        ([], INCOMPLETE),
+        (["--addr", "/s", "--pod-uid", "uid"], INCOMPLETE),
+        (["--addr", "/s", "--cont-id", "c"], INCOMPLETE),
+        (["--pod-uid", "uid", "--cont-id", "c"], INCOMPLETE),
         (["--addr"], "--addr needs a value"),
         (["--color=red"], "unknown argument --color=red"),
         (["-"], "unknown argument -"),

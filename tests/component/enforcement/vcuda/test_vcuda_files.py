@@ -37,18 +37,20 @@ async def test_a_c_compiler_lays_the_struct_out_alike(reader: Path) -> None:
     }
 
 
-async def test_a_c_program_reads_the_limits(reader: Path, node: Node) -> None:
+@pytest.mark.parametrize(("annotation", "limit"), [(None, 0), (60, 60), (100, 100), (250, 100)])
+async def test_a_c_program_reads_the_limits(reader: Path, node: Node, annotation: int | None, limit: int) -> None:
+    """The annotation makes a soft limit."""
     node.place.mkdir()
-    (node.place / "vcuda.config").write_bytes(pack_config(replace(TENANT, core_limit=60)))
+    (node.place / "vcuda.config").write_bytes(pack_config(replace(TENANT, core_limit=annotation)))
     said = (await run(reader, "config", f"{node.place}/")).stdout.splitlines()
     assert said == [
         f"pod_uid {TENANT.pod_uid}",
-        "limit 60",
+        f"limit {limit}",
         "container_name main",
         "bus_id 0000:18:00.0",
         "gpu_memory 2684354560",
         "utilization 30",
-        "hard_limit 0",
+        f"hard_limit {int(annotation is None)}",
         "enable 1",
     ]
 

@@ -14,10 +14,12 @@ from structlog.testing import capture_logs
 
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.rpc import wire
 from tests.component.enforcement.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 FLAT = {"bus_id": "0000:18:00.0", "pod_uid": TENANT.pod_uid, "container_name": "main"}
 BY_ID = {"bus_id": "", "pod_uid": TENANT.pod_uid, "container_id": CONTAINER.id}
 OTHER = replace(CONTAINER, id="f0" * 32, pod=("demo", "thief"), pod_uid="another", name="main")
@@ -106,9 +108,12 @@ async def test_names_in_the_message_do_not_change_the_registered_container(node:
 @pytest.mark.parametrize(
     ("data", "code", "sentence"),
     [
-        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, "can't read this request"),
-        (api.VDeviceRequest(pod_uid="u" * 48).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "pod_uid has 48 bytes"),
-        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes"),
+        (b"\xff\xff\xff", INVALID, "can't read this request"),
+        (wire.field(2, b"\xff\xfe"), INVALID, "not UTF-8"),
+        (wire.field(1, b"b" * 16), INVALID, "bus_id has 16 bytes and may have 15"),
+        (wire.field(2, b"u" * 48), INVALID, "pod_uid has 48 bytes and may have 47"),
+        (wire.field(3, b"c" * 4096), INVALID, "container_name has 4096 bytes and may have 4095"),
+        (b"\x22" + b"x" * 20_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 20001 bytes is above the limit of 16384"),
         (b"x" * 3_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED, "a request of 3000000 bytes"),
     ],
 )
@@ -165,7 +170,7 @@ async def test_a_restarted_agent_listens_on_the_same_path(
     again = node.backend(library_sha256)
     await again.recover([TENANT])
     assert node.listed() == listed
-    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_processes=dict.fromkeys(listed, None))
+    on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_pids=frozenset(listed))
     assert await again.observe([on_gpu]) == [], "who was listed is taken for registered"
     assert (node.place / "vcuda.config").exists()
     assert (await early).status == 0, "who called while the agent was away is answered now"
@@ -197,7 +202,7 @@ async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: Vcuda
         assert parent.stdout is not None
         child_pid = int(await parent.stdout.readline())
         pids = (parent.pid, child_pid, other.pid)
-        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_processes=dict.fromkeys(pids, 1 << 20))
+        running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=pids, gpu_pids=frozenset(pids))
         (finding,) = await backend.observe([running])
         assert (finding.allocation, finding.code) == (ALLOCATION, "unregistered")
         assert f"(pid {other.pid})" in finding.message
@@ -210,8 +215,8 @@ async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: Vcuda
 
 async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend) -> None:
     node.pids = set(range(10, 1510))
-    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)), gpu_processes={})
-    await backend.adjust([replace(running, gpu_processes={1509: 1 << 20})])
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=tuple(sorted(node.pids)))
+    await backend.adjust([replace(running, gpu_pids=frozenset({1509}))])
     assert node.listed() == (*range(10, 1033), 1509)
     (finding,) = await backend.observe([running])
     assert finding.code == "broken"

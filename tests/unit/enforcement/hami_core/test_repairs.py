@@ -2,41 +2,36 @@
 
 import struct
 
-import pytest
-
-from gpumgr.enforcement.hami_core import repairs
-from gpumgr.enforcement.hami_core.layouts import LAYOUTS, V1_1_DIRTY, V1_2, Layout
-from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, no_pid, table
+from gpumgr.enforcement.hami_core import layout, repairs
+from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, table
 
 
 def mend(pieces: Pieces, due: list[repairs.Repair]) -> None:
     for each in due:
-        pieces.content[each.write.offset : each.write.offset + len(each.write.data)] = each.write.data
+        pieces.content[each.offset : each.offset + len(each.data)] = each.data
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_an_untouched_region_needs_nothing(layout: Layout) -> None:
-    assert list(repairs.drifted(Pieces(layout).view(), GRANTED)) == []
+def test_an_untouched_region_needs_nothing() -> None:
+    assert list(repairs.drifted(Pieces().view(), GRANTED)) == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_changed_words_are_reset_one_by_one(layout: Layout) -> None:
-    pieces = Pieces(layout)
+def test_changed_words_are_reset_one_by_one() -> None:
+    pieces = Pieces()
     before = bytes(pieces.content)
-    pieces.put(layout.limit, "<QQ", 1 << 36, 5)
-    pieces.put(layout.sm_limit, "<Q", 100)
-    pieces.put(layout.priority, "<i", 0)
-    pieces.put(layout.utilization_switch, "<i", 0)
+    pieces.put(layout.LIMIT, "<QQ", 1 << 36, 5)
+    pieces.put(layout.SM_LIMIT, "<Q", 100)
+    pieces.put(layout.PRIORITY, "<i", 0)
+    pieces.put(layout.UTILIZATION_SWITCH, "<i", 0)
     due = list(repairs.drifted(pieces.view(), GRANTED))
     assert [each.code for each in due] == ["memory_limit", "memory_limit", "core_limit", "priority", "switch"]
     assert due[0].message == "memory limit 65536 MiB instead of 1024 MiB (device 0)"
-    assert all(each.write.offset % len(each.write.data) == 0 for each in due)
+    assert all(each.offset % len(each.data) == 0 for each in due)
     mend(pieces, due)
     assert bytes(pieces.content) == before
 
 
 def test_a_missing_or_wrong_host_pid_is_written_and_a_correct_one_is_not() -> None:
-    pieces = Pieces(V1_2)
+    pieces = Pieces()
     pieces.add(pid=7, hostpid=0)
     pieces.add(pid=8, hostpid=1008)
     pieces.add(pid=9, hostpid=555)
@@ -47,14 +42,13 @@ def test_a_missing_or_wrong_host_pid_is_written_and_a_correct_one_is_not() -> No
 
 
 def test_a_stuck_slot_keeps_its_old_host_number() -> None:
-    pieces = Pieces(V1_2)
+    pieces = Pieces()
     pieces.add(pid=1, hostpid=555, seqlock=3)
     assert list(repairs.unknown_hosts(pieces.view(), {1001}, table(p1=1001))) == []
 
 
-@pytest.mark.parametrize("layout", [V1_1_DIRTY, V1_2], ids=lambda layout: layout.name)
-def test_a_lock_of_an_ended_writer_is_released(layout: Layout) -> None:
-    pieces = Pieces(layout)
+def test_a_lock_of_an_ended_writer_is_released() -> None:
+    pieces = Pieces()
     pieces.add(pid=1, hostpid=555, seqlock=2**64 - 1)  # its pid in the container is used again, as the host pid shows
     pieces.add(pid=2, hostpid=1002, seqlock=5)  # runs
     pieces.add(pid=3, hostpid=0, seqlock=7)  # runs, its host pid was never found
@@ -63,13 +57,6 @@ def test_a_lock_of_an_ended_writer_is_released(layout: Layout) -> None:
     seen = pieces.view()
     found = list(repairs.abandoned(seen, {1001, 1002, 1003}, table(p1=1001, p2=1002, p3=1003)))
     assert [slot.index for slot in found] == [0, 3, 4]
-    mend(pieces, [repairs.unstuck(seen, slot) for slot in found])
+    mend(pieces, [repairs.unstuck(slot) for slot in found])
     assert [(slot.index, slot.seqlock) for slot in pieces.view().slots] == [(0, 0), (1, 5), (2, 7), (3, 10)]
-    assert layout.slot.seqlock is not None
-    assert struct.unpack_from("<Q", pieces.content, layout.slot_at(4) + layout.slot.seqlock) == (12,)
-
-
-def test_layouts_without_a_lock_have_none_to_end() -> None:
-    pieces = Pieces(LAYOUTS[0])
-    pieces.add(pid=4, seqlock=1)
-    assert list(repairs.abandoned(pieces.view(), {1}, no_pid)) == []
+    assert struct.unpack_from("<Q", pieces.content, layout.slot_at(4) + layout.SLOT_SEQLOCK) == (12,)

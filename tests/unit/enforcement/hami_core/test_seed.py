@@ -2,26 +2,32 @@
 
 import pytest
 
-from gpumgr.enforcement.hami_core import view
-from gpumgr.enforcement.hami_core.seed import LAYOUT, limits, seed
-
-
-def test_a_seed_reads_back_as_what_was_granted() -> None:
-    content = seed(limits(memory_bytes=5 << 30, cores=30))
-    seen = view.decode(LAYOUT, content[: LAYOUT.procs], content[LAYOUT.proc_num :], [])
-    assert seen.limits_bytes == (5 << 30, *[0] * 15)
-    assert seen.core_limits_percent == (30, *[100] * 15)
-    assert (seen.utilization_switch, seen.recent_kernel, seen.priority) == (1, 2, 1)
-    assert (seen.slots, seen.uuids, seen.problems) == ((), (), ())
+from gpumgr.enforcement.hami_core.seed import limits
+from tests.shares import TWO_GPUS, shared_gpu
 
 
 @pytest.mark.parametrize("cores", [-1, 0, 100, 150])
 def test_cores_that_the_library_takes_for_unlimited_are_refused(cores: int) -> None:
     with pytest.raises(ValueError, match="not a share of a GPU"):
-        limits(memory_bytes=1 << 30, cores=cores)
+        limits([shared_gpu(cores=cores)])
 
 
 @pytest.mark.parametrize("memory_bytes", [-1, 0, 1, (1 << 20) + 1, 1 << 63])
 def test_memory_that_the_library_treats_as_unlimited_or_can_not_represent_is_refused(memory_bytes: int) -> None:
     with pytest.raises(ValueError, match="not a memory limit"):
-        limits(memory_bytes=memory_bytes, cores=10)
+        limits([shared_gpu(memory_bytes=memory_bytes)])
+
+
+def test_each_gpu_has_its_own_limits_and_a_whole_one_has_none() -> None:
+    first, second = TWO_GPUS
+    whole = shared_gpu("GPU-33333333", cores=100, memory_bytes=80 << 30, bus_id="0000:2a:00.0")
+    wanted = limits([first, whole, second])
+    assert wanted.memory_bytes == (2 << 30, 0, 1 << 30, *[0] * 13)
+    assert wanted.core_percent == (20, 100, 70, *[100] * 13)
+
+
+def test_several_gpus_in_an_unknown_order_are_no_limits() -> None:
+    with pytest.raises(ValueError, match="PCI bus id of GPU 0fe1c342"):
+        limits([*TWO_GPUS, shared_gpu()])
+    with pytest.raises(ValueError, match="17 GPUs: at most 16"):
+        limits([TWO_GPUS[0]] * 17)

@@ -49,15 +49,15 @@ def test_the_daemon_sees_one_gpu_and_its_own_folders() -> None:
 
 
 def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
-    assert [each.text for each in commands.bound_servers_to_come(40, 3 * GIB)] == [
+    assert [each.text for each in commands.set_bound(None, 40, 3 * GIB)] == [
         "set_default_active_thread_percentage 40\n",
         "set_default_device_pinned_mem_limit 0 3072M\n",
     ]
-    assert [each.text for each in commands.bound_server(77, 40, 3 * GIB)] == [
+    assert [each.text for each in commands.set_bound(77, 40, 3 * GIB)] == [
         "set_active_thread_percentage 77 40\n",
         "set_device_pinned_mem_limit 77 0 3072M\n",
     ]
-    assert [each.text for each in commands.bound_server(77, 40, None)] == ["set_active_thread_percentage 77 40\n"]
+    assert [each.text for each in commands.set_bound(77, 40, None)] == ["set_active_thread_percentage 77 40\n"]
 
 
 def test_the_outer_bound_can_be_read() -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import View, judge, lost, processes_outside, unserved
 from gpumgr.usage.containers import Container
+from tests.shares import gpu_share
 
-TENANT = GpuShare(allocation="a1", gpu="0fe1c342", uuid="GPU-1", pod=("demo", "resnet"), container="main")
+TENANT = gpu_share(pod=("demo", "resnet"))
 CONTAINER = Container(id="c", pod=("demo", "resnet"), pod_uid="u", name="main")
-RUNNING = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(10, 11), gpu_processes={11: 1 << 20})
+RUNNING = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(10, 11), gpu_pids=frozenset({11}))
 
 
 def findings_of(view: View, *, users: Collection[int] = (1000,), lasting: Collection[int] = ()) -> list[Finding]:

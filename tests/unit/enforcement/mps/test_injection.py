@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.injection import answer
-from gpumgr.units import RESOURCES
+from gpumgr.errors import Refusal
+from gpumgr.units import RESOURCES, Resource
+from tests.shares import TWO_GPUS, gpu_share, shared_gpu
 
 ROOT = Path("/run/gpumgr/mps")
 UUID = "GPU-0fe1c342-0000-0000-0000-000000000001"
-TENANT = GpuShare(allocation="d79ef655d5eaf955", gpu="0fe1c342", uuid=UUID, cores=30, memory_bytes=3 << 30)
+TENANT = gpu_share("d79ef655d5eaf955", shared_gpu(UUID, memory_bytes=3 << 30), pod=None, container=None)
 GPU = f"/run/gpumgr/mps/{UUID}"
 
 
@@ -47,8 +48,14 @@ def test_without_limits_only_the_way_to_the_daemon_is_left() -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_neither_the_pod_nor_the_other_call_changes_an_answer(protocol: MpsProtocol) -> None:
-    named = replace(TENANT, pod=("demo", "resnet"), pod_uid="1", container="main", core_limit=90, minor=3)
-    for other in (named, replace(TENANT, memory_bytes=0)):
+    named = replace(TENANT, pod=("demo", "resnet"), pod_uid="1", container="main", core_limit=90)
+    for other in (named, replace(TENANT, gpus=(shared_gpu(UUID, memory_bytes=0),))):
         assert answer(other, "core", protocol, RESOURCES, ROOT) == answer(TENANT, "core", protocol, RESOURCES, ROOT)
-    for other in (named, replace(TENANT, cores=0)):
+    for other in (named, replace(TENANT, gpus=(shared_gpu(UUID, cores=0, memory_bytes=3 << 30),))):
         assert answer(other, "memory", protocol, RESOURCES, ROOT) == answer(TENANT, "memory", protocol, RESOURCES, ROOT)
+
+
+@pytest.mark.parametrize("kind", RESOURCES)
+def test_a_container_with_several_gpus_is_refused(kind: Resource) -> None:
+    with pytest.raises(Refusal, match=r"MPS limits a container on one GPU only, and allocation a1 .* shares 2 GPUs"):
+        answer(gpu_share("a1", *TWO_GPUS, pod=None), kind, 3, RESOURCES, ROOT)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.enforcement.vcuda.config import MOST_PIDS, chosen_pids, pack_pids, unpack_pids
+from gpumgr.enforcement.vcuda.config import MOST_PIDS, pack_pids, unpack_pids
 
 PIDS = st.integers(min_value=1, max_value=2**22)
 
@@ -23,7 +23,7 @@ def test_the_bytes() -> None:
 
 
 def test_of_too_many_the_users_of_the_gpu_come_first_and_then_the_lowest() -> None:
-    assert chosen_pids(range(1, 2001), first=[1500, 2000, 9999]) == (*range(1, 1023), 1500, 2000)
+    assert unpack_pids(pack_pids(range(1, 2001), first=[1500, 2000, 9999])) == (*range(1, 1023), 1500, 2000)
 
 
 def test_an_empty_file_would_lift_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""The container of a socket, the fields of a request, and one lookup shared by concurrent registrations."""
+"""The container of a socket, refusals, and one lookup shared by concurrent registrations."""
 
 import asyncio
 import struct
@@ -14,10 +14,9 @@ from grpclib.exceptions import GRPCError
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.vcuda import registration
-from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, HasMounted, RegistrationService, belongs, decode
+from gpumgr.enforcement.vcuda.registration import ROUTE, ContainerOf, HasMounted, RegistrationService, belongs
 from gpumgr.enforcement.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.errors import CriError
-from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
 from tests.unit.enforcement.vcuda.tenants import CONTAINER, TENANT
 
@@ -55,29 +54,6 @@ def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
     assert belongs(away, TENANT) == "unclear"
     assert belongs(away, replace(TENANT, pod_uid=None)) == "unclear"
     assert belongs(replace(away, pod_uid="another"), TENANT) == "no"
-
-
-def test_both_forms_of_the_request() -> None:
-    flat = wire.field(1, b"0000:18:00.0") + wire.field(2, b"uid") + wire.field(3, b"main")
-    assert decode(flat) == {"bus_id": "0000:18:00.0", "pod_uid": "uid", "container_name": "main", "container_id": ""}
-    assert decode(wire.field(2, b"uid") + wire.field(4, b"c0ffee"))["container_id"] == "c0ffee"
-    assert set(decode(b"").values()) == {""}
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "sentence"),
-    [
-        (b"\xff\xff", "can't read this request"),
-        (wire.field(2, b"\xff\xfe"), "not UTF-8"),
-        (wire.field(1, b"b" * 16), "bus_id has 16 bytes and may have 15"),
-        (wire.field(2, b"u" * 48), "pod_uid has 48 bytes and may have 47"),
-        (wire.field(3, b"c" * 4096), "container_name has 4096 bytes and may have 4095"),
-    ],
-)
-def test_malformed_requests_are_refused(request_bytes: bytes, sentence: str) -> None:
-    with pytest.raises(GRPCError, match=sentence) as caught:
-        decode(request_bytes)
-    assert caught.value.status is Status.INVALID_ARGUMENT
 
 
 @dataclass
@@ -135,12 +111,6 @@ async def status_of(
     assert not desk.entered
     assert not call.sent
     return caught.value.status, caught.value.message or ""
-
-
-async def test_a_call_registers_the_pid_from_the_kernel() -> None:
-    desk, call = Desk(), Call(4712)
-    await RegistrationService(desk, inside).__mapping__()[ROUTE].func(call)
-    assert (desk.entered, call.sent) == ([4712], [b""])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +200,6 @@ async def test_a_bug_is_an_answer_too() -> None:
     [
         (b"\1\0\0\0\1x", Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages"),
         (b"\0\0\0\0\5xy", Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame"),
-        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED, "a request of 4294967295 bytes is above the limit of 16384"),
     ],
 )
 async def test_frames_are_checked_first(data: bytes, status: Status, sentence: str) -> None:

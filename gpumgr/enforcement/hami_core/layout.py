@@ -1,0 +1,44 @@
+"""Layout 1.2 of HAMi-core's shared region, which libraries since HAMi v2.8.2 have: the one that gpumgr makes.
+
+For 64-bit little-endian glibc: 16 devices, 1024 slots, one slot for each process. The library makes the file one byte longer than the
+structure that it maps. Offsets are in bytes; those of a slot count from the slot's beginning.
+"""
+
+import struct
+from typing import Final
+
+MAGIC: Final = 19920718
+VERSION: Final = (1, 2)
+DEVICES: Final = 16
+SLOTS: Final = 1024
+SIZEOF: Final = 2_008_952
+FILE_BYTES: Final = SIZEOF + 1
+
+#: The words that identify a region: magic (i32), major and minor version (u32).
+HEAD: Final = struct.Struct("<iII")
+SEM: Final = 24
+SEM_POSTINIT: Final = 2_008_920
+UUIDS: Final = 64
+UUID_BYTES: Final = 96
+#: For each device bytes and percent (u64).
+LIMIT: Final = 1600
+SM_LIMIT: Final = 1728
+LIMITS: Final = struct.Struct(f"<{DEVICES}Q")
+
+PROCS: Final = 1856
+SLOT_BYTES: Final = 1960
+#: The process's pid in its container and on the host (i32; host 0: unknown).
+SLOT_PID: Final = 0
+SLOT_HOSTPID: Final = 4
+SLOT_STATUS: Final = 1928
+SLOT_SEQLOCK: Final = 1936
+
+#: Words (i32) behind the slots.
+PROC_NUM: Final = 2_008_896
+UTILIZATION_SWITCH: Final = 2_008_900
+RECENT_KERNEL: Final = 2_008_904
+PRIORITY: Final = 2_008_908
+
+
+def slot_at(index: int) -> int:
+    return PROCS + index * SLOT_BYTES

@@ -1,0 +1,39 @@
+"""What enforcement gets of an allocation."""
+
+from dataclasses import replace
+
+from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.gpu_share import GpuShare
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.units import Amounts
+from tests.unit.metrics.pictures import name_of, uuid_of, view_of
+
+FIRST, SECOND = name_of(0), name_of(1)
+PARTS = Allocation(id="a", gpus={SECOND: Amounts(20, 512), FIRST: Amounts(70, 256)}, mechanisms=("hami-core",))
+VIEW = view_of()
+SHOWN = VIEW.inventory.gpus(VIEW.ledger.gpu_registry)
+
+
+def tenant(allocation: Allocation) -> GpuShare | None:
+    return tenant_of(allocation, VIEW.ledger.gpu_registry, SHOWN, None)
+
+
+def test_a_share_has_the_amounts_of_each_gpu_in_the_order_of_the_bus_ids() -> None:
+    share = tenant(PARTS)
+    assert share is not None
+    assert [(gpu.uuid, gpu.bus_id, gpu.cores, gpu.memory_bytes >> 20) for gpu in share.gpus] == [
+        (uuid_of(0), "0000:00:00.0", 70, 256),
+        (uuid_of(1), "0000:01:00.0", 20, 512),
+    ]
+
+
+def test_a_whole_gpu_beside_a_part_of_another_is_not_limited() -> None:
+    share = tenant(replace(PARTS, gpus={FIRST: Amounts(100, 2048), SECOND: Amounts(20, 512)}))
+    assert share is not None
+    assert [gpu.whole for gpu in share.gpus] == [True, False]
+
+
+def test_whole_gpus_only_and_gpu_managers_records_are_no_tenants() -> None:
+    assert tenant(replace(PARTS, gpus={FIRST: Amounts(100, 2048), SECOND: Amounts(100, 2048)})) is None
+    assert tenant(replace(PARTS, anonymous=True)) is None
+    assert tenant(replace(PARTS, gpus={})) is None
