@@ -86,14 +86,18 @@ class Subscription(Generic[T]):
         return self._source.value
 
 
-async def sleep_for_latest(seconds: LatestValue[float]) -> None:
-    """Sleeps for `seconds.value`, counted from now; a new value applies at once, counted from the same start."""
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    with seconds.subscribe() as values, suppress(TimeoutError):
-        while True:
-            async with asyncio.timeout_at(start + seconds.value):
-                await anext(values)
+def next_tick(period_seconds: float, after: float) -> float:
+    """The first multiple of the period after this time of the event loop's clock.
+
+    Daemons wait for such times, so that timers of the same period are due together and wake the process once.
+    """
+    return after - after % period_seconds + period_seconds
+
+
+def until_tick(period_seconds: float) -> float:
+    """The seconds until the next tick, counted from now."""
+    now = time.monotonic()
+    return next_tick(period_seconds, now) - now
 
 
 class DaemonCalls:

@@ -18,7 +18,7 @@ import structlog
 
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.aio import finish_shielded, forever, persistently, sleep_for_latest
+from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
@@ -127,9 +127,14 @@ def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
+    """Refreshes what is shown after each sample, and also without one: a driver that does not answer delays nothing."""
+    sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
-        await sleep_for_latest(components.sample_period_seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(components.settings.nvml.sample_period_seconds + REPORT_SECONDS):
+                await sampled.wait()
+        sampled.clear()
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
@@ -167,8 +172,8 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
         period = notifier.watchdog_period_seconds
         if period is not None and time.monotonic() >= next_watchdog:
             notifier.watchdog()
-            next_watchdog = time.monotonic() + period
-        await asyncio.sleep(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS))
+            next_watchdog = next_tick(period, time.monotonic())
+        await asyncio.sleep(until_tick(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS)))
 
 
 async def _stop(components: Components, grace_seconds: float) -> None:

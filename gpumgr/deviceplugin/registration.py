@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
-from gpumgr.aio import LatestValue, forever
+from gpumgr.aio import LatestValue, forever, until_tick
 from gpumgr.deviceplugin.plugin import Allocator, DevicePlugin, Observer
 from gpumgr.deviceplugin.server import PluginServer
 from gpumgr.errors import KubeletError
@@ -44,7 +44,7 @@ _REMEDY: Final = (
 class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
-    poll_seconds: float = 0.4
+    poll_seconds: float = 0.5
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
@@ -252,7 +252,7 @@ class _ResourceLink:
         was_watched = False
         last_watched = loop.time()
         while True:
-            await asyncio.sleep(self._timing.poll_seconds)
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
             if self._server is None or not self._server.in_place:
                 return "own_socket_removed", was_watched
             if FileIdentity.at(self._kubelet_socket) != kubelet:
