@@ -8,6 +8,7 @@ Invariants:
 """
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -101,7 +102,7 @@ def until_tick(period_seconds: float) -> float:
 
 
 class DaemonCalls:
-    """Blocking calls that may never return, such as those of a network file system: one at a time, each on its own daemon thread.
+    """Blocking calls that may never return, such as those of a network file system: one at a time, on a daemon thread of their own.
 
     Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
     """
@@ -109,6 +110,7 @@ class DaemonCalls:
     def __init__(self, name: str) -> None:
         self._name = name
         self._busy = False
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
         """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs."""
@@ -132,10 +134,18 @@ class DaemonCalls:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(end, settle)
 
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_run_calls, args=(self._calls,), name=self._name, daemon=True).start()
         self._busy = True
+        self._calls.put(run)
         async with asyncio.timeout(timeout_seconds):
             return await answer
+
+
+def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
+    while True:
+        calls.get()()
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
