@@ -225,26 +225,3 @@ async def persistently(
         except Exception as error:
             bugs.record(error)
         await asyncio.sleep(pause_seconds)
-
-
-async def every(
-    period_seconds: float,
-    work: Callable[[], Awaitable[object]],
-    *,
-    name: str,
-    transient: tuple[type[Exception], ...] = (),
-) -> NoReturn:
-    """Runs `work`, waits `period_seconds`, and again. `transient` errors are logged once per text and retried.
-
-    Every other error is a bug and passes through; the task group of the caller then ends the process.
-    """
-    logged: str | None = None
-    while True:
-        try:
-            await work()
-            logged = None
-        except transient as error:
-            if str(error) != logged:
-                logged = str(error)
-                _log.warning("daemon_retries", daemon=name, error=logged)
-        await asyncio.sleep(period_seconds)

@@ -87,16 +87,15 @@ class KubeletLink:
         `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
         """
         self._held_back_by = held_back_by
-        self._on_state = on_state
         self._timing = timing or LinkTiming()
-        self._registered, self._free = asyncio.Event(), asyncio.Event()
+        self._free = asyncio.Event()
         self._resources = {
             kind: _ResourceLink(
                 folder,
                 kind,
                 partial(DevicePlugin, kind, allocator, watched, observe),
                 self._timing,
-                self._changed,
+                on_state,
                 random or Random(),
                 self._free,
             )
@@ -106,15 +105,11 @@ class KubeletLink:
 
     @property
     def registered(self) -> bool:
-        return self._registered.is_set()
+        return all(resource.state.registered for resource in self._resources.values())
 
     @property
     def states(self) -> dict[Resource, LinkState]:
         return {kind: resource.state for kind, resource in self._resources.items()}
-
-    async def wait_registered(self) -> None:
-        """Returns once all resources are registered."""
-        await self._registered.wait()
 
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
@@ -142,13 +137,6 @@ class KubeletLink:
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
         self._free.set()
-
-    def _changed(self, kind: Resource, state: LinkState) -> None:
-        if all(resource.state.registered for resource in self._resources.values()):
-            self._registered.set()
-        else:
-            self._registered.clear()
-        self._on_state(kind, state)
 
 
 class _ResourceLink:

@@ -14,7 +14,6 @@ from gpumgr.aio import (
     DaemonCalls,
     DaemonExitedError,
     LatestValue,
-    every,
     finish_shielded,
     forever,
     next_tick,
@@ -169,20 +168,6 @@ def test_one_bug_a_minute_is_logged_with_the_number_of_all() -> None:
         for now in (0.0, 1.0, BUG_LOG_SECONDS - 1, BUG_LOG_SECONDS, BUG_LOG_SECONDS + 1):  # noqa: B007
             bugs.record(LookupError("a bug"))
     assert [line["number"] for line in logs] == [1, 4]
-
-
-async def test_every_retries_transient_errors_and_logs_each_text_once() -> None:
-    said = iter(["rain", "rain", "hail", None])
-
-    async def work() -> None:
-        text = next(said)
-        if text is not None:
-            raise OSError(text)
-        raise LookupError("a bug")
-
-    with capture_logs() as logs, pytest.raises(LookupError, match="a bug"):
-        await every(0, work, name="walk", transient=(OSError,))
-    assert [line["error"] for line in logs] == ["rain", "hail"]
 
 
 # -- ticks -----------------------------------------------------------------------------------------------------------------

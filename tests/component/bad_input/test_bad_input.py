@@ -145,7 +145,8 @@ async def test_a_refused_or_unanswered_registration_is_reported(folder: Path) ->
             while "the answer was UNKNOWN: the ResourceName is invalid" not in str(await told.get()):
                 pass
             kubelet.register_error = None
-            await link.wait_registered()
+            while not link.registered:
+                await told.get()
             assert [state.error for state in link.states.values()] == [None, None]
         finally:
             await link.stop(0.1)
