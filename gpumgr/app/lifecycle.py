@@ -23,7 +23,7 @@ from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
 from gpumgr.app.read_model import ReadModel
-from gpumgr.app.recovery import read_entries, reconcile
+from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.errors import CheckpointError
 from gpumgr.kubeapi.cache import PodCache
@@ -87,7 +87,7 @@ async def _reconcile(parts: Parts) -> None:
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
-    entries = await read_entries(components.settings.kubelet.device_plugin_dir)
+    entries = await entries_if_readable(components.settings.kubelet.device_plugin_dir) or ()
     await reconcile(components.reconciler, entries, wait_synced=api_side.wait_synced, lost=loaded.lost)
     await components.enforcement.recover()
     components.remove_orphans()

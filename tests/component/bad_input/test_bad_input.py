@@ -16,7 +16,7 @@ import pytest
 
 from gpumgr.aio import LatestValue
 from gpumgr.app.hardware_events import HardwareEvents
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.deviceplugin.registration import KubeletLink, LinkTiming
 from gpumgr.errors import AlreadyRunning, Refusal
 from gpumgr.proc import HostProcesses
@@ -155,8 +155,8 @@ async def test_a_refused_or_unanswered_registration_is_reported(folder: Path) ->
 
 def test_a_second_agent_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with NodeLock(path), pytest.raises(AlreadyRunning) as refused:
-        NodeLock(path).acquire()
+    with lock_node(path), pytest.raises(AlreadyRunning) as refused, lock_node(path):
+        raise AssertionError("two agents hold one lock")
     assert str(refused.value) == (
         f"another gpumgr agent (pid {os.getpid()}) runs on this node: it holds {path}; stop it before starting this one"
     )

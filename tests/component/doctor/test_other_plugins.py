@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.doctor.host_paths import look_at_host_paths
 from gpumgr.doctor.other_programs import look_at_agent, look_at_plugins
 
@@ -48,7 +48,7 @@ async def test_a_running_agent_is_ok_unless_another_one_is_to_start(folder: Path
     for before_start in (False, True):
         found = await look_at_agent(lock, folder, before_start=before_start)
         assert (found.check, found.state, found.message) == ("agent", "ok", "none runs on this node")
-    with NodeLock(lock), lock_folder(folder):
+    with lock_node(lock), lock_folder(folder):
         pid = lock.read_text().strip()
         found = await look_at_agent(lock, folder, before_start=False)
         assert (found.state, found.message) == ("ok", f"it runs on this node (pid {pid}, holds {lock})")
@@ -69,15 +69,15 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
 
 
 async def test_asking_leaves_the_lock_free(folder: Path) -> None:
-    with NodeLock(folder / "agent.lock"):
+    with lock_node(folder / "agent.lock"):
         pass
     assert (await look_at_agent(folder / "agent.lock", folder, before_start=True)).state == "ok"
-    with NodeLock(folder / "agent.lock"), lock_folder(folder):
+    with lock_node(folder / "agent.lock"), lock_folder(folder):
         assert (await look_at_agent(folder / "agent.lock", folder, before_start=False)).state == "ok"
 
 
 def test_an_init_container_stops_what_would_be_the_second_agent(folder: Path) -> None:
-    with NodeLock(folder / "agent.lock"):
+    with lock_node(folder / "agent.lock"):
         options = ["--config", str(write_settings(folder)), "--sim", "pcie-a10-4", "--before-start"]
         result = CliRunner().invoke(command, options)
     assert result.exit_code == 1

@@ -27,7 +27,7 @@ from gpumgr.enforcement.mps.commands import CAVEATS, ControlFeatures, MpsProtoco
     ],
 )
 def test_cdi_by_the_version_of_the_runtime(name: str, version: str, state: State, word: str) -> None:
-    found = judge_cdi(Runtime(name=name, version=version, api_version="v1"), Path("/var/run/cdi"))
+    found = judge_cdi(Runtime(name=name, version=version), Path("/var/run/cdi"))
     assert (found.check, found.state) == ("cdi", state)
     assert word in found.message
     assert (found.remedy is None) == (state == "ok")
