@@ -2,7 +2,8 @@
 
 grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and goes on serving them. It answers unknown methods
 without a content type, which grpc-go reports as UNKNOWN. grpclib offers no hook for either, so this module, and no other, uses four of
-its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`.
+its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` and `Connection._connection`. It also replaces
+`Connection.flush`.
 """
 
 import asyncio
