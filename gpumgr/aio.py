@@ -8,6 +8,7 @@ Invariants:
 """
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -86,18 +87,22 @@ class Subscription(Generic[T]):
         return self._source.value
 
 
-async def sleep_for_latest(seconds: LatestValue[float]) -> None:
-    """Sleeps for `seconds.value`, counted from now; a new value applies at once, counted from the same start."""
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    with seconds.subscribe() as values, suppress(TimeoutError):
-        while True:
-            async with asyncio.timeout_at(start + seconds.value):
-                await anext(values)
+def next_tick(period_seconds: float, after: float) -> float:
+    """The first multiple of the period after this time of the event loop's clock.
+
+    Daemons wait for such times, so that timers of the same period are due together and wake the process once.
+    """
+    return after - after % period_seconds + period_seconds
+
+
+def until_tick(period_seconds: float) -> float:
+    """The seconds until the next tick, counted from now."""
+    now = time.monotonic()
+    return next_tick(period_seconds, now) - now
 
 
 class DaemonCalls:
-    """Blocking calls that may never return, such as those of a network file system: one at a time, each on its own daemon thread.
+    """Blocking calls that may never return, such as those of a network file system: one at a time, on a daemon thread of their own.
 
     Unlike with `asyncio.to_thread`, a call that hangs delays neither the end of the process nor other calls.
     """
@@ -105,6 +110,7 @@ class DaemonCalls:
     def __init__(self, name: str) -> None:
         self._name = name
         self._busy = False
+        self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
         """The result or error of `work`. Raises TimeoutError if that takes longer, or at once while an earlier call still hangs."""
@@ -128,10 +134,18 @@ class DaemonCalls:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(end, settle)
 
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_run_calls, args=(self._calls,), name=self._name, daemon=True).start()
         self._busy = True
+        self._calls.put(run)
         async with asyncio.timeout(timeout_seconds):
             return await answer
+
+
+def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
+    while True:
+        calls.get()()
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
@@ -223,26 +237,3 @@ async def persistently(
         except Exception as error:
             bugs.record(error)
         await asyncio.sleep(pause_seconds)
-
-
-async def every(
-    period_seconds: float,
-    work: Callable[[], Awaitable[object]],
-    *,
-    name: str,
-    transient: tuple[type[Exception], ...] = (),
-) -> NoReturn:
-    """Runs `work`, waits `period_seconds`, and again. `transient` errors are logged once per text and retried.
-
-    Every other error is a bug and passes through; the task group of the caller then ends the process.
-    """
-    logged: str | None = None
-    while True:
-        try:
-            await work()
-            logged = None
-        except transient as error:
-            if str(error) != logged:
-                logged = str(error)
-                _log.warning("daemon_retries", daemon=name, error=logged)
-        await asyncio.sleep(period_seconds)

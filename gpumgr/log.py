@@ -59,10 +59,11 @@ def configure_log(level: Level, form: Format, *, stream: TextIO | None = None, c
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    rendering = _console(out) if console else _json()
+    traceback = structlog.processors.format_exc_info
+    rendering: list[Processor] = [_console(out)] if console else [traceback, _render_json]
     lines = _Lines(out) if journal is None else _Entries(out, journal)
     structlog.configure(
-        processors=[_threshold, *shared, *(rendering if journal is None else _entry())],
+        processors=[_threshold, *shared, *(rendering if journal is None else [traceback, _render_entry])],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=cache_loggers,
@@ -117,16 +118,8 @@ class _JournalHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def _console(out: TextIO) -> list[Processor]:
-    return [structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)]
-
-
-def _json() -> list[Processor]:
-    return [structlog.processors.format_exc_info, _render_json]
-
-
-def _entry() -> list[Processor]:
-    return [structlog.processors.format_exc_info, _render_entry]
+def _console(out: TextIO) -> Processor:
+    return structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
 
 
 def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:

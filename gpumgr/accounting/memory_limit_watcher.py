@@ -20,7 +20,7 @@ from gpumgr.accounting.findings import OVER_LIMIT, FindingsReporter
 from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
-from gpumgr.agent.tenants import tenant_of
+from gpumgr.agent.tenants import is_share, tenant_of
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodView
@@ -119,7 +119,7 @@ class MemoryLimitWatcher:
 
     def needs_process_utilization(self) -> bool:
         """True while any container shares a GPU: samples should then include the utilization of each process."""
-        return bool(self._current_shares(self._records.ledger))
+        return any(map(is_share, self._records.ledger.allocations.values()))
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class MemoryLimitWatcher:
         if not ledger.allocations and now - self._evaluated_at < CALM_PERIOD_SECONDS:
             return
         self._evaluated_at = now
-        shares = self._current_shares(ledger)
+        shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
         index = AllocationIndex(ledger.allocations.values())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         own_pids = frozenset(await asyncio.to_thread(self._backends.own_pids)) if seen else frozenset()
@@ -144,9 +144,6 @@ class MemoryLimitWatcher:
     async def close(self) -> None:
         await self._enforce.close()
         await self._owners.close()
-
-    def _current_shares(self, ledger: Ledger) -> Mapping[AllocationId, GpuShare]:
-        return self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
 
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
         ownership = self._owners.latest

@@ -28,6 +28,11 @@ RETRY_SECONDS: Final = 5.0
 class Runtime(Protocol):
     """The container runtime's containers, from memory (gpumgr.cri.containers.Containers)."""
 
+    @property
+    def due(self) -> bool:
+        """Whether the containers are to be listed."""
+        ...
+
     async def tick(self) -> None:
         """Lists the containers if that is due."""
         ...
@@ -73,7 +78,8 @@ class ProcessOwners:
         `started`: pid -> start time in clock ticks since boot, without processes that have ended.
         """
         deadline = self._clock() + self._timeout_seconds
-        await self._list.start(self._runtime.tick, timeout_seconds=self._timeout_seconds)
+        if self._runtime.due:
+            await self._list.start(self._runtime.tick, timeout_seconds=self._timeout_seconds)
         containers = self._containers(index, shares)
         pids = await asyncio.to_thread(self._read_pids, containers) if containers else {}
         owners: dict[int, Container | None] = {pid: containers[each] for each, inside in pids.items() for pid in inside}

@@ -50,7 +50,7 @@ def container_row(
 def rows_on(
     gpu: RegisteredGpu, holders: Iterable[Allocation], pods: Pods, *, use: NodeUse | None, over: Collection[AllocationOnGpu]
 ) -> list[ContainerRow]:
-    """A row for each holder of the GPU. `use` is None before the first sample; `over` are the allocations over their memory, with the GPU."""
+    """A row for each holder of the GPU. `use` is None before the first sample; `over`: the allocations over their memory."""
     memory_bytes, uses = gpu.memory_blocks * BLOCK_BYTES, use.containers if use else {}
     return [
         container_row(

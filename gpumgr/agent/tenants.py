@@ -10,6 +10,10 @@ from gpumgr.topology.devices import Gpu
 from gpumgr.units import GpuName
 
 
+def is_share(allocation: Allocation) -> bool:
+    return not (allocation.whole or allocation.anonymous or not allocation.gpus)
+
+
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
@@ -17,7 +21,7 @@ def tenant_of(
 
     `gpus` are those that the driver shows now; `view` is the allocation's pod, if it is known.
     """
-    if allocation.whole or allocation.anonymous or not allocation.gpus:
+    if not is_share(allocation):
         return None
     parts = []
     for name, amounts in allocation.gpus.items():

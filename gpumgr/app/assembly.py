@@ -20,7 +20,7 @@ from gpumgr.app.read_model import ReadModel
 from gpumgr.app.recovery import SPECS_SECONDS
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.checkpoint.tables import Loaded
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.display.server import DisplayServer, GpuDisplay
 from gpumgr.errors import AlreadyRunning, GpumgrError, InputError
 from gpumgr.nvml.reset import reset_gpu
@@ -122,7 +122,7 @@ def _lock_node(settings: Settings, stack: contextlib.AsyncExitStack) -> None:
     path = settings.process.lock_path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(NodeLock(path))
+        stack.enter_context(lock_node(path))
         stack.enter_context(lock_folder(settings.kubelet.device_plugin_dir))
     except AlreadyRunning:
         raise

@@ -80,8 +80,6 @@ class Components:
         self.settings = settings
         self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
         self._processes = HostProcesses(hardware.proc_root)
-        #: How often the GPUs are sampled, and what is shown is rendered.
-        self.sample_period_seconds = LatestValue(settings.nvml.sample_period_seconds)
         self.devices: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in RESOURCES}
         self.metrics = self._make_metrics()
         self.device_lists = DeviceListPublisher(self._publish, clock=time.monotonic)
@@ -103,13 +101,11 @@ class Components:
     def apply(self, settings: Settings) -> None:
         """Applies settings that differ from the current ones in live keys alone (gpumgr.settings.live)."""
         self.settings = settings
-        period_seconds = settings.nvml.sample_period_seconds
         self.agent_state.apply(policy=settings.placement.policy)
         self.agent.apply(share_mode=settings.placement.share_mode)
         self.admission.apply(pod_wait_seconds=_pod_wait_seconds(settings))
         self.memory_watcher.apply(_over_limit(settings))
-        self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=period_seconds)
-        self.sample_period_seconds.set(period_seconds)
+        self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
         self.metrics.apply(gpu_manager_names=settings.metrics.gpu_manager_names, hami_names=settings.metrics.hami_names)
 
     def remove_orphans(self) -> None:

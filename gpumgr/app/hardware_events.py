@@ -44,6 +44,8 @@ class HardwareEvents:
         self._before_snapshot, self._on_sample = before_snapshot, on_sample
         #: Set at the driver's first answer or error.
         self.known = asyncio.Event()
+        #: Set after each sample, once it is evaluated.
+        self.sampled = asyncio.Event()
         #: Whether the driver answers, and the reason if it does not.
         self.driver_up = False
         self.down_reason: str | None = None
@@ -81,6 +83,7 @@ class HardwareEvents:
         await self._agent_state.set_sample(sample, started)
         self._keep(sample)
         await self._on_sample(sample, started)
+        self.sampled.set()
 
     async def driver_down(self, message: str) -> None:
         self.driver_up, self.down_reason = False, message

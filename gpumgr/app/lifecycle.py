@@ -18,12 +18,12 @@ import structlog
 
 from gpumgr import __version__
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.aio import finish_shielded, forever, persistently, sleep_for_latest
+from gpumgr.aio import finish_shielded, forever, next_tick, persistently, until_tick
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import Parts, assembled
 from gpumgr.app.components import Components, Hardware
 from gpumgr.app.read_model import ReadModel
-from gpumgr.app.recovery import read_entries, reconcile
+from gpumgr.app.recovery import entries_if_readable, reconcile
 from gpumgr.app.settings_reload import SettingsReloader, SettingsSource
 from gpumgr.errors import CheckpointError
 from gpumgr.kubeapi.cache import PodCache
@@ -87,7 +87,7 @@ async def _reconcile(parts: Parts) -> None:
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
             await asyncio.gather(components.hardware_events.known.wait(), api_side.wait_synced(FIRST_PODS_SECONDS))
     components.agent_state.restore_quarantine(loaded.notes)
-    entries = await read_entries(components.settings.kubelet.device_plugin_dir)
+    entries = await entries_if_readable(components.settings.kubelet.device_plugin_dir) or ()
     await reconcile(components.reconciler, entries, wait_synced=api_side.wait_synced, lost=loaded.lost)
     await components.enforcement.recover()
     components.remove_orphans()
@@ -127,9 +127,14 @@ def _start_workers(group: asyncio.TaskGroup, parts: Parts, notifier: Notifier) -
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
+    """Refreshes what is shown after each sample, and also without one: a driver that does not answer delays nothing."""
+    sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
-        await sleep_for_latest(components.sample_period_seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(components.settings.nvml.sample_period_seconds + REPORT_SECONDS):
+                await sampled.wait()
+        sampled.clear()
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
@@ -167,8 +172,8 @@ async def _report(parts: Parts, notifier: Notifier) -> None:
         period = notifier.watchdog_period_seconds
         if period is not None and time.monotonic() >= next_watchdog:
             notifier.watchdog()
-            next_watchdog = time.monotonic() + period
-        await asyncio.sleep(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS))
+            next_watchdog = next_tick(period, time.monotonic())
+        await asyncio.sleep(until_tick(min(REPORT_SECONDS if ready else FIRST_REPORT_SECONDS, period or REPORT_SECONDS)))
 
 
 async def _stop(components: Components, grace_seconds: float) -> None:

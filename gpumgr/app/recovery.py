@@ -18,11 +18,6 @@ log = structlog.get_logger(__name__)
 SPECS_SECONDS = 5.0
 
 
-async def read_entries(device_plugin_dir: Path) -> Sequence[CheckpointEntry]:
-    """The entries of the kubelet's checkpoint; none, and a log event, if it can't be read."""
-    return await entries_if_readable(device_plugin_dir) or ()
-
-
 async def entries_if_readable(device_plugin_dir: Path) -> Sequence[CheckpointEntry] | None:
     """The entries of the kubelet's checkpoint; None, and a log event, if it can't be read."""
     try:

@@ -19,7 +19,7 @@ from typing import Final, NoReturn, TypeVar
 import structlog
 
 from gpumgr.agent.history import History
-from gpumgr.aio import BugLog, DaemonCalls
+from gpumgr.aio import BugLog, DaemonCalls, until_tick
 from gpumgr.allocator.history import Entry
 from gpumgr.errors import InputError
 from gpumgr.files import FileIdentity
@@ -93,7 +93,9 @@ class SettingsReloader:
         while True:
             changed = self._seen != self._source.read_as
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(RECHECK_SECONDS, self._check_seconds) if changed else self._check_seconds):
+                async with asyncio.timeout(
+                    until_tick(min(RECHECK_SECONDS, self._check_seconds) if changed else self._check_seconds)
+                ):
                     await asked.wait()
             try:
                 await self._check()

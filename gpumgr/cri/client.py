@@ -38,7 +38,7 @@ class CriClient:
         """The runtime's name and version."""
         with self._explained("ask the container runtime for its version"):
             found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
-            return Runtime(name=found.runtime_name, version=found.runtime_version, api_version=found.runtime_api_version)
+            return Runtime(name=found.runtime_name, version=found.runtime_version)
 
     async def list(self) -> tuple[Container, ...]:
         """The kubelet's containers of all states, without pid and cgroup."""

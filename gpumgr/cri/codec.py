@@ -22,11 +22,10 @@ _CONTAINER: Final = "io.kubernetes.container.name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """The container runtime: "containerd" or "cri-o", its version, and the version of the interface."""
+    """The container runtime: "containerd" or "cri-o", and its version."""
 
     name: str
     version: str
-    api_version: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

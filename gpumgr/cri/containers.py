@@ -26,6 +26,8 @@ _log = structlog.get_logger(__name__)
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
+#: Calls of `tick` are not exactly a second apart: a poll may be so much earlier than its period.
+_EARLY_SECONDS: Final = 0.1
 
 #: pid and cgroup, requested from the runtime once for each container.
 Location = tuple[int | None, str | None]
@@ -64,6 +66,13 @@ class Containers:
         """Why the runtime does not answer; None while it does, and before the first poll."""
         return self._unavailable
 
+    @property
+    def due(self) -> bool:
+        """Whether `tick` would poll."""
+        now = self._clock()
+        period_seconds = EAGER_PERIOD_SECONDS if now < self._eager_until else CALM_PERIOD_SECONDS
+        return now - self._polled_at >= period_seconds - _EARLY_SECONDS
+
     def running(self) -> Sequence[Container]:
         """The containers that ran at the last poll."""
         return tuple(container for container in self._table.values() if container.running)
@@ -80,8 +89,7 @@ class Containers:
     async def tick(self) -> None:
         """Polls the runtime if a poll is due."""
         async with self._polling:
-            now = self._clock()
-            if now - self._polled_at >= (EAGER_PERIOD_SECONDS if now < self._eager_until else CALM_PERIOD_SECONDS):
+            if self.due:
                 await self._refresh()
 
     async def refresh(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from gpumgr.errors import KubeletError
 from gpumgr.rpc.wire import WireError
 
 FILE_NAME = "kubelet_internal_checkpoint"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,8 @@ class _Data(msgspec.Struct):
     PodDeviceEntries: list[_Entry] | None = None
 
 
-class _File(msgspec.Struct):
+class _File(_Data):
     Data: _Data | None = None
-    PodDeviceEntries: list[_Entry] | None = None
 
 
 class _RegisteredData(msgspec.Struct):
@@ -57,27 +58,23 @@ class _RegisteredFile(_RegisteredData):
     Data: _RegisteredData | None = None
 
 
-_decoder = msgspec.json.Decoder(_File)
-
-
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
     """The entries in the file's order. Raises KubeletError if `text` is not such a file, or incomplete."""
-    try:
-        file = _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
-    data = file.Data if file.Data is not None else file
-    return tuple(_entry(entry) for entry in data.PodDeviceEntries or ())
+    file = _decoded(text, _File)
+    return tuple(_entry(entry) for entry in (file.Data or file).PodDeviceEntries or ())
 
 
 def parse_registered_devices(text: bytes) -> Mapping[str, int]:
     """Resource -> the number of ids that its device plugin offers. Raises KubeletError if `text` is not such a file."""
+    file = _decoded(text, _RegisteredFile)
+    return {resource: len(ids or ()) for resource, ids in ((file.Data or file).RegisteredDevices or {}).items()}
+
+
+def _decoded(text: bytes, kind: type[T]) -> T:
     try:
-        file = msgspec.json.decode(text, type=_RegisteredFile)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
-    data = file.Data if file.Data is not None else file
-    return {resource: len(ids or ()) for resource, ids in (data.RegisteredDevices or {}).items()}
 
 
 async def read_kubelet_checkpoint(

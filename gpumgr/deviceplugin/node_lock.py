@@ -8,8 +8,6 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from gpumgr.errors import AlreadyRunning, GpumgrError
 
@@ -35,52 +33,36 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-class NodeLock:
-    """A context manager that holds a lock on the file `path`, which contains the holder's pid."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-
-    def __enter__(self) -> Self:
-        self.acquire()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-    def acquire(self) -> None:
-        """Raises AlreadyRunning if another process holds the lock, GpumgrError if the file can't be opened."""
-        while True:
-            try:
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            except OSError as error:
-                raise GpumgrError(f"can't open the lock file {self._path}: {error.strerror or error}") from error
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.pread(file, 32, 0).decode(errors="replace").strip()
-                os.close(file)
-                raise AlreadyRunning(
-                    f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {self._path}; "
-                    "stop it before starting this one"
-                ) from error
-            if self._is_current(file):
-                break
-            os.close(file)
-        self._file = file
+@contextlib.contextmanager
+def lock_node(path: Path) -> Iterator[None]:
+    """Locks the file `path`, which contains the holder's pid. Raises AlreadyRunning if another process holds the lock, GpumgrError if the
+    file can't be opened."""
+    held = _locked(path)
+    try:
         with contextlib.suppress(OSError):  # a full disk: the lock is held, but the message of a second agent lacks the pid
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(held, 0)
+            os.pwrite(held, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(held)
 
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
-    def _is_current(self, file: int) -> bool:
-        """Whether `path` still names the locked file: it may have been deleted between open and lock."""
+def _locked(path: Path) -> int:
+    while True:
         try:
-            return os.path.samestat(os.fstat(file), self._path.stat())
-        except FileNotFoundError:
-            return False
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise GpumgrError(f"can't open the lock file {path}: {error.strerror or error}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            os.close(file)
+            raise AlreadyRunning(
+                f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one"
+            ) from error
+        # The file may have been deleted between open and lock: then `path` names another one.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)

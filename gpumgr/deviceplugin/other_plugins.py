@@ -13,6 +13,8 @@ from typing import Final, NoReturn
 
 import structlog
 
+from gpumgr.aio import until_tick
+
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS: Final = 10.0
@@ -42,7 +44,7 @@ class OtherDevicePlugins:
         """Runs until it is cancelled."""
         while True:
             await self.check()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(until_tick(POLL_SECONDS))
 
     async def check(self) -> None:
         found = await asyncio.to_thread(answering, self._folder)

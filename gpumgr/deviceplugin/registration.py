@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions, RegisterRequest
-from gpumgr.aio import LatestValue, forever
+from gpumgr.aio import LatestValue, forever, until_tick
 from gpumgr.deviceplugin.plugin import Allocator, DevicePlugin, Observer
 from gpumgr.deviceplugin.server import PluginServer
 from gpumgr.errors import KubeletError
@@ -44,7 +44,7 @@ _REMEDY: Final = (
 class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
-    poll_seconds: float = 0.4
+    poll_seconds: float = 0.5
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
@@ -87,16 +87,15 @@ class KubeletLink:
         `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
         """
         self._held_back_by = held_back_by
-        self._on_state = on_state
         self._timing = timing or LinkTiming()
-        self._registered, self._free = asyncio.Event(), asyncio.Event()
+        self._free = asyncio.Event()
         self._resources = {
             kind: _ResourceLink(
                 folder,
                 kind,
                 partial(DevicePlugin, kind, allocator, watched, observe),
                 self._timing,
-                self._changed,
+                on_state,
                 random or Random(),
                 self._free,
             )
@@ -106,15 +105,11 @@ class KubeletLink:
 
     @property
     def registered(self) -> bool:
-        return self._registered.is_set()
+        return all(resource.state.registered for resource in self._resources.values())
 
     @property
     def states(self) -> dict[Resource, LinkState]:
         return {kind: resource.state for kind, resource in self._resources.items()}
-
-    async def wait_registered(self) -> None:
-        """Returns once all resources are registered."""
-        await self._registered.wait()
 
     async def run(self) -> None:
         """Keeps the resources registered until `stop` or cancellation."""
@@ -142,13 +137,6 @@ class KubeletLink:
             logged = reason
             await asyncio.sleep(self._timing.held_back_seconds)
         self._free.set()
-
-    def _changed(self, kind: Resource, state: LinkState) -> None:
-        if all(resource.state.registered for resource in self._resources.values()):
-            self._registered.set()
-        else:
-            self._registered.clear()
-        self._on_state(kind, state)
 
 
 class _ResourceLink:
@@ -252,7 +240,7 @@ class _ResourceLink:
         was_watched = False
         last_watched = loop.time()
         while True:
-            await asyncio.sleep(self._timing.poll_seconds)
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
             if self._server is None or not self._server.in_place:
                 return "own_socket_removed", was_watched
             if FileIdentity.at(self._kubelet_socket) != kubelet:

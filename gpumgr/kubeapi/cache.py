@@ -118,10 +118,6 @@ class NoPods:
 
     synced = False
 
-    async def run(self) -> NoReturn:
-        while True:
-            await asyncio.Event().wait()
-
     def get(self, pod: PodKey) -> PodView | None:  # noqa: ARG002
         return None
 
@@ -133,6 +129,3 @@ class NoPods:
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float) -> PodView | None:  # noqa: ARG002
         return None
-
-    def subscribe(self, listener: OnChange) -> None:
-        """Nothing ever changes."""

@@ -119,11 +119,10 @@ class ApiServer:
         async with self.request(method, path, {}, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
                 raise await answer_error(response)
-            answer, status = await response.read(), response.status
-        try:
-            return msgspec.json.decode(answer, type=dict[str, Any])
-        except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
-            raise AnswerError(f"the API server's answer is no JSON object: {error}", status=status) from error
+            try:
+                return msgspec.json.decode(await response.read(), type=dict[str, Any])
+            except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
+                raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
 
 
 class AnswerError(GpumgrError):

@@ -5,6 +5,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final, NoReturn, TypeVar
 
+from gpumgr.aio import next_tick
+
 #: How long a thread computes before it releases the GIL, and for how long: enough for a waiting event loop to run.
 _WORK_SECONDS: Final = 500e-6
 _RELEASE_SECONDS: Final = 50e-6
@@ -21,8 +23,9 @@ async def report_event_loop_lag(
 ) -> NoReturn:
     """Reports once a period by how many seconds the loop missed a timer. Runs until it is cancelled."""
     while True:
-        due = clock() + period_seconds
-        await sleep(period_seconds)
+        now = clock()
+        due = next_tick(period_seconds, now)
+        await sleep(due - now)
         report(max(0.0, clock() - due))
 
 

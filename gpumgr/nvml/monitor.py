@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 
 import structlog
 
+from gpumgr.aio import next_tick
 from gpumgr.errors import NvmlAbsent, NvmlError
 from gpumgr.nvml.binding import DriverMismatchError
 from gpumgr.nvml.driver import Nvml
@@ -232,7 +233,7 @@ class Monitor:
         begun = asyncio.get_running_loop().time()
         while True:
             try:
-                async with asyncio.timeout_at(begun + self._sample_period_seconds):
+                async with asyncio.timeout_at(next_tick(self._sample_period_seconds, begun)):
                     await self._wake.wait()
             except TimeoutError:
                 return

@@ -70,7 +70,7 @@ def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: Proc
         memory_copy_ratio=None if rates is None else rates.memory / 100,
         temperature_celsius=_read_celsius(nvml, handle),
         power_watts=None if milliwatts is None else milliwatts / 1000,
-        processes=read_processes(nvml, handle, None if utilization is None else utilization.read(nvml, uuid, handle)),
+        processes=read_processes(nvml, uuid, handle, utilization),
     )
 
 
@@ -81,10 +81,12 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
     return None if value is None else float(value)
 
 
-def read_processes(nvml: Binding, handle: Handle, busy: Mapping[int, float] | None) -> tuple[GpuProcess, ...] | None:
+def read_processes(
+    nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None = None
+) -> tuple[GpuProcess, ...] | None:
     """All processes with a context on the GPU, by pid; None if the driver doesn't list them, or if the list grew too fast to be read.
 
-    `busy` has the ratios of those that ran something; None = unknown.
+    `utilization` None: the utilization of the processes is not read. It is read only if there are processes.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     if compute is None:
@@ -93,6 +95,7 @@ def read_processes(nvml: Binding, handle: Handle, busy: Mapping[int, float] | No
     for function in _OTHER:
         for pid, memory_bytes in (_read_list(nvml, (function,), handle) or {}).items():
             found.setdefault(pid, memory_bytes)
+    busy = utilization.read(nvml, uuid, handle) if found and utilization is not None else None
     return tuple(
         GpuProcess(pid=pid, memory_bytes=memory_bytes, utilization_ratio=None if busy is None else busy.get(pid, 0.0))
         for pid, memory_bytes in sorted(found.items())

@@ -8,7 +8,8 @@ Invariants:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from gpumgr.usage.node_use import AllocationOnGpu, ContainerUse
 
@@ -19,6 +20,9 @@ class _Streak:
 
     over: bool = False
     against: int = 0
+
+
+_WITHIN: Final = _Streak()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, sampl
     for use in uses:
         if use.memory_limit_bytes is None:
             continue
-        before = state.streaks.get((use.allocation, use.gpu), _Streak())
+        before = state.streaks.get((use.allocation, use.gpu), _WITHIN)
         after = before
         if use.memory_bytes is not None:
             after = _read(before, use.memory_bytes > use.memory_limit_bytes + slack_bytes, samples)
@@ -60,7 +64,7 @@ def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, sampl
 
 def _read(streak: _Streak, above: bool, samples: int) -> _Streak:
     if above == streak.over:
-        return _Streak(over=streak.over)
+        return replace(streak, against=0) if streak.against else streak
     if streak.against + 1 < samples:
         return _Streak(over=streak.over, against=streak.against + 1)
     return _Streak(over=above)

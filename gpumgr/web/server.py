@@ -13,6 +13,7 @@ from typing import Any, Final
 import structlog
 from aiohttp import web
 
+from gpumgr.aio import next_tick
 from gpumgr.unix_socket import UnixSocket
 from gpumgr.web.access import AuthPolicy, Origin, origin_of
 from gpumgr.web.connection import Connection, Listener
@@ -168,7 +169,7 @@ class WebServer:
     def _check_limits(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        self._next_check = loop.call_later(self._check_seconds, self._check_limits)
+        self._next_check = loop.call_at(next_tick(self._check_seconds, now), self._check_limits)
         for listener in self._listeners:
             listener.limit.check(now)
         requests = self._runner.server.requests_count if self._runner.server is not None else 0

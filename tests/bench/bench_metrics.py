@@ -13,14 +13,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from aiohttp import web
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.aio import every
+from gpumgr.aio import until_tick
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, PodView
@@ -160,6 +160,12 @@ def exposition_of(containers_per_gpu: int) -> Exposition:
 # -- the process that is scraped -------------------------------------------------------------------------------------------
 
 
+async def refresh(exposition: Exposition) -> NoReturn:
+    while True:
+        await exposition.refresh()
+        await asyncio.sleep(until_tick(1.0))
+
+
 async def serve(containers_per_gpu: int | None, size: int) -> None:
     """The exposition, or, with None, `size` fixed bytes. /cpu returns the CPU seconds of this process."""
 
@@ -176,7 +182,7 @@ async def serve(containers_per_gpu: int | None, size: int) -> None:
     filling, daemons = b"x" * size, []
     if containers_per_gpu is not None:
         exposition = exposition_of(containers_per_gpu)
-        daemons = [asyncio.create_task(every(1.0, exposition.refresh, name="metrics"))]
+        daemons = [asyncio.create_task(refresh(exposition))]
     app = web.Application()
     app.router.add_get("/metrics", fixed if containers_per_gpu is None else scrape)
     app.router.add_get("/cpu", cpu)

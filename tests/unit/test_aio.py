@@ -14,12 +14,12 @@ from gpumgr.aio import (
     DaemonCalls,
     DaemonExitedError,
     LatestValue,
-    every,
     finish_shielded,
     forever,
+    next_tick,
     persistently,
     run_shielded,
-    sleep_for_latest,
+    until_tick,
 )
 
 
@@ -170,39 +170,15 @@ def test_one_bug_a_minute_is_logged_with_the_number_of_all() -> None:
     assert [line["number"] for line in logs] == [1, 4]
 
 
-async def test_every_retries_transient_errors_and_logs_each_text_once() -> None:
-    said = iter(["rain", "rain", "hail", None])
-
-    async def work() -> None:
-        text = next(said)
-        if text is not None:
-            raise OSError(text)
-        raise LookupError("a bug")
-
-    with capture_logs() as logs, pytest.raises(LookupError, match="a bug"):
-        await every(0, work, name="walk", transient=(OSError,))
-    assert [line["error"] for line in logs] == ["rain", "hail"]
+# -- ticks -----------------------------------------------------------------------------------------------------------------
 
 
-# -- a sleep with a changing length ----------------------------------------------------------------------------------------
-
-
-async def test_a_sleep_that_becomes_shorter_ends() -> None:
-    seconds = LatestValue(3600.0)
-    sleeping = asyncio.create_task(sleep_for_latest(seconds))
-    await asyncio.sleep(0)
-    seconds.set(1800.0)
-    await asyncio.sleep(0.01)
-    assert not sleeping.done()
-    seconds.set(0.001)
-    async with asyncio.timeout(5):
-        await sleeping
-    assert seconds.readers == 0
-
-
-async def test_a_sleep_ends_by_itself() -> None:
-    async with asyncio.timeout(5):
-        await sleep_for_latest(LatestValue(0.01))
+@pytest.mark.parametrize(
+    ("period_seconds", "after", "due"), [(1.0, 7.0, 8.0), (1.0, 7.25, 8.0), (2.0, 7.25, 8.0), (0.5, 7.25, 7.5)]
+)
+def test_a_tick_is_a_multiple_of_its_period(period_seconds: float, after: float, due: float) -> None:
+    assert next_tick(period_seconds, after) == due
+    assert 0 < until_tick(period_seconds) <= period_seconds
 
 
 # -- calls that may hang ---------------------------------------------------------------------------------------------------

@@ -88,7 +88,6 @@ MEANINGS: Final = {
     "node_description_left": "The agent lacks the RBAC rules to check whether the node has its labels and condition. The "
     "commands to remove them are under **Remove**.",
     # the agent's own work
-    "daemon_retries": "A part of the agent met a transient error, in `error`, and retries.",
     "daemon_failed": "A bug ended a part of the agent, which is restarted. Report it with the traceback.",
     "background_call_takes_long": "The container runtime or a backend is slow. The agent uses the last results until it answers.",
     "background_call_failed": "A call that was running when the agent stopped has failed. Nothing depends on it.",

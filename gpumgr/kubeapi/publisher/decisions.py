@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
-from gpumgr.aio import BugLog
+from gpumgr.aio import BugLog, next_tick
 from gpumgr.allocator.annotations import ALLOCATIONS, pod_annotations
 from gpumgr.allocator.history import Entry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
@@ -96,8 +96,7 @@ class DecisionReporter:
             self.report()
             self._granted.clear()
             now = self._clock()
-            seconds = min((due - now for due in self._due.values() if due > now), default=REPORT_SECONDS)
-            self._next_report = now + min(seconds, REPORT_SECONDS)
+            self._next_report = min([next_tick(REPORT_SECONDS, now), *(due for due in self._due.values() if due > now)])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._next_report - now):
                     await self._granted.wait()

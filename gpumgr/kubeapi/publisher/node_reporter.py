@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NoReturn, Protocol
 
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.aio import until_tick
 from gpumgr.kubeapi.publisher.condition import Condition, condition_of
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.topology.labels import gpu_labels
@@ -57,7 +58,7 @@ class NodeReporter:
         """Runs until it is cancelled."""
         while True:
             self.report()
-            await asyncio.sleep(REPORT_SECONDS)
+            await asyncio.sleep(until_tick(REPORT_SECONDS))
 
     def report(self) -> None:
         """To be called once a second."""

@@ -40,6 +40,7 @@ class MemoryRuntime:
     elsewhere: dict[int, Container] = field(default_factory=dict)
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     cgroups_broken: bool = False
+    due: bool = True
     ticks: int = 0
     asked: list[int] = field(default_factory=list)
 

@@ -84,7 +84,7 @@ async def offered(kubelet: SimKubelet) -> None:
 
 async def test_both_resources_are_offered(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder) as link:
-        await link.link.wait_registered()
+        await link.until(lambda: link.link.registered)
         await offered(kubelet)
         assert link.link.registered
         assert sorted(kubelet.registrations) == [CORE_RESOURCE, MEMORY_RESOURCE]
@@ -96,7 +96,7 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
             await link.until(lambda: all(state.error == "second" for state in link.link.states.values()))
             assert kubelet.registrations == []
-            await link.link.wait_registered()
+            await link.until(lambda: link.link.registered)
             await offered(kubelet)
             assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
             assert link.asked == 4
@@ -188,7 +188,7 @@ async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> No
             await kubelet.until(lambda: len(kubelet.registrations) >= 8)
             kubelet.register_error = None
             await offered(kubelet)
-            await link.link.wait_registered()
+            await link.until(lambda: link.link.registered)
             assert all(state.error is None for state in link.link.states.values())
     failures = [line for line in logs if line["event"] == "registration_failed"]
     assert len(failures) == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.deviceplugin.node_lock import NodeLock, lock_folder
+from gpumgr.deviceplugin.node_lock import lock_folder, lock_node
 from gpumgr.doctor.host_paths import look_at_host_paths
 from gpumgr.doctor.other_programs import look_at_agent, look_at_plugins
 
@@ -46,7 +46,7 @@ async def test_a_running_agent_is_ok_unless_another_one_is_to_start(folder: Path
     for before_start in (False, True):
         found = await look_at_agent(lock, folder, before_start=before_start)
         assert (found.state, found.message) == ("ok", "none runs on this node")
-    with NodeLock(lock), lock_folder(folder):
+    with lock_node(lock), lock_folder(folder):
         pid = lock.read_text().strip()
         found = await look_at_agent(lock, folder, before_start=False)
         assert (found.state, found.message) == ("ok", f"it runs on this node (pid {pid}, holds {lock})")
@@ -67,7 +67,7 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
 
 
 def test_an_init_container_stops_what_would_be_the_second_agent(folder: Path) -> None:
-    with NodeLock(folder / "agent.lock"):
+    with lock_node(folder / "agent.lock"):
         told = reported(folder, "agent")
     assert told.startswith("error    agent         another gpumgr runs on this node (pid ")
 

@@ -246,7 +246,6 @@ async def stage(
         link = KubeletLink(kubelet.plugin_folder, agent, devices)
         task = asyncio.create_task(link.run())
         try:
-            await link.wait_registered()
             for kind in RESOURCES:
                 await kubelet.until_allocatable(f"tencent.com/vcuda-{kind}")
             yield Stage(kubelet, agent, pods, checkpoint, clock, drift, devices)
