@@ -105,17 +105,21 @@ def booted(binds: Mapping[Path, Path]) -> Iterator[Machine]:
 def _booted(binds: Mapping[Path, Path], record: Path) -> Iterator[Machine]:
     processes = Processes(STATE, record)
     shown = [f"--bind={source}:{target}" for source, target in binds.items()]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told, _cgroup() as inside:
-        address = STATE / "notify"
-        address.unlink(missing_ok=True)
-        told.bind(str(address))
-        told.settimeout(_BOOT_SECONDS)
-        command = ["systemd-nspawn", "--quiet", f"--machine={NAME}", f"--directory={root()}", "--boot", "--volatile=overlay"]
-        command += ["--private-network", "--register=no", "--notify-ready=yes", "--console=pipe", *shown]
-        # A machine continues when its nspawn is killed. nspawn treats SIGTERM as a request to power off.
-        processes.start("nspawn", ["setpriv", "--pdeathsig", "TERM", "--", *inside, *command], {"NOTIFY_SOCKET": str(address)})
+    command = ["systemd-nspawn", "--quiet", f"--machine={NAME}", f"--directory={root()}", "--boot", "--volatile=overlay"]
+    command += ["--private-network", "--register=no", "--notify-ready=yes", "--console=pipe", *shown]
+    with _cgroup() as inside:
         try:
-            leader = _leader(told)
+            # Closed after the boot: nspawn forwards all notifications of the machine's systemd, and both of them block when nothing reads
+            # them and the queue is full.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+                address = STATE / "notify"
+                address.unlink(missing_ok=True)
+                told.bind(str(address))
+                told.settimeout(_BOOT_SECONDS)
+                # A machine continues when its nspawn is killed. nspawn treats SIGTERM as a request to power off.
+                outer = ["setpriv", "--pdeathsig", "TERM", "--", *inside]
+                processes.start("nspawn", [*outer, *command], {"NOTIFY_SOCKET": str(address)})
+                leader = _leader(told)
             with record.open("a") as file:
                 file.write(f"{leader} {start_time(leader)}\n")
             yield Machine(leader)
