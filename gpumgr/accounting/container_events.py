@@ -5,7 +5,7 @@ from typing import Protocol
 
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import Inventory
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import GpuName
@@ -46,8 +46,8 @@ class ContainerEvents:
         uid = (holder.uid if holder else None) or (container.pod_uid if container else None)
         return (pod, uid) if pod and uid else None
 
-    def _entry(self, allocation: AllocationId, reason: str, message: str, gpus: tuple[GpuName, ...]) -> Entry:
+    def _entry(self, allocation: AllocationId, reason: str, message: str, gpus: tuple[GpuName, ...]) -> HistoryEntry:
         holder = self._records.ledger.allocations.get(allocation)
         pod, uid = self.pod_of(allocation) or (None, None)
-        entry = Entry(what="event", id=allocation, pod=pod, pod_uid=uid, gpus=gpus, why=message, code=reason)
+        entry = HistoryEntry(what="event", id=allocation, pod=pod, pod_uid=uid, gpus=gpus, why=message, code=reason)
         return about(holder, entry) if holder else entry

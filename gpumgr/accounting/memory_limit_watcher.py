@@ -53,7 +53,7 @@ class Backends(Protocol):
     def own_pids(self) -> Collection[int]: ...
 
 
-class Meter(Protocol):
+class LimitMeter(Protocol):
     """Metrics of this package (gpumgr.metrics.registry.Metrics)."""
 
     def went_over(self) -> None: ...
@@ -83,7 +83,7 @@ class MemoryLimitWatcher:
         events: ContainerEvents,
         backends: Backends,
         evict: Callable[[Sequence[ContainerUse]], None],
-        meter: Meter,
+        meter: LimitMeter,
         over_limit: OverLimit,
         can_evict: bool,
         clock: Callable[[], float] = time.monotonic,

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 RETRY_SECONDS: Final = 5.0
 
 
-class Runtime(Protocol):
+class RunningContainers(Protocol):
     """The container runtime's containers, from memory (gpumgr.cri.containers.Containers)."""
 
     @property
@@ -63,7 +63,7 @@ class ProcessOwnership:
 class ProcessOwners:
     """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
 
-    def __init__(self, runtime: Runtime, *, clock: Callable[[], float], timeout_seconds: float) -> None:
+    def __init__(self, runtime: RunningContainers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
         self._runtime, self._clock, self._timeout_seconds = runtime, clock, timeout_seconds
         self._list, self._look_up = BackgroundCall("list_containers"), BackgroundCall("look_up_processes")
         self._answers: dict[Process, tuple[Container | None, float]] = {}

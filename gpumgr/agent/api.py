@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 
 
 class CordonRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,14 +118,14 @@ class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
     away: bool
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
+class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
     nvml_up: bool = False
     sampled_seconds_ago: float | None = None
     registered: dict[str, bool] = {}
     outbox: QueueRow | None = None
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
 
     In `levels` the diagonal is X, as in `nvidia-smi topo -m`.
@@ -145,8 +145,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuRow, ...]
     failures: tuple[Failure, ...] = ()
     containers: tuple[ContainerRow, ...]
-    history: tuple[Entry, ...] = ()
-    health: Health | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    health: AgentHealth | None = None
 
 
 class PodRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +183,7 @@ class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
     request: tuple[ContainerRequest, ...] = ()
     allocations: tuple[ContainerRow, ...] = ()
     gpus: tuple[GpuRow, ...] = ()
-    history: tuple[Entry, ...] = ()
+    history: tuple[HistoryEntry, ...] = ()
 
 
 class StrangerRow(msgspec.Struct, frozen=True, kw_only=True):

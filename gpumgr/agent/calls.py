@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gpumgr.agent.history import about
 from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
-from gpumgr.allocator.history import Call, Candidate, Entry
+from gpumgr.allocator.history import Call, Candidate, HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.errors import Refusal
 from gpumgr.units import Resource
@@ -21,14 +21,14 @@ class CallRecord:
     caller: Caller = UNKNOWN_CALLER
     candidates: tuple[Candidate, ...] = ()
 
-    def refused(self, refusal: Refusal) -> Entry:
+    def refused(self, refusal: Refusal) -> HistoryEntry:
         caller = self.caller
-        entry = Entry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
+        entry = HistoryEntry(what="refused", id=self.id, pod=caller.pod, pod_uid=caller.uid, container=caller.container)
         return self._of_call(replace(entry, why=str(refusal), code=refusal.code))
 
-    def granted(self, allocation: Allocation, evaluator: str | None) -> Entry:
-        entry = Entry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
+    def granted(self, allocation: Allocation, evaluator: str | None) -> HistoryEntry:
+        entry = HistoryEntry(what="granted", amounts=allocation.gpus, evaluator=evaluator, why=allocation.why)
         return self._of_call(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
 
-    def _of_call(self, entry: Entry) -> Entry:
+    def _of_call(self, entry: HistoryEntry) -> HistoryEntry:
         return replace(entry, call=self.call, kind=self.resource, size=self.size, candidates=self.candidates)

@@ -11,7 +11,7 @@ from gpumgr.agent.history import about
 from gpumgr.agent.pods import find_pod, pod_of
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodKey
@@ -66,7 +66,7 @@ class DrainEvictions:
         for (pod, uid), holder in pods.items():
             log.info("gpu_drain_evicts", allocation=holder.id, pod="/".join(pod), pod_uid=uid, reason=reason)
             if not again:
-                entry = Entry(what="event", code=EVICTED, pod=pod, pod_uid=uid, why=f"the pod is evicted: {reason}")
+                entry = HistoryEntry(what="event", code=EVICTED, pod=pod, pod_uid=uid, why=f"the pod is evicted: {reason}")
                 self._agent_state.history.add(about(holder, entry))
         self._evictor.evict(_requester(gpu), [Eviction(uid=uid, pod=pod, reason=reason) for pod, uid in pods], immediately=True)
         return {"evicting": ["/".join(pod) for pod, _ in pods], "not_evicted": staying}

@@ -15,7 +15,7 @@ import structlog
 
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
+from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Change
 from gpumgr.errors import CheckpointError
 
@@ -30,12 +30,12 @@ REPEATS_WITHIN: Final = 50
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 
-def _content(entry: Entry) -> Entry:
+def _content(entry: HistoryEntry) -> HistoryEntry:
     """The entry without its number, its time, and what the GPUs had available."""
     return replace(entry, number=0, at=0.0, candidates=())
 
 
-def about(holder: Allocation, entry: Entry) -> Entry:
+def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
     """The entry with the id and the container of `holder`, and with its pod and its GPUs where the entry has none."""
     return replace(
         entry,
@@ -53,16 +53,16 @@ class History:
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
-        self._newest: deque[Entry] = deque()
+        self._newest: deque[HistoryEntry] = deque()
         #: Of each existing allocation the grants that are not among the newest entries any more.
-        self._grants: dict[AllocationId, list[Entry]] = {}
-        self._unsaved: deque[Entry] = deque(maxlen=capacity)
+        self._grants: dict[AllocationId, list[HistoryEntry]] = {}
+        self._unsaved: deque[HistoryEntry] = deque(maxlen=capacity)
         self._news = asyncio.Event()
-        self._listeners: list[Callable[[Entry], None]] = []
+        self._listeners: list[Callable[[HistoryEntry], None]] = []
         self._number = 0
         self.latest = LatestValue(0)
 
-    def restore(self, entries: Iterable[Entry], *, allocations: Iterable[AllocationId]) -> None:
+    def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
         """After a restart: the checkpoint's entries, oldest first, and the ids of the existing allocations."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
@@ -71,11 +71,11 @@ class History:
         self._number = newest + SKIPPED_NUMBERS
         self.latest.set(newest)
 
-    def subscribe(self, listener: Callable[[Entry], None]) -> None:
+    def subscribe(self, listener: Callable[[HistoryEntry], None]) -> None:
         """Calls `listener` with each new entry from now on."""
         self._listeners.append(listener)
 
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[HistoryEntry]:
         """Oldest first."""
         grants = [entry for entries in self._grants.values() for entry in entries]
         return (*sorted(grants, key=lambda entry: entry.number), *self._newest)
@@ -84,12 +84,12 @@ class History:
         """Unix seconds."""
         return self._wall_clock()
 
-    def numbered(self, entry: Entry) -> Entry:
+    def numbered(self, entry: HistoryEntry) -> HistoryEntry:
         """The entry with the next number, and with the present time if it has none; `add` it once its change is made."""
         self._number += 1
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
-    def add(self, entry: Entry, *, saved: bool = False) -> None:
+    def add(self, entry: HistoryEntry, *, saved: bool = False) -> None:
         """`saved`: it is on disk already. An entry without a number gets one, and the present time if it has none."""
         if not entry.number:
             entry = self.numbered(entry)
@@ -106,13 +106,13 @@ class History:
             self._unsaved.append(entry)
             self._news.set()
 
-    def add_unless_repeated(self, entry: Entry) -> None:
+    def add_unless_repeated(self, entry: HistoryEntry) -> None:
         """Adds it unless one of the newest entries has the same content: the kubelet repeats a refused start many times."""
         content = _content(entry)
         if not any(_content(before) == content for before in islice(reversed(self._newest), REPEATS_WITHIN)):
             self.add(entry)
 
-    def _keep(self, entry: Entry) -> None:
+    def _keep(self, entry: HistoryEntry) -> None:
         self._newest.append(entry)
         if len(self._newest) > self._capacity:
             oldest = self._newest.popleft()

@@ -22,7 +22,7 @@ from gpumgr.agent.ports import Checkpoint, Pods
 from gpumgr.agent.rows import rows_on, unattributed_rows
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import run_shielded
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.topology.devices import GpuProcess
@@ -47,7 +47,7 @@ class MaintenanceRequest:
     evict: bool = False
 
 
-class Health(Protocol):
+class HealthOverrides(Protocol):
     """Decides which GPUs accept new containers (gpumgr.nvml.monitor.Monitor)."""
 
     def cordon(self, uuid: str, message: str) -> None:
@@ -82,7 +82,7 @@ class Maintenance:
         self,
         *,
         agent_state: AgentState,
-        health: Health,
+        health: HealthOverrides,
         checkpoint: Checkpoint,
         pods: Pods,
         publisher: Evictor | None,
@@ -171,7 +171,7 @@ class Maintenance:
         if cordon is not None:
             cordons[gpu.uuid] = cordon
         code = "uncordoned" if cordon is None else "draining" if cordon.draining else "cordoned"
-        entry = self._agent_state.history.numbered(Entry(what="gpu", code=code, gpus=(gpu.name,), why=why))
+        entry = self._agent_state.history.numbered(HistoryEntry(what="gpu", code=code, gpus=(gpu.name,), why=why))
         try:
             await self._checkpoint.save_note(CORDONS_NOTE, encode_cordons(cordons), (entry,))
         except CheckpointError as error:
@@ -229,7 +229,7 @@ class Maintenance:
             raise Refusal("conflict", f"{label} was not reset: {error}") from error
         why = request.reason or cordon.reason
         log.info("gpu_reset", gpu=gpu.uuid, reason=why)
-        self._agent_state.history.add(Entry(what="gpu", code="reset", gpus=(gpu.name,), why=why))
+        self._agent_state.history.add(HistoryEntry(what="gpu", code="reset", gpus=(gpu.name,), why=why))
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
 from gpumgr.allocator.gpu_share import GpuShare, Terms
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, Change
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
@@ -19,7 +19,7 @@ class Checkpoint(Protocol):
 
     async def save(self, change: Change) -> None: ...
 
-    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
         """`entries` are its history entries, written in the same transaction."""
         ...
 

@@ -13,7 +13,7 @@ from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Checkpoint, Meter, Runs
 from gpumgr.allocator import quarantine
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import AllocationId, Change, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.quarantine import Process, Quarantine
@@ -88,7 +88,7 @@ class AgentState:
             self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks(0)
         )
 
-    async def commit(self, ledger: Ledger, *, entry: Entry | None = None) -> None:
+    async def commit(self, ledger: Ledger, *, entry: HistoryEntry | None = None) -> None:
         """Makes `ledger` durable, then applies it. `entry` is a history entry to write in the same transaction.
 
         Raises CheckpointError, also for a ledger that contradicts itself (LedgerError); then nothing has changed.
@@ -122,7 +122,7 @@ class AgentState:
                 memory_mebibytes=a.memory_mebibytes,
             )
             seconds = max(0, round(self.history.now() - a.granted_at))
-            self.history.add(about(a, Entry(what="freed", why=f"held for {seconds} s")))
+            self.history.add(about(a, HistoryEntry(what="freed", why=f"held for {seconds} s")))
         for allocation in self.ledger.allocations.keys() - ledger.allocations.keys():
             self._on_freed(allocation)
         left = self.ledger.occupied - ledger.occupied

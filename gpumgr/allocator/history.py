@@ -31,7 +31,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class HistoryEntry:
     """One entry, with its time `at` (unix seconds). `number` grows from entry to entry, also over restarts, with gaps. The history sets
     both; until then they are 0.
 

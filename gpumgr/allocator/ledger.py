@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, common, count, minus, union
 from gpumgr.allocator.pods import PodKey
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCES, Amounts, GpuName, Resource
@@ -119,7 +119,7 @@ class Change:
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
     gpu_registry: GpuRegistry | None = None
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[HistoryEntry, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.put or self.drop or self.gpu_registry is not None or self.entries)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 import structlog
 
 from gpumgr.agent.state import AgentState
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.nvml.health import GpuHealth
 from gpumgr.proc import HostProcesses
@@ -125,7 +125,7 @@ class HardwareEvents:
             else:
                 continue
             if code != before:
-                agent_state.history.add(Entry(what="gpu", code=code, gpus=(card.name,), why=why))
+                agent_state.history.add(HistoryEntry(what="gpu", code=code, gpus=(card.name,), why=why))
             if code == "back":
                 del self._reported[uuid]
             else:
@@ -139,7 +139,7 @@ class HardwareEvents:
             failure.index: failure for failure in self._agent_state.inventory.unnamed(self._agent_state.ledger.gpu_registry)
         }
         for index in sorted(nameless.keys() - (self._nameless or ())):
-            add(Entry(what="gpu", code="not_readable", why=nameless[index].sentence))
+            add(HistoryEntry(what="gpu", code="not_readable", why=nameless[index].sentence))
         self._nameless = frozenset(nameless)
 
     def _check_device_nodes(self) -> None:
@@ -160,7 +160,7 @@ class HardwareEvents:
         self._nodeless = missing
 
 
-def _reported_before(entries: Iterable[Entry], gpu_registry: GpuRegistry) -> dict[str, str]:
+def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry) -> dict[str, str]:
     """UUID -> code of the latest entry of each GPU that was unhealthy before the restart."""
     last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
     return {card.uuid: code for card in gpu_registry.gpus if (code := last.get(card.name)) is not None and code != "back"}

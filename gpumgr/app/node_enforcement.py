@@ -14,7 +14,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
 from gpumgr.allocator.gpu_share import GpuShare
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
 from gpumgr.cri.containers import Containers
@@ -256,7 +256,7 @@ class NodeEnforcement:
         uid = tenant.pod_uid or (view.uid if view else None)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
         self.agent_state.history.add_unless_repeated(
-            Entry(
+            HistoryEntry(
                 what="event",
                 id=tenant.allocation,
                 pod=tenant.pod,

@@ -16,7 +16,7 @@ from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.components import Components
 from gpumgr.display.messages import usage_message
@@ -144,7 +144,7 @@ class ReadModel:
     def usage(self) -> Mapping[str, Any]:
         return usage_message(self.report(), self._pods)
 
-    def history(self) -> Sequence[Entry]:
+    def history(self) -> Sequence[HistoryEntry]:
         return self._components.agent_state.history.entries()
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:

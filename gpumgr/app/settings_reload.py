@@ -20,7 +20,7 @@ import structlog
 
 from gpumgr.agent.history import History
 from gpumgr.aio import BugLog, DaemonCalls, until_tick
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.errors import InputError
 from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
@@ -159,7 +159,7 @@ class SettingsReloader:
             self._add_entry(REJECTED, f"the previous settings stay in effect: {reason}")
 
     def _add_entry(self, code: str, why: str) -> None:
-        self._history.add(Entry(what="config", code=code, why=why))
+        self._history.add(HistoryEntry(what="config", code=code, why=why))
 
 
 def _sentence(outcome: Reload) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry, Masks
 from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.checkpoint.files import CorruptError
@@ -24,7 +24,7 @@ class CorruptRowError(CorruptError):
 _FIELDS: Final = {field.name for field in fields(Allocation)} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _row_decoder = msgspec.json.Decoder(dict[str, Any])
-_entry_decoder = msgspec.json.Decoder(Entry)
+_entry_decoder = msgspec.json.Decoder(HistoryEntry)
 _UNSET: Final = Allocation(id="")
 
 
@@ -61,13 +61,13 @@ def decode_allocation(gpu_registry: GpuRegistry, allocation_id: AllocationId, re
         raise CorruptRowError(f"the row of allocation {allocation_id!r} can't be read: {error}") from error
 
 
-def encode_entry(entry: Entry) -> tuple[int, str, int]:
+def encode_entry(entry: HistoryEntry) -> tuple[int, str, int]:
     """(number, record, checksum): a row."""
     record = _encoder.encode(entry).decode()
     return entry.number, record, checksum(str(entry.number), record)
 
 
-def decode_entry(number: int, record: bytes, sum_: int) -> Entry:
+def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry:
     """The entry of a row. Raises CorruptRowError for any record that is not an entry."""
     try:
         if sum_ != checksum(str(number), record.decode()):
@@ -86,7 +86,7 @@ def checksum(*texts: str) -> int:
     return result
 
 
-def _of_schema_2(entry: Entry, record: bytes) -> Entry:
+def _of_schema_2(entry: HistoryEntry, record: bytes) -> HistoryEntry:
     """Converts an entry of schema 2, which has a candidate's free memory in blocks."""
     blocks = [candidate.get("memory_blocks_free", 0) for candidate in _row_decoder.decode(record)["candidates"]]
     candidates = zip(entry.candidates, blocks, strict=True)

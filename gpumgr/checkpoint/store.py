@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint import files, tables
 from gpumgr.checkpoint.codec import checksum
@@ -70,7 +70,7 @@ class SqliteCheckpoint:
         if change:
             await self._run(lambda: tables.write_change(self._connection, change))
 
-    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
         """Saves a text under a key, and the history's entries about it in the same transaction. Raises CheckpointError; then the file is
         unchanged."""
 

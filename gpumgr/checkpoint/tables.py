@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
+from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry, RegisteredGpu
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
@@ -46,7 +46,7 @@ class Loaded:
     ledger: Ledger = field(default_factory=Ledger)
     notes: Mapping[str, str] = field(default_factory=dict)
     notes_lost: bool = False
-    history: tuple[Entry, ...] = ()
+    history: tuple[HistoryEntry, ...] = ()
     unreadable: int = 0
     lost: bool = False
     set_aside: Path | None = None
@@ -134,7 +134,7 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
         connection.execute(_PRUNE, (HISTORY_ENTRIES,))
 
 
-def write_entries(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
+def write_entries(connection: sqlite3.Connection, entries: Sequence[HistoryEntry]) -> None:
     """To be called inside a transaction."""
     connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", map(_entry_row, entries))
 
@@ -144,7 +144,7 @@ def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
     connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, value, checksum(key, value)))
 
 
-def _entries(connection: sqlite3.Connection) -> list[Entry | None]:
+def _entries(connection: sqlite3.Connection) -> list[HistoryEntry | None]:
     """The history's entries; None for an unreadable entry, and one None for an unreadable table. Older files have no history."""
     if _history_made(connection) is None:
         return []
@@ -161,12 +161,12 @@ def _history_made(connection: sqlite3.Connection) -> str | None:
     return None if row is None else row[0]
 
 
-def _entry_row(entry: Entry) -> tuple[int, str | None, str, int]:
+def _entry_row(entry: HistoryEntry) -> tuple[int, str | None, str, int]:
     number, record, sum_ = encode_entry(entry)
     return number, entry.id if entry.what == "granted" else None, record, sum_
 
 
-def _entry(row: tuple[int, bytes, int]) -> Entry | None:
+def _entry(row: tuple[int, bytes, int]) -> HistoryEntry | None:
     try:
         return decode_entry(*row)
     except CorruptRowError:

@@ -15,8 +15,8 @@ import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.options import config_option, effective_settings, output_option, set_option, sim_option
-from gpumgr.doctor.checks import Host, checks_for
-from gpumgr.doctor.examine import LIMIT_SECONDS, Check, Finding, examine
+from gpumgr.doctor.checks import HostLocations, checks_for
+from gpumgr.doctor.examine import LIMIT_SECONDS, Check, CheckResult, examine
 from gpumgr.log import configure_log
 from gpumgr.settings import Settings
 
@@ -83,21 +83,21 @@ def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT
     sys.exit(report.exit_code)
 
 
-def _line(name: str, finding: Finding) -> str:
+def _line(name: str, finding: CheckResult) -> str:
     state = click.style(f"{finding.state:<9}", fg=_COLORS[finding.state])
     text = "; ".join(filter(None, (finding.message, finding.remedy)))
     return f"{state}{name:<14}{text}"
 
 
 @contextmanager
-def _host(settings: Settings, sim: str | None) -> Iterator[Host]:
+def _host(settings: Settings, sim: str | None) -> Iterator[HostLocations]:
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     if sim is None:
         path = settings.nvml.library_path
-        yield Host(library_path=str(path) if path else None, in_pod=in_pod)
+        yield HostLocations(library_path=str(path) if path else None, in_pod=in_pod)
         return
     from gpumgr.sim.library import prepare  # only here: not needed on a real node
 
     with tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as folder:
         node = prepare(sim, Path(folder))
-        yield Host(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True, in_pod=in_pod)
+        yield HostLocations(library_path=node.library_path, sysfs_root=node.sysfs_root, simulated=True, in_pod=in_pod)

@@ -28,7 +28,7 @@ from gpumgr.deviceplugin.other_plugins import answering
 from gpumgr.errors import GpumgrError, InputError, KubeletError
 from gpumgr.kubeapi.client import ApiServer, answer_error
 from gpumgr.migrate import gpu_manager, gpu_manager_command, hami
-from gpumgr.migrate.gpu_manager_command import Command
+from gpumgr.migrate.gpu_manager_command import GpuManagerCommand
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of, write_settings
@@ -146,7 +146,7 @@ def migrate_gpu_manager(
     with _reading():
         plan = gpu_manager.plan_gpu_manager(
             found,
-            gpu_manager.Found(
+            gpu_manager.GpuManagerState(
                 node=node,
                 checkpoint=checkpoint,
                 records=read_gpu_manager_checkpoint(checkpoint),
@@ -161,7 +161,7 @@ def migrate_gpu_manager(
     _finish(plan, "gpu-manager", to, apply=apply, as_json=output == "json")
 
 
-def _command_of(manifest: Path | None, text: str | None) -> Command:
+def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
     if text is not None:
         return gpu_manager_command.from_text(text)
     if manifest is not None:
@@ -231,7 +231,7 @@ def migrate_hami(
         if kubeconfig is not None:
             objects += asyncio.run(_asked(kubeconfig, node))
         config = read_config(objects, node)
-    found = hami.Found(
+    found = hami.HamiState(
         node=node,
         objects=objects,
         answering=[path for path in answering(Settings().kubelet.device_plugin_dir) if path.name.startswith("nvidia")],

@@ -13,7 +13,7 @@ from gpumgr.cli.place_request import (
     DEFAULT_BLOCKS_PER_GPU,
     FILE,
     MalformedInput,
-    Node,
+    RequestNode,
     answer,
     node_from_snapshot,
     node_from_topology,
@@ -95,7 +95,7 @@ def command(
     ctx.exit(0 if result["gpus"] is not None else 1)
 
 
-def _node(topology_file: str | None, sim: str | None, blocks_per_gpu: int) -> Node | None:
+def _node(topology_file: str | None, sim: str | None, blocks_per_gpu: int) -> RequestNode | None:
     if topology_file is not None:
         return node_from_topology(read_topology(topology_file).topology, blocks_per_gpu)
     if sim is not None:
@@ -105,7 +105,7 @@ def _node(topology_file: str | None, sim: str | None, blocks_per_gpu: int) -> No
     return None
 
 
-def _answer_batch(lines: Iterable[bytes], node: Node | None, blocks_per_gpu: int, policy: Policy) -> None:
+def _answer_batch(lines: Iterable[bytes], node: RequestNode | None, blocks_per_gpu: int, policy: Policy) -> None:
     out = sys.stdout.buffer
     for number, line in enumerate(lines, start=1):
         try:

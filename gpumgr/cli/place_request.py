@@ -39,7 +39,7 @@ class GpuState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     healthy: bool = True
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A state file: GPUs that are not listed are free."""
 
     gpus: list[GpuState]
@@ -51,23 +51,23 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: _Number
     memory: _Number = 0
     topology: str | list[list[str]] | None = None
-    state: State | None = None
+    state: StateFile | None = None
     memory_blocks_per_gpu: _BlocksPerGpu | None = None
     policy: Literal["binpack", "spread"] | None = None
 
 
 _T = TypeVar("_T")
-_STATE = msgspec.json.Decoder(State)
+_STATE = msgspec.json.Decoder(StateFile)
 _QUESTION = msgspec.json.Decoder(Question)
 _KEYS = "; a GPU of the state may have: " + ", ".join(GpuState.__struct_fields__)
-_STATE_KEYS = "; allowed keys: " + ", ".join(State.__struct_fields__) + _KEYS
+_STATE_KEYS = "; allowed keys: " + ", ".join(StateFile.__struct_fields__) + _KEYS
 _QUESTION_KEYS = "; allowed keys: " + ", ".join(Question.__struct_fields__) + _KEYS
 
 _POLICIES = "; allowed: binpack, spread"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RequestNode:
     """The GPUs of a request in the order of the topology's rows. `unschedulable` has the reason why a GPU takes nothing, or None."""
 
     topology: Topology
@@ -76,13 +76,13 @@ class Node:
     unschedulable: tuple[str | None, ...]
 
 
-def node_from_topology(topology: Topology, blocks_per_gpu: int) -> Node:
+def node_from_topology(topology: Topology, blocks_per_gpu: int) -> RequestNode:
     n = len(topology)
-    return Node(topology=topology, indices=tuple(range(n)), blocks=(blocks_per_gpu,) * n, unschedulable=(None,) * n)
+    return RequestNode(topology=topology, indices=tuple(range(n)), blocks=(blocks_per_gpu,) * n, unschedulable=(None,) * n)
 
 
-def node_from_snapshot(snapshot: NodeSnapshot) -> Node:
-    return Node(
+def node_from_snapshot(snapshot: NodeSnapshot) -> RequestNode:
+    return RequestNode(
         topology=snapshot.topology,
         indices=tuple(gpu.index for gpu in snapshot.gpus),
         blocks=tuple(gpu.memory_blocks for gpu in snapshot.gpus),
@@ -98,7 +98,7 @@ def read_topology(path: str) -> ParsedTopology:
         raise TopologyError(f"{path}: {error}") from error
 
 
-def read_state(path: str) -> State:
+def read_state(path: str) -> StateFile:
     """Read a state file, - for stdin. Raises StateError that begins with the file's name."""
     try:
         return _decode(_STATE, _content(path), _STATE_KEYS, StateError)
@@ -111,7 +111,7 @@ def parse_question(line: bytes) -> Question:
     return _decode(_QUESTION, line, _QUESTION_KEYS, InputError)
 
 
-def node_of(question: Question, default: Node | None, default_blocks: int) -> Node:
+def node_of(question: Question, default: RequestNode | None, default_blocks: int) -> RequestNode:
     """The node of a line: its own topology's, or else the command line's. Raises InputError, TopologyError."""
     blocks = question.memory_blocks_per_gpu or default_blocks
     match question.topology:
@@ -124,7 +124,7 @@ def node_of(question: Question, default: Node | None, default_blocks: int) -> No
     return default
 
 
-def answer(node: Node, state: State | None, cores: int, memory: int, policy: Policy) -> dict[str, Any]:
+def answer(node: RequestNode, state: StateFile | None, cores: int, memory: int, policy: Policy) -> dict[str, Any]:
     """The output of `place`. For a refused request `gpus` is None, and `reason` a sentence. Raises StateError."""
     capacities = _capacities(node, state)
     try:
@@ -136,7 +136,7 @@ def answer(node: Node, state: State | None, cores: int, memory: int, policy: Pol
     return {"evaluator": placement.evaluator, "gpus": gpus, "score": placement.score, "reason": None}
 
 
-def _capacities(node: Node, state: State | None) -> list[GpuCapacity]:
+def _capacities(node: RequestNode, state: StateFile | None) -> list[GpuCapacity]:
     listed: dict[int, GpuState] = {}
     for entry in state.gpus if state else ():
         if entry.index not in node.indices:
@@ -147,7 +147,7 @@ def _capacities(node: Node, state: State | None) -> list[GpuCapacity]:
     return [_capacity(node, row, listed.get(index)) for row, index in enumerate(node.indices)]
 
 
-def _capacity(node: Node, row: int, entry: GpuState | None) -> GpuCapacity:
+def _capacity(node: RequestNode, row: int, entry: GpuState | None) -> GpuCapacity:
     blocks, label = node.blocks[row], f"GPU{node.indices[row]}"
     cores_free, blocks_free = (CORES_PER_GPU, blocks) if entry is None else (entry.cores_free, entry.memory_blocks_free)
     if blocks_free > blocks:

@@ -11,7 +11,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 
 from gpumgr._pb.runtime import v1 as cri
-from gpumgr.cri.codec import InitProcess, Runtime, parse_containers, parse_status
+from gpumgr.cri.codec import InitProcess, RuntimeVersion, parse_containers, parse_status
 from gpumgr.errors import CriError
 from gpumgr.rpc import wire
 from gpumgr.rpc.channel import CALL_FAILURES, Reply, UnixChannel
@@ -34,11 +34,11 @@ class CriClient:
         self._timeout_seconds = timeout_seconds
         self._channel = UnixChannel(socket)
 
-    async def version(self) -> Runtime:
+    async def version(self) -> RuntimeVersion:
         """The runtime's name and version."""
         with self._explained("ask the container runtime for its version"):
             found = await self._call("Version", cri.VersionRequest(), cri.VersionResponse)
-            return Runtime(name=found.runtime_name, version=found.runtime_version)
+            return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)
 
     async def list(self) -> tuple[Container, ...]:
         """The kubelet's containers of all states, without pid and cgroup."""

@@ -21,7 +21,7 @@ _CONTAINER: Final = "io.kubernetes.container.name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
+class RuntimeVersion:
     """The container runtime: "containerd" or "cri-o", and its version."""
 
     name: str

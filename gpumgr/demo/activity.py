@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from typing import Final, NoReturn
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.demo.workload import Workload
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
@@ -25,7 +25,7 @@ _REFUSAL_ROUNDS: Final = 4
 class Activity:
     """Starts from the state at the end of the script: shares run on one GPU, and the pod `patient` is deleted."""
 
-    def __init__(self, node: Node, work: Workload, *, round_seconds: float = _ROUND_SECONDS) -> None:
+    def __init__(self, node: SimulatedNode, work: Workload, *, round_seconds: float = _ROUND_SECONDS) -> None:
         self._node, self._work, self._round_seconds = node, work, round_seconds
         self._guests: list[SimPod] = []
         self._stray: int | None = None

@@ -49,7 +49,7 @@ class Use:
     sm_percent: int = 0
 
 
-class Node:
+class SimulatedNode:
     """A simulated node; create it with `open_node`.
 
     `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `labels` maps a GPU's name and UUID
@@ -266,7 +266,7 @@ async def open_node(
     command: Sequence[str] = COMMAND,
     agent_log: AgentLog | None = None,
     **kubelet_options: Any,
-) -> AsyncIterator[Node]:
+) -> AsyncIterator[SimulatedNode]:
     """A node without a running agent (`start_agent` starts it); everything ends at the exit. `folder` must have a short path.
 
     `settings` override the node's own, section by section; `command` starts the agent.
@@ -282,7 +282,7 @@ async def open_node(
         arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]
         agent = AgentProcess(arguments, agent_log or AgentLog(), command=command)
         stack.push_async_callback(agent.close)
-        node = Node(folder, load_node(sim), kubelet, runtime, api, agent, http)
+        node = SimulatedNode(folder, load_node(sim), kubelet, runtime, api, agent, http)
         yield node
 
 

@@ -17,7 +17,7 @@ import aiohttp
 from gpumgr.aio import run_until
 from gpumgr.demo.activity import Activity
 from gpumgr.demo.agent_log import AgentLog, Line
-from gpumgr.demo.node import Node, open_node
+from gpumgr.demo.node import SimulatedNode, open_node
 from gpumgr.demo.script import Script, Step, UnexpectedResultError
 from gpumgr.demo.workload import Workload
 from gpumgr.errors import GpumgrError
@@ -59,7 +59,7 @@ class Display:
     def step_ended(self, result: Result) -> None: ...
 
     @contextlib.asynccontextmanager
-    async def watching(self, node: Node) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
+    async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:  # noqa: ARG002 (it does not look)
         """A context around the whole run."""
         yield
 
@@ -130,7 +130,7 @@ async def _at_work(work: Workload) -> AsyncIterator[None]:
             await task
 
 
-async def _play_steps(steps: Sequence[Step], node: Node, display: Display, results: list[Result]) -> None:
+async def _play_steps(steps: Sequence[Step], node: SimulatedNode, display: Display, results: list[Result]) -> None:
     """Runs steps up to the first that fails: later steps depend on it."""
     deadline = time.monotonic() + _SCRIPT_SECONDS
     for step in steps:
@@ -142,7 +142,7 @@ async def _play_steps(steps: Sequence[Step], node: Node, display: Display, resul
         await asyncio.sleep(display.pause_seconds)
 
 
-async def _play_step(step: Step, node: Node, seconds: float) -> Result:
+async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
     """Runs one step. After each step kubelet and ledger must agree."""
     began = time.monotonic()
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gpumgr.demo.agent_log import Line
 from gpumgr.demo.log_sentences import LogSentences
-from gpumgr.demo.node import Facts, Metrics, Node
+from gpumgr.demo.node import Facts, Metrics, SimulatedNode
 from gpumgr.demo.process import COMMAND
 from gpumgr.demo.runner import Display, Result
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
@@ -49,7 +49,7 @@ class PlainText(Display):
         click.echo(summary(result))
 
     @contextlib.asynccontextmanager
-    async def watching(self, node: Node) -> AsyncIterator[None]:
+    async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:
         self._teller = LogSentences(node.labels)
         yield
 
@@ -88,7 +88,7 @@ class LiveScreen(Display):
         self._now = ""
 
     @contextlib.asynccontextmanager
-    async def watching(self, node: Node) -> AsyncIterator[None]:
+    async def watching(self, node: SimulatedNode) -> AsyncIterator[None]:
         self.meet(node.config, node.labels)
         looks = asyncio.create_task(self._look(node), name="looks")
         try:
@@ -106,7 +106,7 @@ class LiveScreen(Display):
         """Sets what the agent shows now; None: it is down."""
         self._gpus, self._metrics = gpus, metrics
 
-    async def _look(self, node: Node) -> None:
+    async def _look(self, node: SimulatedNode) -> None:
         """Reads the agent's pages periodically; shows nothing while it is down."""
         while True:
             try:

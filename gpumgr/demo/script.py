@@ -7,7 +7,7 @@ from typing import Final
 
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.demo.agent_log import Line
-from gpumgr.demo.node import Facts, Node
+from gpumgr.demo.node import Facts, SimulatedNode
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, RESOURCE_NAMES, GpuName
 
@@ -39,7 +39,7 @@ class Step:
 class Script:
     """The steps in order; later steps depend on earlier ones."""
 
-    def __init__(self, node: Node, now: Callable[[], float]) -> None:
+    def __init__(self, node: SimulatedNode, now: Callable[[], float]) -> None:
         self._node, self._now = node, now
         self._pods: dict[str, SimPod] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Final, NoReturn
 
-from gpumgr.demo.node import Node, Use
+from gpumgr.demo.node import SimulatedNode, Use
 from gpumgr.sim.kubelet import SimContainer, SimPod
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 
@@ -41,7 +41,7 @@ def _wave(turn: float) -> float:
 class Workload:
     """Sets the use of every container of the node. Processes that others put on a GPU are not changed."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: SimulatedNode) -> None:
         self._node = node
         self._noise = Random(0)
         self._ticks: dict[tuple[str, str], int] = {}

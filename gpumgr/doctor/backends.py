@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
 from gpumgr.enforcement.mps import launcher
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
@@ -19,7 +19,7 @@ _ONE_USER: Final = "let the containers that share a GPU run under one user id, o
 
 async def look_at_mps(
     mps: MpsSettings, words: Collection[str], *, run_dir: Path, in_pod: bool, timeout_seconds: float
-) -> Finding:
+) -> CheckResult:
     """`words`: the backends that the settings name, "auto" included. `in_pod`: MPS is the host's, and its `run_dir` must be mounted."""
     if not {"auto", "nvml-memory", "mps"} & set(words):
         return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
@@ -46,7 +46,7 @@ async def look_at_mps(
     return ok(f"{message}; mind: {known}")
 
 
-async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> Finding:
+async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> CheckResult:
     """The operator's library of a backend: it exists, is an ELF file for this machine, and has the configured hash."""
     section = backend.replace("-", "_")
     if path is None or sha256 is None:

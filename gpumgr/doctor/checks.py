@@ -28,7 +28,7 @@ _SECONDS: Final = LIMIT_SECONDS * 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostLocations:
     """Where the checks find the host's files. A simulated node has its own library and sysfs, no kernel module and no device nodes.
 
     `in_pod`: the command runs in a container, which has its own folders.
@@ -41,10 +41,10 @@ class Host:
     in_pod: bool = False
 
 
-def checks_for(settings: Settings, host: Host, *, before_start: bool = False) -> tuple[Check, ...]:
+def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = False) -> tuple[Check, ...]:
     """`before_start`: an agent with these settings is about to start on this node."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
-    seen = gpus.Gpus(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
+    seen = gpus.SharedNvml(Nvml(library_path=host.library_path, timeout_seconds=nvml_seconds, sysfs_root=host.sysfs_root))
     words = folders.backend_words(settings)
     plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
     cri, enforcement, mps = settings.cri, settings.enforcement, settings.mps

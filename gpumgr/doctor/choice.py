@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.cri.cgroups import Cgroups
-from gpumgr.doctor.examine import Finding, error, ok, warning
-from gpumgr.doctor.gpus import Gpus
+from gpumgr.doctor.examine import CheckResult, error, ok, warning
+from gpumgr.doctor.gpus import SharedNvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import HamiCore
@@ -23,7 +23,7 @@ from gpumgr.usage.containers import Container
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
 
 
-async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Finding:
+async def look_at_choice(settings: Settings, gpus: SharedNvml, *, in_pod: bool) -> CheckResult:
     """`in_pod`: the command runs in a pod, as the agent would."""
     # MPS records its protocol in its folder; a check must not do so in the real one.
     with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
@@ -40,7 +40,7 @@ async def look_at_choice(settings: Settings, gpus: Gpus, *, in_pod: bool) -> Fin
     return judge_choice(settings.enforcement.backend, choice, choice.describe({each.name: each.limits for each in backends}))
 
 
-def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Finding:
+def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
     """`setting`: enforcement.backend; `described`: the choice as text."""
     lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
     if lost:
@@ -62,7 +62,7 @@ def _told(obstacles: Mapping[str, str]) -> str:
     return ", ".join(f"{name} ({why})" for name, why in sorted(obstacles.items()))
 
 
-def _backends(settings: Settings, gpus: Gpus, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
+def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
     cgroup_root = settings.cri.cgroup_root
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),

@@ -19,7 +19,7 @@ State = Literal["ok", "warning", "error", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """`message` states the fact, `remedy` what to do about it (None: nothing)."""
 
     state: State
@@ -27,7 +27,7 @@ class Finding:
     remedy: str | None = None
 
 
-Look = Callable[[], Coroutine[Any, Any, Finding]]
+Look = Callable[[], Coroutine[Any, Any, CheckResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +42,34 @@ class Check:
     if_hung: str
 
 
-def ok(message: str) -> Finding:
-    return Finding(state="ok", message=message)
+def ok(message: str) -> CheckResult:
+    return CheckResult(state="ok", message=message)
 
 
-def warning(message: str, remedy: str) -> Finding:
-    return Finding(state="warning", message=message, remedy=remedy)
+def warning(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="warning", message=message, remedy=remedy)
 
 
-def error(message: str, remedy: str) -> Finding:
-    return Finding(state="error", message=message, remedy=remedy)
+def error(message: str, remedy: str) -> CheckResult:
+    return CheckResult(state="error", message=message, remedy=remedy)
 
 
-def skipped(message: str) -> Finding:
-    return Finding(state="skipped", message=message)
+def skipped(message: str) -> CheckResult:
+    return CheckResult(state="skipped", message=message)
 
 
-def error_of(exception: Exception, remedy: str, state: State = "error") -> Finding:
+def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
     """For an exception with the remedy in its text, after a semicolon; otherwise `remedy` is used."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
-    return Finding(state=state, message=message, remedy=said or remedy)
+    return CheckResult(state=state, message=message, remedy=said or remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """`findings` are by the checks' names, in their order. `hung`: a check did not end and may delay the exit of the process."""
 
-    findings: Mapping[str, Finding]
+    findings: Mapping[str, CheckResult]
     hung: bool
 
     @property
@@ -87,7 +87,7 @@ async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECON
     return Report(findings=findings, hung=bool(hung))
 
 
-def _finding(check: Check, task: "asyncio.Task[Finding]", limit_seconds: float) -> Finding:
+def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: float) -> CheckResult:
     if not task.done() or task.cancelled():
         return error(f"no answer within {limit_seconds:g} s", check.if_hung)
     match task.exception():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpumgr.doctor.examine import Finding, aside, error, ok
+from gpumgr.doctor.examine import CheckResult, aside, error, ok
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "look whether the file systems of the settings' folders answer (`df`)"
@@ -35,7 +35,7 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
         yield "enforcement.cdi_dir", settings.enforcement.cdi_dir
 
 
-async def look_at_folders(folders: Mapping[str, Path]) -> Finding:
+async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
     """`folders`: setting -> its folder. The check creates no folder and leaves no file."""
     obstacles = await aside(lambda: [(f"{path} ({key})", why) for key, path in folders.items() if (why := obstacle(path))])
     if obstacles:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from gpumgr.allocator.answer import CONTROL_NODES
-from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.driverfiles.manager import parse_proc_version
 from gpumgr.errors import GpumgrError
 from gpumgr.nvml.driver import Nvml
@@ -22,7 +22,7 @@ IF_HUNG: Final = (
 T = TypeVar("T")
 
 
-class Gpus:
+class SharedNvml:
     """NVML for concurrent checks. A process has one NVML session at a time, so the checks use it one after another."""
 
     def __init__(self, nvml: Nvml) -> None:
@@ -46,14 +46,14 @@ class Gpus:
         return await asyncio.shield(self._snapshot)
 
 
-async def look_at_driver(proc_root: Path, *, simulated: bool) -> Finding:
+async def look_at_driver(proc_root: Path, *, simulated: bool) -> CheckResult:
     """The kernel module, as the driver shows it under /proc."""
     if simulated:
         return skipped("a simulated node has none")
     return await aside(lambda: _driver(proc_root))
 
 
-def _driver(proc_root: Path) -> Finding:
+def _driver(proc_root: Path) -> CheckResult:
     file = proc_root / "driver/nvidia/version"
     try:
         text = file.read_text(errors="replace")
@@ -69,7 +69,7 @@ def _driver(proc_root: Path) -> Finding:
     return ok(shown)
 
 
-async def look_at_nvml(gpus: Gpus) -> Finding:
+async def look_at_nvml(gpus: SharedNvml) -> CheckResult:
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
@@ -96,7 +96,7 @@ def _models(gpus: tuple[Gpu, ...]) -> str:
     return " and ".join(dict.fromkeys(gpu.model or "unknown GPU" for gpu in gpus))
 
 
-async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool) -> Finding:
+async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated: bool) -> CheckResult:
     """The device nodes that containers get: one per GPU that NVML shows, and the common ones."""
     if simulated:
         return skipped("a simulated node has none")
@@ -107,7 +107,7 @@ async def look_at_device_nodes(gpus: Gpus, device_root: Path, *, simulated: bool
     return await aside(lambda: _device_nodes(device_root, minors))
 
 
-def _device_nodes(root: Path, minors: list[int] | None) -> Finding:
+def _device_nodes(root: Path, minors: list[int] | None) -> CheckResult:
     """`minors` None: NVML does not report them; then at least one GPU's node must exist."""
     found = sorted(path.name for path in root.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     wanted = found if minors is None else [f"nvidia{minor}" for minor in minors]

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from gpumgr.doctor.examine import Finding, aside, error, ok, skipped
+from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped
 
 IF_HUNG: Final = "look whether the mounts of this container answer (`cat /proc/self/mountinfo`)"
 #: Part of the path of a volume that is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 
-async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> Finding:
+async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> CheckResult:
     """`folders`: setting -> its folder. `in_pod`: the command runs in a pod's container."""
     if not in_pod:
         return skipped("not in a pod")
@@ -20,7 +20,7 @@ async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in
     return judge_host_paths(folders, parse_mounts(text))
 
 
-def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> Finding:
+def judge_host_paths(folders: Mapping[str, Path], mounts: Mapping[str, str]) -> CheckResult:
     """`mounts`: by the mount point, the part of the file system that is mounted there."""
     own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mounts)]
     if not own:

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from gpumgr.doctor.examine import Finding, aside, error_of, ok
+from gpumgr.doctor.examine import CheckResult, aside, error_of, ok
 from gpumgr.errors import SettingsError
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.credentials import Certificates, TokenFile
@@ -18,7 +18,7 @@ IF_HUNG: Final = (
 _AS_ROOT: Final = "run this as root, as the agent runs: another user cannot check what root may do"
 
 
-async def look_at_http(http: HttpSettings) -> Finding:
+async def look_at_http(http: HttpSettings) -> CheckResult:
     """Reports what the agent itself would report: it uses the agent's readers of these files and its function to listen.
 
     The check of an address binds it for an instant. An agent that starts in that instant ends with code 2 and is started again.
@@ -28,7 +28,7 @@ async def look_at_http(http: HttpSettings) -> Finding:
     except SettingsError as exception:
         found = error_of(exception, "look at http in the settings")
         by_root = os.geteuid() != 0 and isinstance(exception.__cause__, PermissionError)
-        return Finding(state="error", message=found.message, remedy=_AS_ROOT) if by_root else found
+        return CheckResult(state="error", message=found.message, remedy=_AS_ROOT) if by_root else found
     place = f"{http.address}:{http.port}" if http.port else f"any port of {http.address}"
     scheme = "HTTPS" if http.tls_cert_file is not None else "HTTP"
     try:
@@ -38,7 +38,7 @@ async def look_at_http(http: HttpSettings) -> Finding:
         if number == errno.EADDRINUSE and await aside(lambda: _answered(http.socket)):
             return ok(f"the agent that answers at {http.socket} has {place}, or so it seems ({scheme})")
         if number == errno.EACCES and os.geteuid() != 0:
-            return Finding(state="error", message=error_of(exception, _AS_ROOT).message, remedy=_AS_ROOT)
+            return CheckResult(state="error", message=error_of(exception, _AS_ROOT).message, remedy=_AS_ROOT)
         return error_of(exception, "set http.address and http.port")
     for listener in listeners:
         listener.close()

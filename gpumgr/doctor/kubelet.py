@@ -9,7 +9,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.deviceplugin.podresources import lacks_v1, pod_resources_error
-from gpumgr.doctor.examine import Finding, aside, error, error_of, ok
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok
 from gpumgr.rpc.channel import CALL_FAILURES, UnixChannel
 
 IF_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
@@ -22,7 +22,7 @@ _FOLDER: Final = (
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 
-async def look_at_folder(folder: Path) -> Finding:
+async def look_at_folder(folder: Path) -> CheckResult:
     """The agent must be able to create sockets in the folder, and the kubelet must listen at its own socket."""
     if not await aside(folder.is_dir):
         return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
@@ -38,7 +38,7 @@ async def look_at_folder(folder: Path) -> Finding:
     return ok(f"listens at {socket}")
 
 
-async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> Finding:
+async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float) -> CheckResult:
     """Whether the kubelet answers and is new enough. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
     since 1.28 with a feature gate, and by default since 1.29."""
     channel = UnixChannel(socket)

@@ -9,14 +9,14 @@ from typing import Final
 
 from gpumgr.checkpoint.files import CorruptError
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.doctor.examine import Finding, aside, error_of, ok, warning
+from gpumgr.doctor.examine import CheckResult, aside, error_of, ok, warning
 from gpumgr.errors import CheckpointError
 
 IF_HUNG: Final = "look whether the disk under checkpoint.dir answers (`df`)"
 _READ: Final = "run the agent, and this, as root, or set checkpoint.dir to a folder that it may read"
 
 
-async def look_at_checkpoint(folder: Path) -> Finding:
+async def look_at_checkpoint(folder: Path) -> CheckResult:
     """`folder`: the setting checkpoint.dir."""
     try:
         loaded = await aside(lambda: read_checkpoint(folder))

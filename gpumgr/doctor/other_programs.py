@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.deviceplugin.other_plugins import answering, problem_and_remedy
-from gpumgr.doctor.examine import Finding, aside, error, ok, skipped, warning
+from gpumgr.doctor.examine import CheckResult, aside, error, ok, skipped, warning
 
 IF_HUNG: Final = "look whether the file system of the device plugins' folder answers"
 
 
-async def look_at_plugins(folder: Path) -> Finding:
+async def look_at_plugins(folder: Path) -> CheckResult:
     """Other device plugins for these GPUs."""
     if not await aside(folder.is_dir):
         return skipped(f"{folder} is no folder")
@@ -21,7 +21,7 @@ async def look_at_plugins(folder: Path) -> Finding:
     return ok(f"no other plugin for NVIDIA's GPUs answers in {folder}")
 
 
-async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> Finding:
+async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> CheckResult:
     """Whether a gpumgr agent runs on this node. `before_start`: one is about to start, so none may run."""
     holder = await aside(lambda: _holder(lock_path))
     if holder is not None:

@@ -6,7 +6,7 @@ from typing import Final
 
 import aiohttp
 
-from gpumgr.doctor.examine import Finding, error, error_of, ok, skipped, warning
+from gpumgr.doctor.examine import CheckResult, error, error_of, ok, skipped, warning
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import ApiServer
@@ -51,7 +51,7 @@ def for_drains(settings: Settings) -> Iterator[Right]:
         yield _EVICT
 
 
-async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Finding:
+async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
     must, wished, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))

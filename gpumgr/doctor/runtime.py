@@ -6,8 +6,8 @@ from typing import Final
 
 from gpumgr.cri.cgroups import Cgroups
 from gpumgr.cri.client import CriClient
-from gpumgr.cri.codec import Runtime
-from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, skipped, warning
+from gpumgr.cri.codec import RuntimeVersion
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.doctor.folders import obstacle
 from gpumgr.errors import CriError
 
@@ -17,7 +17,7 @@ SET_SOCKET: Final = "start the container runtime, or set cri.socket to the socke
 _CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
 
 
-async def _version(socket: Path, timeout_seconds: float) -> Runtime:
+async def _version(socket: Path, timeout_seconds: float) -> RuntimeVersion:
     client = CriClient(socket, timeout_seconds=timeout_seconds)
     try:
         return await client.version()
@@ -25,7 +25,7 @@ async def _version(socket: Path, timeout_seconds: float) -> Runtime:
         client.close()
 
 
-async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> Finding:
+async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> CheckResult:
     try:
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
@@ -33,7 +33,7 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float) -> Finding:
     return ok(f"{runtime.name} {runtime.version} at {socket}")
 
 
-async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> Finding:
+async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path = Path("/proc")) -> CheckResult:
     """`needs_v2`: the settings name a backend that works with cgroup v2 only."""
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
@@ -47,7 +47,7 @@ async def look_at_cgroups(cgroup_root: Path, *, needs_v2: bool, proc_root: Path 
     )
 
 
-async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> Finding:
+async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_seconds: float) -> CheckResult:
     """`used`: containers get their devices by CDI (enforcement.injection)."""
     if not used:
         return skipped("not used: enforcement.injection is mounts")

@@ -15,7 +15,7 @@ from gpumgr.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.checkpoint.reader import read_checkpoint
 from gpumgr.cri.client import CriClient
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME, CheckpointEntry, read_kubelet_checkpoint
-from gpumgr.doctor.examine import Finding, aside, error, error_of, ok, warning
+from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, warning
 from gpumgr.errors import CheckpointError, CriError, InputError, KubeletError
 from gpumgr.settings import Settings
 from gpumgr.units import RESOURCE_BY_NAME
@@ -32,7 +32,7 @@ _IF_ALIVE: Final = f"see what is said of cri, then look again; nothing is offere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Records:
+class TakeoverRecords:
     """What the files say. `holders`: number of containers that hold ids of gpu-manager, according to the kubelet; `left`: those of them
     with GPUs that neither gpu-manager's checkpoint nor the ledger names. `unread`: why gpu-manager's checkpoint cannot be read; None if it
     can, or is missing."""
@@ -43,7 +43,7 @@ class Records:
     unread: InputError | None = None
 
 
-async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Finding:
+async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> CheckResult:
     try:
         entries = await read_kubelet_checkpoint(settings.kubelet.device_plugin_dir / FILE_NAME) or ()
     except KubeletError as exception:
@@ -52,7 +52,7 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Fi
     return judge_take_over(records, await _containers(settings.cri.socket, timeout_seconds) if records.left else ())
 
 
-def judge_take_over(records: Records, containers: Sequence[Container] | None) -> Finding:
+def judge_take_over(records: TakeoverRecords, containers: Sequence[Container] | None) -> CheckResult:
     """`containers`: all containers of this node; None if they are not known, which the check of the runtime reports."""
     if not records.left and records.unread is not None:
         return error_of(records.unread, "nothing, if no pod of gpu-manager's runs", "warning")
@@ -78,7 +78,7 @@ def judge_take_over(records: Records, containers: Sequence[Container] | None) ->
     )
 
 
-def _read_records(path: Path, checkpoint_dir: Path, entries: Iterable[CheckpointEntry]) -> Records:
+def _read_records(path: Path, checkpoint_dir: Path, entries: Iterable[CheckpointEntry]) -> TakeoverRecords:
     held = [(e.pod_uid, e.container, e.device_ids) for e in entries if e.resource in RESOURCE_BY_NAME]
     named: set[tuple[str, str]] = set()
     with suppress(CheckpointError):  # the check of the agent's checkpoint reports this
@@ -89,7 +89,7 @@ def _read_records(path: Path, checkpoint_dir: Path, entries: Iterable[Checkpoint
         named |= {(record.pod_uid, record.container) for record in read_gpu_manager_checkpoint(path) if record.minors}
     except InputError as exception:
         unread = exception
-    return Records(path=path, holders=len(foreign(held, ())), left=foreign(held, named), unread=unread)
+    return TakeoverRecords(path=path, holders=len(foreign(held, ())), left=foreign(held, named), unread=unread)
 
 
 async def _containers(socket: Path, timeout_seconds: float) -> Sequence[Container] | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumgr.driverfiles.libraries import Library, find_binary, find_libraries
+from gpumgr.driverfiles.libraries import SharedLibrary, find_binary, find_libraries
 from gpumgr.driverfiles.source import Source, inspect
 from gpumgr.driverfiles.volume_conf import Volume
 from gpumgr.driverfiles.volume_plan import COMPANION, version_of
@@ -27,7 +27,7 @@ class DriverInstallation:
     """The driver below one root: all files of a mirror come from the same driver."""
 
     root: Path
-    libraries: Mapping[Library, Source]
+    libraries: Mapping[SharedLibrary, Source]
 
     def select(self, volume: Volume) -> VolumeSources:
         """Raises OSError, DriverFilesError."""

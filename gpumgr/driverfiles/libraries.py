@@ -41,7 +41,7 @@ _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CacheEntry:
     """One line of a cache. `path` is relative to the root; `machine` None if only the file itself shows it."""
 
     name: str
@@ -50,7 +50,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class SharedLibrary:
     """One file, as a path without links, and all names by which the loader finds it."""
 
     path: Path
@@ -60,10 +60,10 @@ class Library:
         return any(name.startswith(tuple(prefixes)) for name in self.names)
 
 
-def parse_cache(text: str) -> tuple[Entry, ...]:
+def parse_cache(text: str) -> tuple[CacheEntry, ...]:
     """The lines of `ldconfig -p` in their order, which is the loader's. Other lines are left out."""
     return tuple(
-        Entry(name=line["name"], path=line["path"], machine=_machine(line["flags"]))
+        CacheEntry(name=line["name"], path=line["path"], machine=_machine(line["flags"]))
         for line in map(_CACHE_LINE.fullmatch, text.splitlines())
         if line
     )
@@ -77,7 +77,7 @@ def _machine(flags: str) -> str | None:
     return next((_MARKERS[word] for word in words if word in _MARKERS), "i386")
 
 
-def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Library, ...]:
+def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[SharedLibrary, ...]:
     """The root's libraries with names that begin with one of `prefixes`, each file once, in the loader's order.
 
     Libraries that the cache lists for a machine not in `machines` are left out.
@@ -93,17 +93,17 @@ def find_binary(root: Path, name: str) -> Path | None:
     return next((path for path in candidates if path and path.stat().st_mode & 0o111), None)
 
 
-def _matching(entries: Iterable[Entry], prefixes: Sequence[str]) -> list[Entry]:
+def _matching(entries: Iterable[CacheEntry], prefixes: Sequence[str]) -> list[CacheEntry]:
     return [entry for entry in entries if entry.name.startswith(tuple(prefixes))]
 
 
-def _resolve_all(root: Path, entries: Iterable[Entry]) -> tuple[Library, ...]:
+def _resolve_all(root: Path, entries: Iterable[CacheEntry]) -> tuple[SharedLibrary, ...]:
     names: dict[Path, list[str]] = {}
     for entry in entries:
         path = resolve(root, entry.path)
         if path is not None:
             names.setdefault(path, []).append(entry.name)
-    return tuple(Library(path=path, names=tuple(dict.fromkeys(found))) for path, found in names.items())
+    return tuple(SharedLibrary(path=path, names=tuple(dict.fromkeys(found))) for path, found in names.items())
 
 
 def _read_cache(root: Path) -> str:
@@ -122,13 +122,15 @@ def _read_cache(root: Path) -> str:
     return os.fsdecode(done.stdout)
 
 
-def _scan(root: Path) -> list[Entry]:
+def _scan(root: Path) -> list[CacheEntry]:
     """Every library in the usual folders, by folder and then by name. Folders that are links to others are listed twice, files are not."""
-    entries: list[Entry] = []
+    entries: list[CacheEntry] = []
     for folder in _LIBRARY_FOLDERS:
         try:
             names = sorted(os.listdir(f"{root}/{folder}"))
         except OSError:
             continue
-        entries += [Entry(name=name, path=f"{folder}/{name}", machine=None) for name in names if _LIBRARY_NAME.fullmatch(name)]
+        entries += [
+            CacheEntry(name=name, path=f"{folder}/{name}", machine=None) for name in names if _LIBRARY_NAME.fullmatch(name)
+        ]
     return entries

@@ -13,7 +13,7 @@ _ROOT: Final = "kubernetes_asyncio"
 _PACKAGES: Final = (_ROOT, f"{_ROOT}.client", f"{_ROOT}.client.models", f"{_ROOT}.config")
 
 
-class Library(NamedTuple):
+class ClientLibrary(NamedTuple):
     ApiClient: Any
     Configuration: Any
     ConfigException: type[Exception]
@@ -38,12 +38,12 @@ class _EmptyPackages(MetaPathFinder, Loader):
 
 
 @cache
-def load_library() -> Library:
+def load_library() -> ClientLibrary:
     """Imports the library once, or what is missing of it where the process has imported it as a whole."""
     finder = _EmptyPackages()
     sys.meta_path.insert(0, finder)
     try:
-        return Library(
+        return ClientLibrary(
             ApiClient=_import("client.api_client").ApiClient,
             Configuration=_import("client.configuration").Configuration,
             ConfigException=_import("config.config_exception").ConfigException,

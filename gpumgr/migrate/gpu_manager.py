@@ -11,7 +11,7 @@ from typing import Final
 
 from gpumgr.allocator.rebuild import Holders
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
-from gpumgr.migrate.gpu_manager_command import Command, DaemonSet
+from gpumgr.migrate.gpu_manager_command import DaemonSet, GpuManagerCommand
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.units import blocks_of
@@ -29,7 +29,7 @@ _IN_THE_CHART: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class GpuManagerState:
     """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint, None if it names no pod (as the
     agent reads it, gpumgr.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager,
     according to the kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`:
@@ -45,7 +45,7 @@ class Found:
     registered: Mapping[str, int]
 
 
-def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
+def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
     """Raises SettingsError for flags that gpumgr refuses, InputError for files that the flags name and that cannot be read."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
@@ -77,7 +77,7 @@ def plan_gpu_manager(command: Command, found: Found, *, to: Path) -> Plan:
     )
 
 
-def _pods(found: Found) -> Iterator[str]:
+def _pods(found: GpuManagerState) -> Iterator[str]:
     gone = 0
     for record in found.records:
         if found.live is not None and record.pod_uid not in found.live:
@@ -92,11 +92,11 @@ def _pods(found: Found) -> Iterator[str]:
         yield f"{found.checkpoint} has no record: nothing is taken over"
 
 
-def _name(found: Found, uid: str) -> str:
+def _name(found: GpuManagerState, uid: str) -> str:
     return found.names.get(uid, f"pod uid {uid}")
 
 
-def _warnings(command: Command, found: Found) -> Iterator[str]:
+def _warnings(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
     if command.pid is not None:
         yield f"gpu-manager runs (pid {command.pid}): stop it before gpumgr starts, or both give out the same GPUs"
     elif found.answering:
@@ -117,7 +117,7 @@ def _warnings(command: Command, found: Found) -> Iterator[str]:
         )
 
 
-def _stop(command: Command, node: str) -> Iterator[str]:
+def _stop(command: GpuManagerCommand, node: str) -> Iterator[str]:
     daemon_set, node = command.daemon_set, quote(node)
     if daemon_set is None:
         yield "systemctl disable --now gpu-manager    # or, if a DaemonSet runs it:"
@@ -143,7 +143,7 @@ def _start(node: str, to: Path) -> Iterator[str]:
     yield "gpumgr checkpoint show    # the pods of above are in it"
 
 
-def _rollback(command: Command, found: Found) -> Iterator[str]:
+def _rollback(command: GpuManagerCommand, found: GpuManagerState) -> Iterator[str]:
     node = quote(found.node)
     yield "gpumgr checkpoint show    # delete the pods that came under gpumgr: gpu-manager would not know of them, and give their GPUs away"
     yield "systemctl disable --now gpumgr    # or, with gpumgr's DaemonSet:"

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from gpumgr.errors import InputError
-from gpumgr.migrate.objects import Container, Object, Workload, of_type
+from gpumgr.migrate.objects import KubernetesContainer, KubernetesWorkload, Object, of_type
 from gpumgr.settings.gpu_manager_flags import split_flags
 
 PROGRAM: Final = "gpu-manager"
@@ -39,7 +39,7 @@ class DaemonSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class GpuManagerCommand:
     """`flags` are (name, text); later ones override earlier ones. `root` is the folder in which its files are visible from here.
     `daemon_set` None: it runs as a service of the host, or that is not known. `pid` if it was found running."""
 
@@ -65,13 +65,13 @@ class Command:
         return argv, notes
 
 
-def from_text(text: str) -> Command:
+def from_text(text: str) -> GpuManagerCommand:
     """`text` is a command line, with or without the program. Raises SettingsError, or InputError for unbalanced quotes."""
     words = _words(text)
-    return Command(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
+    return GpuManagerCommand(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
 
 
-def from_process(proc_root: Path = Path("/proc")) -> Command | None:
+def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
     """The process that runs on this host; None if there is none, or /proc is not readable. Raises SettingsError for flags that it cannot
     have."""
     for entry in sorted(os.listdir(proc_root)):
@@ -83,7 +83,7 @@ def from_process(proc_root: Path = Path("/proc")) -> Command | None:
         except OSError:
             continue
         if argv and PurePosixPath(argv[0]).name == PROGRAM:
-            return Command(
+            return GpuManagerCommand(
                 flags=tuple(split_flags(argv[1:])),
                 root=proc_root / entry / "root",
                 daemon_set=DaemonSet() if "kubepods" in cgroups else None,
@@ -92,9 +92,9 @@ def from_process(proc_root: Path = Path("/proc")) -> Command | None:
     return None
 
 
-def from_objects(objects: Sequence[Object]) -> Command | None:
+def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
     """The flags of its DaemonSet or pod in a manifest; None if there is none among the objects. Raises SettingsError, InputError."""
-    for workload in of_type(objects, Workload):
+    for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers:
             words = _command_words(container)
             if words is not None:
@@ -104,11 +104,11 @@ def from_objects(objects: Sequence[Object]) -> Command | None:
                     name=workload.metadata.name or DaemonSet().name,
                     selector=workload.pod_spec.node_selector,
                 )
-                return Command(flags=flags, notes=notes, daemon_set=daemon_set)
+                return GpuManagerCommand(flags=flags, notes=notes, daemon_set=daemon_set)
     return None
 
 
-def _command_words(container: Container) -> list[str] | None:
+def _command_words(container: KubernetesContainer) -> list[str] | None:
     """Its flags as the container's command contains them; None if the container runs another program."""
     given = container.words
     for number, word in enumerate(given):

@@ -12,7 +12,7 @@ from typing import Final
 
 from gpumgr.migrate.hami_config import Config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, advise, gpu_sizes, switched_off, wishes
-from gpumgr.migrate.objects import Node, Object, Pod, of_type
+from gpumgr.migrate.objects import KubernetesNode, Object, Pod, of_type
 from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 
 #: The node label that HAMi's DaemonSet selects by default.
@@ -34,7 +34,7 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class HamiState:
     """The inputs: `objects` of the API server, sockets of HAMi's plugin that accept connections, HAMi's folders on this host, and
     its library with the library's SHA-256."""
 
@@ -45,8 +45,8 @@ class Found:
     library: tuple[Path, str] | None = None
 
 
-def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
-    node = next((node for node in of_type(found.objects, Node) if node.metadata.name == found.node), None)
+def plan_hami(config: Config, found: HamiState, *, to: Path) -> Plan:
+    node = next((node for node in of_type(found.objects, KubernetesNode) if node.metadata.name == found.node), None)
     annotations = node.metadata.annotations if node is not None else {}
     pods = [pod for pod in _pods_on(found) if [*wishes(pod.spec, pod.metadata.annotations, config.names)]]
     return Plan(
@@ -69,7 +69,7 @@ def plan_hami(config: Config, found: Found, *, to: Path) -> Plan:
     )
 
 
-def _pods_on(found: Found) -> Iterator[Pod]:
+def _pods_on(found: HamiState) -> Iterator[Pod]:
     ended = ("Succeeded", "Failed")
     return (each for each in of_type(found.objects, Pod) if each.spec.node_name == found.node and each.status.phase not in ended)
 
@@ -86,7 +86,7 @@ def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -
             yield f"{pod.full_name}: CUDA_DISABLE_CONTROL does nothing; the operator can set {override}"
 
 
-def _notes(found: Found, annotations: Mapping[str, str]) -> Iterator[str]:
+def _notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
     yield "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
     if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
@@ -102,7 +102,7 @@ def _notes(found: Found, annotations: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _warnings(pods: Sequence[Pod], found: Found, node: Node | None) -> Iterator[str]:
+def _warnings(pods: Sequence[Pod], found: HamiState, node: KubernetesNode | None) -> Iterator[str]:
     if found.answering:
         yield f"HAMi's or NVIDIA's plugin answers at {' and '.join(map(str, found.answering))}: stop it before gpumgr starts"
     running = [pod.full_name for pod in pods if ALLOCATED in pod.metadata.annotations]
@@ -142,7 +142,7 @@ def _cordons(annotations: Mapping[str, str]) -> Iterator[str]:
         yield f"gpumgr gpu cordon {uuid}    # as {_CORDON} has it"
 
 
-def _clean_up(found: Found, annotations: Mapping[str, str]) -> Iterator[str]:
+def _clean_up(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     keys = sorted(key for key in annotations if key.startswith(_PREFIX)) if annotations else [REGISTER]
     if keys:
         yield f"kubectl annotate node {quote(found.node)} {' '.join(quote(f'{key}-') for key in keys)}"

@@ -14,7 +14,7 @@ import msgspec
 
 from gpumgr.errors import InputError
 from gpumgr.migrate.hami_request import Names
-from gpumgr.migrate.objects import ConfigMap, Object, Workload, of_type, read_documents
+from gpumgr.migrate.objects import ConfigMap, KubernetesWorkload, Object, of_type, read_documents
 from gpumgr.settings import Settings
 from gpumgr.settings.tree import legible
 
@@ -150,7 +150,7 @@ def _names(nvidia: Mapping[str, Any]) -> Names:
 
 def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Environment and nodeSelector of the device plugin's DaemonSet."""
-    for workload in of_type(objects, Workload):
+    for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers if workload.kind == "DaemonSet" else ():
             if "hami" in container.image and container.name == "device-plugin":
                 return container.environment, workload.pod_spec.node_selector
@@ -159,7 +159,7 @@ def _plugin(objects: Sequence[Object]) -> tuple[Mapping[str, str], Mapping[str, 
 
 def _policy(objects: Sequence[Object]) -> str | None:
     """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. Its default is spread."""
-    for workload in of_type(objects, Workload):
+    for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers:
             for word in container.words:
                 if word.startswith(f"{_POLICY}="):

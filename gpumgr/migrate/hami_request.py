@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, Final
 
 from gpumgr.kubeapi.pods import parse_quantity
-from gpumgr.migrate.objects import Container, PodSpec
+from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 _BLOCK_MEBIBYTES: Final = BLOCK_BYTES >> 20
@@ -128,7 +128,7 @@ def _blocks(mebibytes: int | None, gpu_mebibytes: int | None) -> int | None:
     return min(blocks, gpu_mebibytes // _BLOCK_MEBIBYTES) if gpu_mebibytes else blocks
 
 
-def _asked(container: Container, names: Names) -> Wish | None:
+def _asked(container: KubernetesContainer, names: Names) -> Wish | None:
     wanted = {**container.resources.requests, **container.resources.limits}
     amount = {
         name: _quantity(wanted[name]) for name in (names.count, names.memory, names.percentage, names.cores) if name in wanted
@@ -159,6 +159,6 @@ def _quantity(text: object) -> int:
         return 0
 
 
-def switched_off(container: Container) -> bool:
+def switched_off(container: KubernetesContainer) -> bool:
     """Whether the container disabled HAMi's library."""
     return container.environment.get("CUDA_DISABLE_CONTROL", "").lower() in ("1", "t", "true")

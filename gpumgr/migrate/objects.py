@@ -46,7 +46,7 @@ class Variable(msgspec.Struct):
     value: _Word | None = None
 
 
-class Container(msgspec.Struct):
+class KubernetesContainer(msgspec.Struct):
     name: str | None = None
     image: str = ""
     command: list[_Word] = []
@@ -68,11 +68,11 @@ class Container(msgspec.Struct):
 class PodSpec(msgspec.Struct, rename="camel"):
     node_name: str | None = None
     node_selector: dict[_Key, str] = {}
-    init_containers: list[Container] = []
-    containers: list[Container] = []
+    init_containers: list[KubernetesContainer] = []
+    containers: list[KubernetesContainer] = []
 
     @property
-    def all_containers(self) -> list[Container]:
+    def all_containers(self) -> list[KubernetesContainer]:
         """In the order in which the kubelet allocates."""
         return [*self.init_containers, *self.containers]
 
@@ -95,7 +95,7 @@ class Named(Object):
         return f"{self.metadata.namespace or 'default'}/{self.metadata.name or '?'}"
 
 
-class Node(Named):
+class KubernetesNode(Named):
     pass
 
 
@@ -103,7 +103,7 @@ class ConfigMap(Named):
     data: dict[str, str] = {}
 
 
-class Workload(Named):
+class KubernetesWorkload(Named):
     """An object with containers."""
 
     @property
@@ -111,7 +111,7 @@ class Workload(Named):
         raise NotImplementedError
 
 
-class Pod(Workload):
+class Pod(KubernetesWorkload):
     spec: PodSpec = msgspec.field(default_factory=PodSpec)
     status: Status = msgspec.field(default_factory=Status)
 
@@ -128,7 +128,7 @@ class _WorkloadSpec(msgspec.Struct):
     template: _Template = msgspec.field(default_factory=_Template)
 
 
-class _Templated(Workload):
+class _Templated(KubernetesWorkload):
     """An object with a pod template."""
 
     spec: _WorkloadSpec = msgspec.field(default_factory=_WorkloadSpec)
@@ -139,7 +139,7 @@ class _Templated(Workload):
 
 
 _CLASSES: Final[Mapping[str, type[Object]]] = {
-    "Node": Node,
+    "Node": KubernetesNode,
     "ConfigMap": ConfigMap,
     "Pod": Pod,
     **dict.fromkeys(("DaemonSet", "Deployment", "StatefulSet"), _Templated),

@@ -21,7 +21,7 @@ from gpumgr.sim.kubelet_answers import merged
 from gpumgr.sim.kubelet_checkpoint import load_checkpoint, write_checkpoint
 from gpumgr.sim.kubelet_devices import DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, PluginClient, Registration
-from gpumgr.sim.kubelet_podresources import PodResources
+from gpumgr.sim.kubelet_podresources import PodResourcesService
 from gpumgr.sim.kubelet_pods import PodStatus, ResourceStatus, SimContainer, SimKubeletError, SimPod
 from gpumgr.sim.kubelet_shape import V1_35, KubeletShape
 
@@ -62,7 +62,7 @@ class SimKubelet:
         self._changes = LatestValue(0)
         self._servers: list[DrainingServer] = []
         self._watches: dict[asyncio.Task[None], PluginClient] = {}
-        self.pod_resources: PodResources | None = None
+        self.pod_resources: PodResourcesService | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -86,7 +86,7 @@ class SimKubelet:
             if stat.S_ISSOCK(mode) or (self.shape.clears_folder and file != self.checkpoint and not stat.S_ISDIR(mode)):
                 file.unlink()
         self._devices.forget(self.shape, *load_checkpoint(self.checkpoint))
-        self.pod_resources = PodResources(self.shape, self._devices, listed=self._listed, pods=self._pods)
+        self.pod_resources = PodResourcesService(self.shape, self._devices, listed=self._listed, pods=self._pods)
         services = {self.pod_resources_socket: self.pod_resources, self.registration_socket: Registration(self._register)}
         for path, service in services.items():
             server = DrainingServer([service])

@@ -37,7 +37,7 @@ class SimCall:
     available: int = 0
 
 
-class Choice:
+class DeviceChoice:
     """Collects ids for one container and resource; marks each id as allocated when it is taken."""
 
     def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
@@ -146,7 +146,7 @@ class DeviceManager:
     async def _allocate_resource(
         self, pod: SimPod, container: SimContainer, resource: str, needed: int, affinity: frozenset[int] | None
     ) -> bool:
-        chosen = Choice(needed, lambda ids: self.allocated.setdefault(resource, set()).update(ids))
+        chosen = DeviceChoice(needed, lambda ids: self.allocated.setdefault(resource, set()).update(ids))
         await self._choose(pod, container, resource, chosen, affinity)
         if not chosen.ids:
             return False
@@ -169,7 +169,7 @@ class DeviceManager:
         return True
 
     async def _choose(
-        self, pod: SimPod, container: SimContainer, resource: str, chosen: Choice, affinity: frozenset[int] | None
+        self, pod: SimPod, container: SimContainer, resource: str, chosen: DeviceChoice, affinity: frozenset[int] | None
     ) -> None:
         """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
         if self._has_already(pod, container, resource, chosen.required):
@@ -217,7 +217,7 @@ class DeviceManager:
         return holding is not None
 
     async def _preferred(
-        self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: Choice
+        self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: DeviceChoice
     ) -> set[str]:
         client = self.clients.get(resource)
         if client is None:

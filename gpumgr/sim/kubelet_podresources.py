@@ -19,7 +19,7 @@ _CALLS_PER_SECOND = 100.0
 _BURST = 10.0
 
 
-class PodResources:
+class PodResourcesService:
     """The service on pod-resources/kubelet.sock. Errors have the texts of grpc-go and the kubelet."""
 
     def __init__(

@@ -28,7 +28,7 @@ _HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class HttpClient:
     """`certified`: the client has a certificate that the client CA signed. `authorization` and `hosts` are the request's headers; a
     request may have no `Host` (HTTP/1.0) or, wrongly, several."""
 
@@ -82,7 +82,7 @@ _TOKEN_OR_CERTIFICATE: Final = Denial(
 )
 
 
-def authorize(scope: Scope, caller: Caller, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
+def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
     """None: allowed. `names` are the names of this host, besides localhost."""
     if caller.origin == "unix":
         return None

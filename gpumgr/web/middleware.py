@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gpumgr.errors import GpumgrError, InputError, Refusal
-from gpumgr.web.access import AuthPolicy, Caller, Scope, authorize
+from gpumgr.web.access import AuthPolicy, HttpClient, Scope, authorize
 from gpumgr.web.connection import Connection
 from gpumgr.web.responses import failure
 
@@ -46,7 +46,7 @@ def _denied(
 ) -> web.Response | None:
     resource = request.match_info.route.resource
     scope = scopes.get(resource.canonical, "page") if resource is not None else "page"
-    caller = Caller(
+    caller = HttpClient(
         origin=connection.origin,
         certified=connection.certified,
         authorization=request.headers.get("Authorization"),

@@ -9,7 +9,7 @@ from math import inf
 
 from gpumgr.agent.api import ContainerRequest, PodDetails
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.units import GpuName
@@ -19,7 +19,7 @@ from gpumgr.web.state import container_rows, gpu_rows
 Holder = tuple[PodKey | None, str | None]
 
 
-def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[Entry]) -> list[PodKey]:
+def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequence[HistoryEntry]) -> list[PodKey]:
     """The names of which something is known, sorted. `views` are the API server's pods; those that request no GPU are left out."""
     holders = _holders(ledger, history)
     recorded = [holder for _, holder in _with_holders(holders, history)]
@@ -27,7 +27,7 @@ def pods_with_details(ledger: Ledger, views: Iterable[PodView], history: Sequenc
 
 
 def pod_details(
-    report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[Entry]
+    report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[HistoryEntry]
 ) -> PodDetails | None:
     """None if nothing is known. `view` is the API server's pod of this name (None: there is none), `history` is oldest first.
 
@@ -67,17 +67,17 @@ def pod_details(
     )
 
 
-def _holders(ledger: Ledger, history: Sequence[Entry]) -> dict[AllocationId, Holder]:
+def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
     """The pod of each allocation by the newest information: some are granted before the name is known, or under a wrong one."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 
 
-def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[Entry]) -> list[tuple[Entry, Holder]]:
+def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[HistoryEntry]) -> list[tuple[HistoryEntry, Holder]]:
     return [(entry, holders.get(entry.id or "", (entry.pod, entry.pod_uid))) for entry in history]
 
 
-def _periods(allocations: Sequence[Allocation], entries: Sequence[Entry]) -> list[tuple[set[GpuName], float, float]]:
+def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
     """The GPUs of each allocation, with its begin and end (unix seconds), as far as they are known."""
     granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
     ended = [(granted[entry.id], entry.at) for entry in entries if entry.what == "freed" and entry.id in granted]
@@ -87,7 +87,7 @@ def _periods(allocations: Sequence[Allocation], entries: Sequence[Entry]) -> lis
     ]
 
 
-def _during(entry: Entry, periods: Sequence[tuple[set[GpuName], float, float]]) -> bool:
+def _during(entry: HistoryEntry, periods: Sequence[tuple[set[GpuName], float, float]]) -> bool:
     """The pod had the GPU at that time."""
     return any(not gpus.isdisjoint(entry.gpus) and since <= entry.at <= until for gpus, since, until in periods)
 
@@ -98,7 +98,9 @@ def _uids(pod: PodKey, view: PodView | None, holders: Sequence[Holder]) -> set[s
     return known | {uid for uid in (view.uid, view.runtime_uid) if uid} if view else known
 
 
-def _incarnations(view: PodView | None, allocations: Sequence[Allocation], entries: Sequence[tuple[Entry, Holder]]) -> list[str]:
+def _incarnations(
+    view: PodView | None, allocations: Sequence[Allocation], entries: Sequence[tuple[HistoryEntry, Holder]]
+) -> list[str]:
     """The UIDs of all pods of the name, newest first: the API server's, then by the time when each was first seen.
 
     A pod may end after the next one began, so its end has no influence on the order; a pod of which only the end is known comes last.

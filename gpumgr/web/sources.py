@@ -8,7 +8,7 @@ from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 
 
@@ -50,7 +50,7 @@ class Sources(Protocol):
         """gpu-manager's /usage."""
         ...
 
-    def history(self) -> Sequence[Entry]:
+    def history(self) -> Sequence[HistoryEntry]:
         """Oldest first."""
         ...
 

@@ -10,21 +10,21 @@ from typing import Final
 
 import gpumgr
 from gpumgr.agent.api import (
+    AgentHealth,
     ContainerRow,
     CordonRow,
     Failure,
     GpuRow,
-    Health,
     Mechanism,
+    NodeState,
     NvLinks,
     QueueRow,
-    State,
     StrangersRow,
     TreeNode,
 )
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.rows import container_row
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.topology.devices import Gpu, GpuSample, Topology
@@ -39,11 +39,11 @@ _NO_USE: Final = NodeUse(taken_at=0.0)
 _NO_SAMPLE: Final = GpuSample(uuid="")
 
 
-def node_state(report: NodeReport, history: Sequence[Entry], *, clock: Callable[[], float] = time.monotonic) -> State:
+def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Callable[[], float] = time.monotonic) -> NodeState:
     """`history` is oldest first; `clock` returns monotonic seconds, for the age of the sample."""
     snapshot = report.view.inventory.snapshot
     topology, rows = snapshot.topology, range(len(snapshot.topology))
-    return State(
+    return NodeState(
         node=report.node,
         at=report.at,
         version=gpumgr.__version__,
@@ -150,9 +150,9 @@ def _strangers(report: NodeReport, gpu: GpuName) -> StrangersRow:
     )
 
 
-def _health(report: NodeReport, now: float) -> Health:
+def _health(report: NodeReport, now: float) -> AgentHealth:
     queue = report.outbox
-    return Health(
+    return AgentHealth(
         nvml_up=report.nvml_up,
         sampled_seconds_ago=None if report.sampled_at is None else round(max(0.0, now - report.sampled_at), 3),
         registered=dict(report.registered),

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, Node, open_node
+from gpumgr.demo.node import SAMPLE_PERIOD_SECONDS, SimulatedNode, open_node
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 
 BLOCKS: Final = 16
@@ -23,7 +23,7 @@ _TEST_SECONDS: Final = 90
 
 
 @contextlib.asynccontextmanager
-async def stage(folder: Path, **options: Any) -> AsyncIterator[Node]:
+async def stage(folder: Path, **options: Any) -> AsyncIterator[SimulatedNode]:
     """The node without its agent. If the test fails, the end of the agent's log stands below the error."""
     async with asyncio.timeout(_TEST_SECONDS), open_node(folder, sim=SIM, **options) as node:
         try:
@@ -34,7 +34,7 @@ async def stage(folder: Path, **options: Any) -> AsyncIterator[Node]:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, environ: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[Node]:
+async def running(folder: Path, *, environ: Mapping[str, str] | None = None, **options: Any) -> AsyncIterator[SimulatedNode]:
     """The node with its agent running and all its ids offered."""
     async with stage(folder, **options) as node:
         await node.start_agent(environ)
@@ -49,7 +49,7 @@ def init(cores: int, memory_blocks: int, name: str = "fetch") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks, kind="init")
 
 
-async def introduce(node: Node, pod: SimPod) -> None:
+async def introduce(node: SimulatedNode, pod: SimPod) -> None:
     """The API server has the pod, and the agent knows what it asks for: else it gives out GPUs without, some milliseconds later."""
     node.show(pod, PodStatus(phase="Pending"))
     told: Mapping[str, Any] = {}
@@ -60,13 +60,13 @@ async def introduce(node: Node, pod: SimPod) -> None:
                 told = await answer.json()
 
 
-async def until_sampled(node: Node) -> None:
+async def until_sampled(node: SimulatedNode) -> None:
     """Waits until the agent has taken a new sample of its GPUs, as the time of the sample in its pages shows."""
     first = await _sampled_after(node, time.time())
     await _sampled_after(node, first + SAMPLE_PERIOD_SECONDS / 2)  # the first one may have begun before
 
 
-async def _sampled_after(node: Node, moment: float) -> float:
+async def _sampled_after(node: SimulatedNode, moment: float) -> float:
     name = "gpumgr_nvml_last_sample_timestamp_seconds"
     while (sampled := (await node.metrics()).get((name, frozenset()), 0.0)) <= moment:  # noqa: ASYNC110 (it is another process)
         await asyncio.sleep(0.05)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 
 from .stage import PATIENT, app, init, running, stage
@@ -11,7 +11,7 @@ from .stage import PATIENT, app, init, running, stage
 CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}
 
 
-async def admit_all(node: Node) -> dict[str, SimPod]:
+async def admit_all(node: SimulatedNode) -> dict[str, SimPod]:
     pods = {name: node.pod(name, app(*size)) for name, size in CROWD.items()}
     for pod in pods.values():
         assert (await node.run(pod)).phase == "Running", pod.name
@@ -19,7 +19,7 @@ async def admit_all(node: Node) -> dict[str, SimPod]:
     return pods
 
 
-async def replace_whole_gpus(node: Node, pods: dict[str, SimPod]) -> None:
+async def replace_whole_gpus(node: SimulatedNode, pods: dict[str, SimPod]) -> None:
     """Their ids are offered again at once, and the kubelet's word is enough to take them back."""
     for name in ("c", "e"):
         node.delete(pods[name])

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.units import CORE_RESOURCE
 from tests.component.nvml.smi import install_smi
 
@@ -18,7 +18,7 @@ from .stage import app, running, stage
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
 
 
-async def asked(node: Node, path: str, **params: str) -> Any:
+async def asked(node: SimulatedNode, path: str, **params: str) -> Any:
     async with aiohttp.ClientSession() as http, http.get(node.url + path, params=params) as answer:
         return await (answer.json() if answer.content_type == "application/json" else answer.text())
 
@@ -28,12 +28,12 @@ async def until(reached: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-def events(node: Node, reason: str) -> list[str]:
+def events(node: SimulatedNode, reason: str) -> list[str]:
     assert node.api is not None
     return [event["message"] for event in node.api.written.events.values() if event["reason"] == reason]
 
 
-def condition(node: Node) -> dict[str, str]:
+def condition(node: SimulatedNode) -> dict[str, str]:
     assert node.api is not None
     return node.api.written.conditions.get("GpuTrouble", {})
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from gpumgr.agent.state import QUARANTINE_NOTE
 from gpumgr.checkpoint.reader import read_checkpoint
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.units import CORE_RESOURCE
 
 from .stage import BLOCKS, app, running, stage, until_sampled
 
 
-async def until_cores(node: Node, count: int) -> None:
+async def until_cores(node: SimulatedNode, count: int) -> None:
     await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == count)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.demo.node import NAMESPACE, Node
+from gpumgr.demo.node import NAMESPACE, SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from gpumgr.units import RESOURCES
 
@@ -58,7 +58,7 @@ async def test_a_restart_loads_what_was_committed_and_frees_what_the_kubelet_lac
             assert len(node.ledger().allocations) == number + 2, step
 
 
-async def _replace(node: Node, victim: SimPod, *, holds: bool, began: int) -> None:
+async def _replace(node: SimulatedNode, victim: SimPod, *, holds: bool, began: int) -> None:
     """The kubelet has failed the pod: what it holds in the ledger is freed, and the pod that comes in its place runs."""
     node.show(victim, node.kubelet.statuses[victim.uid])
     if holds:
@@ -67,7 +67,7 @@ async def _replace(node: Node, victim: SimPod, *, holds: bool, began: int) -> No
     assert (await node.run(node.pod(victim.name, *victim.containers))).phase == "Running"
 
 
-async def _run_until_killed(node: Node, pod: SimPod) -> bool:
+async def _run_until_killed(node: SimulatedNode, pod: SimPod) -> bool:
     """The agent is killed while it handles the pod, which the API server does not list yet. Returns whether the pod was admitted."""
     await introduce(node, pod)
     try:

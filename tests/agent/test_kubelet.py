@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.units import CORE_RESOURCE
 
 from .stage import app, init, running, stage
 
 
-async def until_registered(node: Node, count: int) -> None:
+async def until_registered(node: SimulatedNode, count: int) -> None:
     """So many Register calls in all, and both resources offered."""
     await node.kubelet.until(lambda: len(node.kubelet.registrations) >= count)
     await node.until_offered()

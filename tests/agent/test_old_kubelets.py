@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_shape import SUPPORTED, V1_19, V1_20, V1_25, V1_35, KubeletShape
 from gpumgr.units import RESOURCE_NAMES
@@ -19,7 +19,7 @@ OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
 old_kubelets = pytest.mark.parametrize("shape", OLD, ids=[shape.version for shape in OLD])
 
 
-async def run_three(node: Node) -> list[SimPod]:
+async def run_three(node: SimulatedNode) -> list[SimPod]:
     """An init container with two apps, two whole GPUs, and a share; a GPU has room left."""
     pods = [node.pod("a", init(40, 8), app(30, 4), app(20, 2, "side")), node.pod("b", app(200)), node.pod("c", app(5, 1))]
     for pod in pods:
@@ -27,14 +27,14 @@ async def run_three(node: Node) -> list[SimPod]:
     return pods
 
 
-def end(node: Node, pod: SimPod) -> None:
+def end(node: SimulatedNode, pod: SimPod) -> None:
     """The pod has succeeded. The API server still has it, and so has an old kubelet's List."""
     node.runtime.remove(pod.uid)
     node.kubelet.end(pod.uid)
     node.show(pod, node.kubelet.statuses[pod.uid])
 
 
-def complaints(node: Node) -> set[str]:
+def complaints(node: SimulatedNode) -> set[str]:
     """What the log warns of, but for the settings' own choice of no enforcement."""
     quiet = ("debug", "info")
     return {line["event"] for line in node.agent_log.lines if line.get("level") not in quiet} - {"enforcement"}
@@ -48,13 +48,13 @@ def essence(ledger: Ledger) -> Mapping[str, object]:
     }
 
 
-async def lose_ledger(node: Node) -> None:
+async def lose_ledger(node: SimulatedNode) -> None:
     """The agent is killed and its checkpoint is gone."""
     await node.agent.kill()
     shutil.rmtree(node.folder / "checkpoint")
 
 
-async def restart(node: Node, shape: KubeletShape) -> None:
+async def restart(node: SimulatedNode, shape: KubeletShape) -> None:
     """The kubelet starts anew, as this one, and has both resources from the agent again."""
     await node.kubelet.restart(sources_ready=False, shape=shape)
     await node.until_offered()

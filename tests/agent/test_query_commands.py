@@ -6,13 +6,13 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import PodStatus
 
 from .stage import app, running, until_sampled
 
 
-async def gpumgr(node: Node, *arguments: str) -> tuple[int | None, str, str]:
+async def gpumgr(node: SimulatedNode, *arguments: str) -> tuple[int | None, str, str]:
     """Exit code, what it printed, and what it said besides."""
     command = (sys.executable, "-m", "gpumgr", *arguments, "--config", str(node.config))
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
@@ -20,7 +20,7 @@ async def gpumgr(node: Node, *arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def until_shown(node: Node, name: str, what: str) -> str:
+async def until_shown(node: SimulatedNode, name: str, what: str) -> str:
     """The output of `why` for the pod, after the agent's watch has received the pod as the API server has it now."""
     while True:
         _, out, _ = await gpumgr(node, "why", name)

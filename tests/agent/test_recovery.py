@@ -13,7 +13,7 @@ import pytest
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.agent_client import AgentClient
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from gpumgr.units import RESOURCE_NAMES
 from tests.component.doctor.conftest import listening
@@ -52,7 +52,7 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         assert (await node.run(node.pod("d", app(100)))).phase == "Running"
 
 
-async def order(node: Node, action: str) -> None:
+async def order(node: SimulatedNode, action: str) -> None:
     """About GPU 0, by the node's unix socket."""
     async with AgentClient(node.folder / "agent.sock") as agent:
         await agent.post(f"/api/gpus/0/{action}", {"reason": "broken fan"})
@@ -128,7 +128,7 @@ async def test_pods_of_gpu_manager_keep_their_gpu_until_they_end(folder: Path) -
         assert first["name"] in node.gpus_of(heir)
 
 
-async def of_gpu_manager(node: Node, *pods: SimPod) -> None:
+async def of_gpu_manager(node: SimulatedNode, *pods: SimPod) -> None:
     """These pods run, with ids as gpu-manager gives them; it is gone then."""
     cores, blocks = ({f"{name}-{n}": None for n in range(400)} for name in RESOURCE_NAMES.values())
     async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
@@ -136,7 +136,7 @@ async def of_gpu_manager(node: Node, *pods: SimPod) -> None:
             assert (await node.run(pod)).phase == "Running"
 
 
-async def not_ready(node: Node) -> str:
+async def not_ready(node: SimulatedNode) -> str:
     async with aiohttp.ClientSession() as http, http.get(f"{node.url}/readyz") as answer:
         assert answer.status == 503
         return await answer.text()

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 
 from .stage import app, introduce, running, stage, until_sampled
 
@@ -35,7 +35,7 @@ def move_link(folder: Path, name: str, text: str) -> None:
     os.rename(folder / "..data_tmp", folder / "..data")
 
 
-async def settings_entries(node: Node) -> list[tuple[str, str]]:
+async def settings_entries(node: SimulatedNode) -> list[tuple[str, str]]:
     """The entries on settings in the agent's history, oldest first."""
     async with aiohttp.ClientSession() as http, http.get(f"{node.url}/api/history", params={"limit": "50"}) as answer:
         entries: list[dict[str, Any]] = await answer.json()

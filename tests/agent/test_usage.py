@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from gpumgr.demo.node import Node
+from gpumgr.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 from .stage import app, running
@@ -15,27 +15,27 @@ Told = dict[tuple[str, str], float]
 QUICK: Final = {"nvml": {"sample_period_seconds": 0.1}}
 
 
-async def until_reported(node: Node, expected: Told) -> None:
+async def until_reported(node: SimulatedNode, expected: Told) -> None:
     """The metrics say exactly this of all containers."""
     while await summed(node) != expected:  # noqa: ASYNC110 (it is another process)
         await asyncio.sleep(0.05)
 
 
-async def summed(node: Node) -> Told:
+async def summed(node: SimulatedNode) -> Told:
     told: Told = {}
     for (pod, container, _), used in (await node.memory_used()).items():
         told[pod, container] = told.get((pod, container), 0) + used
     return told
 
 
-async def come(node: Node, name: str, *containers: SimContainer) -> SimPod:
+async def come(node: SimulatedNode, name: str, *containers: SimContainer) -> SimPod:
     pod = node.pod(name, *containers)
     assert (await node.run(pod)).phase == "Running"
     await until_shown(node, pod)
     return pod
 
 
-async def until_shown(node: Node, pod: SimPod) -> None:
+async def until_shown(node: SimulatedNode, pod: SimPod) -> None:
     """The metrics are rendered once a sample period, so that they may show a pod's first container before its second."""
     while not {(pod.name, container.name) for container in pod.containers} <= set(await summed(node)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)

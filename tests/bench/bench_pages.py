@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.usage.node_use import ContainerUse, GpuUse, NodeUse
 from gpumgr.web.index_page import IndexPage
 from gpumgr.web.server import WebServer
@@ -38,7 +38,7 @@ PERIOD_SECONDS: Final = 1.0
 class Node(Scene):
     """A node on which little happens."""
 
-    def __init__(self, report: NodeReport, history: list[Entry]) -> None:
+    def __init__(self, report: NodeReport, history: list[HistoryEntry]) -> None:
         super().__init__()
         self._report, self.entries = report, history
 
@@ -72,7 +72,7 @@ def node() -> Node:
         gpus={name: GpuUse(uuid=card.uuid) for name, card in gpu_registry.items()},
     )
     history = [
-        Entry(
+        HistoryEntry(
             number=n,
             at=time.time(),
             what="granted",

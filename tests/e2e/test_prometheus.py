@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from gpumgr.demo.activity import Activity
-from gpumgr.demo.node import Node, open_node
+from gpumgr.demo.node import SimulatedNode, open_node
 from gpumgr.demo.script import Script
 from gpumgr.demo.workload import Workload
 from gpumgr.sim.kubelet import SimContainer, SimPod
@@ -44,7 +44,7 @@ def app(cores: int, memory_blocks: int = 0) -> SimContainer:
 class Scene:
     """The node with its agent and their Prometheus."""
 
-    def __init__(self, node: Node, prometheus: Prometheus) -> None:
+    def __init__(self, node: SimulatedNode, prometheus: Prometheus) -> None:
         self.node, self.prometheus = node, prometheus
 
     async def share(self, name: str, *, cores: int = 30, blocks: int = 40, memory_bytes: int = GIB) -> SimPod:
@@ -109,7 +109,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def bare_node(settings: Mapping[str, Mapping[str, object]]) -> AsyncIterator[tuple[Path, Node]]:
+async def bare_node(settings: Mapping[str, Mapping[str, object]]) -> AsyncIterator[tuple[Path, SimulatedNode]]:
     """A folder, and a node without its agent yet."""
     # A short path: unix sockets are made in it.
     with tempfile.TemporaryDirectory(prefix="gmp", dir="/tmp") as name:
@@ -131,7 +131,7 @@ async def at_work(what: Workload | Activity) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def watched(folder: Path, node: Node) -> AsyncIterator[Scene]:
+async def watched(folder: Path, node: SimulatedNode) -> AsyncIterator[Scene]:
     """With a Prometheus for the agent, which runs."""
     async with running_prometheus(folder / "prometheus", node.url.removeprefix("http://")) as prometheus:
         async with asyncio.timeout(WAIT_SECONDS):

@@ -7,7 +7,7 @@ from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
 from gpumgr.allocator import annotations
 from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
 from gpumgr.kubeapi.publisher import condition, event_texts
@@ -87,11 +87,11 @@ CONDITION_REASONS: Final = (
 
 
 def _of_gpu(code: str) -> Event:
-    return event_texts.gpu_event("node", Entry(at=0.0, what="gpu", code=code, why=""), str)
+    return event_texts.gpu_event("node", HistoryEntry(at=0.0, what="gpu", code=code, why=""), str)
 
 
 def _of_config(code: str) -> Event:
-    return event_texts.config_event("node", Entry(at=0.0, what="config", code=code, why=""))
+    return event_texts.config_event("node", HistoryEntry(at=0.0, what="config", code=code, why=""))
 
 
 #: Object, reason, whether it is a warning, meaning.

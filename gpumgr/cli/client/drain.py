@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import ContainerRow, State
+from gpumgr.agent.api import ContainerRow, NodeState
 from gpumgr.cli.client.agent_client import AgentClient, AgentUnavailable
 from gpumgr.cli.client.follow import report_unavailable
 from gpumgr.cli.client.schema import STATE, read_result, read_state
@@ -75,7 +75,7 @@ class _Wait:
         self._document = await request_maintenance(self._agent, "drain", self._result.gpu.uuid)
         self._result = read_result(self._document)
 
-    def _seems_empty(self, state: State) -> bool:
+    def _seems_empty(self, state: NodeState) -> bool:
         row = next((row for row in state.gpus if row.uuid == self._result.gpu.uuid), None)
         if row is None:
             return False  # a restarted agent may not have detected the GPU yet

@@ -5,8 +5,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gpumgr.agent.api import MaintenanceResult, PodDetails, PodRef, State
-from gpumgr.allocator.history import Entry
+from gpumgr.agent.api import MaintenanceResult, NodeState, PodDetails, PodRef
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.printable import cleaned
 from gpumgr.errors import GpumgrError
@@ -18,9 +18,9 @@ STREAM: Final = "/api/stream"
 PODS: Final = "/api/pods"
 
 
-def read_state(document: Any) -> State:
+def read_state(document: Any) -> NodeState:
     """Raises GpumgrError if it does not fit the schema, as the other functions."""
-    return _convert(cleaned(document), State)
+    return _convert(cleaned(document), NodeState)
 
 
 def read_pod(document: Any) -> PodDetails:
@@ -32,8 +32,8 @@ def read_pods(documents: Any) -> frozenset[PodKey]:
     return frozenset((each.namespace, each.pod) for each in _convert(documents, list[PodRef]))
 
 
-def read_entries(documents: Sequence[Any]) -> list[Entry]:
-    return _convert(cleaned(documents), list[Entry])
+def read_entries(documents: Sequence[Any]) -> list[HistoryEntry]:
+    return _convert(cleaned(documents), list[HistoryEntry])
 
 
 def read_result(document: Any) -> MaintenanceResult:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 from gpumgr.agent.api import Failure, GpuRow
 from gpumgr.agent.gpu_names import KnownGpu, find_gpu
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.errors import InputError
 from gpumgr.units import GpuName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpus:
+class GpuLabels:
     """The known GPUs with NVML's index (None: not known), and their UUIDs as far as known.
 
     `unreadable` maps the index of a GPU that the driver lists and cannot describe to the error.
@@ -43,7 +43,7 @@ class Gpus:
             raise InputError(f"--gpu: {error}") from error
 
 
-def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[Entry] = (), *, failures: Iterable[Failure] = ()) -> Gpus:
+def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[HistoryEntry] = (), *, failures: Iterable[Failure] = ()) -> GpuLabels:
     """From the agent's rows; for a GPU that the driver does not show now, from the entries of past decisions (oldest first)."""
     indices: dict[GpuName, int | None] = {}
     for entry in entries:
@@ -54,7 +54,7 @@ def gpus_of(rows: Sequence[GpuRow] = (), entries: Iterable[Entry] = (), *, failu
         earlier = indices.get(row.name)
         indices[row.name] = earlier if row.index is None and earlier not in taken else row.index
     ordered = sorted(indices, key=lambda gpu: (indices[gpu] is None, indices[gpu] or 0, gpu))
-    return Gpus(
+    return GpuLabels(
         indices={gpu: indices[gpu] for gpu in ordered},
         uuids={row.name: row.uuid for row in rows},
         unreadable={failure.index: failure.message for failure in failures},

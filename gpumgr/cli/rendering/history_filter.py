@@ -7,13 +7,13 @@ from typing import Final
 
 import click
 
-from gpumgr.allocator.history import HISTORY_ENTRIES, Entry, What
+from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry, What
 from gpumgr.allocator.pods import PodKey
 from gpumgr.cli.client.node_data import Document
 from gpumgr.cli.client.schema import read_entries, read_state
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.formats import clock_time, cores
-from gpumgr.cli.rendering.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.units import GpuName
 
 _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event": "yellow", "gpu": "yellow", "config": "yellow"}
@@ -35,7 +35,7 @@ class HistoryFilter:
 
     def __init__(self, query: HistoryQuery) -> None:
         self._query = query
-        self._entries: deque[Entry] = deque(maxlen=HISTORY_ENTRIES)
+        self._entries: deque[HistoryEntry] = deque(maxlen=HISTORY_ENTRIES)
         self.last = 0
 
     def lines(self, documents: list[Document], state: Document) -> list[str]:
@@ -54,9 +54,11 @@ class HistoryFilter:
         return [history_line(entry, gpus) for entry in chosen]
 
 
-def choose(entries: Iterable[Entry], query: HistoryQuery, *, gpu: GpuName | None, known: Iterable[Entry]) -> list[Entry]:
-    """The entries that match. An allocation's first entries may have neither name nor UID of the pod; `known` are all entries, of which a
-    later one may have it."""
+def choose(
+    entries: Iterable[HistoryEntry], query: HistoryQuery, *, gpu: GpuName | None, known: Iterable[HistoryEntry]
+) -> list[HistoryEntry]:
+    """The entries that match. An allocation's first entries may have neither name nor UID of the pod; `known` are all entries, one of
+    which may have it."""
     ids = {entry.id for entry in known if entry.id and query.pod is not None and entry.pod == query.pod}
     return [
         entry
@@ -68,14 +70,14 @@ def choose(entries: Iterable[Entry], query: HistoryQuery, *, gpu: GpuName | None
     ]
 
 
-def history_line(entry: Entry, gpus: Gpus) -> str:
+def history_line(entry: HistoryEntry, gpus: GpuLabels) -> str:
     """Time, kind of event (coloured), pod (container), size, GPUs and reason, separated by two blanks; "-" for an empty field."""
     what = click.style(f"{entry.what:<7}", fg=_COLORS.get(entry.what))
     cells = f"{_pod(entry):<32}  {_size(entry):<10}  {gpus.labels(entry.gpus) or '-':<6}"
     return f"{clock_time(entry.at)}  {what}  {cells}  {_reason(entry)}".rstrip()
 
 
-def _pod(entry: Entry) -> str:
+def _pod(entry: HistoryEntry) -> str:
     if entry.pod is not None:
         who = "/".join(entry.pod)
     elif entry.pod_uid is not None:
@@ -85,11 +87,11 @@ def _pod(entry: Entry) -> str:
     return f"{who} ({entry.container})" if entry.container else who
 
 
-def _size(entry: Entry) -> str:
+def _size(entry: HistoryEntry) -> str:
     if not entry.kind or not entry.size:
         return "-"
     return cores(entry.size) if entry.kind == "core" else f"{entry.size} block{'' if entry.size == 1 else 's'}"
 
 
-def _reason(entry: Entry) -> str:
+def _reason(entry: HistoryEntry) -> str:
     return ": ".join(part for part in (entry.evaluator or entry.code, entry.why) if part)

@@ -8,9 +8,9 @@ from typing import Final, Self
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, PodDetails
-from gpumgr.allocator.history import Call, Candidate, Entry
+from gpumgr.allocator.history import Call, Candidate, HistoryEntry
 from gpumgr.cli.rendering.formats import blocks, clock_time, cores, gibibytes, limits_sentence, percent
-from gpumgr.cli.rendering.gpu_labels import Gpus
+from gpumgr.cli.rendering.gpu_labels import GpuLabels
 from gpumgr.cli.rendering.gpu_status import gpu_sentences
 from gpumgr.cli.rendering.tables import open_table, plain_text
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
@@ -28,14 +28,14 @@ _KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
 class Decision:
     """An entry; the kubelet's two calls for one allocation are one decision. `sizes` has the cores and memory blocks of the calls."""
 
-    entry: Entry
+    entry: HistoryEntry
     sizes: dict[Resource, int]
 
     @classmethod
-    def of(cls, entry: Entry) -> Self:
+    def of(cls, entry: HistoryEntry) -> Self:
         return cls(entry=entry, sizes={entry.kind: entry.size} if entry.kind and entry.size else {})
 
-    def includes(self, entry: Entry) -> bool:
+    def includes(self, entry: HistoryEntry) -> bool:
         """Whether the entry is the other call for the allocation that was granted here."""
         return (
             self.entry.what == entry.what == "granted"
@@ -44,7 +44,7 @@ class Decision:
             and entry.kind not in self.sizes
         )
 
-    def with_call(self, second: Entry) -> "Decision":
+    def with_call(self, second: HistoryEntry) -> "Decision":
         """The first call placed the container: its reason and candidates count, since those of the second include the container. What was
         not known at the first call comes from the second."""
         first = self.entry
@@ -61,7 +61,7 @@ class Decision:
         return Decision(entry=entry, sizes={**self.sizes, **Decision.of(second).sizes})
 
 
-def decisions(entries: Iterable[Entry]) -> list[Decision]:
+def decisions(entries: Iterable[HistoryEntry]) -> list[Decision]:
     """In the order of the entries."""
     found: list[Decision] = []
     for entry in entries:
@@ -72,7 +72,7 @@ def decisions(entries: Iterable[Entry]) -> list[Decision]:
     return found
 
 
-def pod_text(pod: PodDetails, gpus: Gpus, *, live: bool, width: int | None) -> str:
+def pod_text(pod: PodDetails, gpus: GpuLabels, *, live: bool, width: int | None) -> str:
     """`live`: the details are the running agent's. Sentences are folded at `width` (None: not)."""
     lines = [
         *_head(pod),
@@ -131,7 +131,7 @@ def _amount(sizes: Mapping[Resource, int]) -> str:
 # -- what happened -----------------------------------------------------------------------------------------------------------
 
 
-def _happened(pod: PodDetails, gpus: Gpus) -> Iterator[str]:
+def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
     if not pod.history:
         yield "The history has nothing about it."
         return
@@ -139,7 +139,7 @@ def _happened(pod: PodDetails, gpus: Gpus) -> Iterator[str]:
     for decision in decisions(pod.history):
         entry = decision.entry
         own = {candidate.gpu: candidate.index for candidate in entry.candidates}
-        here = Gpus(indices={**gpus.indices, **own})
+        here = GpuLabels(indices={**gpus.indices, **own})
         uid = f", uid {entry.pod_uid}" if pod.earlier_uids and entry.pod_uid else ""
         yield f"  {clock_time(entry.at)}  {_title(decision)}{uid}"
         yield from (f"    {line}" for line in (*_candidates(entry, _request_of(entry, pod)), *_outcome(entry, here)))
@@ -158,7 +158,7 @@ def _title(decision: Decision) -> str:
     return f"{entry.what}{size}{whom}{call}"
 
 
-def _outcome(entry: Entry, gpus: Gpus) -> Iterator[str]:
+def _outcome(entry: HistoryEntry, gpus: GpuLabels) -> Iterator[str]:
     if entry.what == "granted":
         by = f", by {entry.evaluator}" if entry.evaluator else ""
         yield f"chosen: {gpus.labels(entry.gpus) or 'no GPU'}{by}{_because(entry)}"
@@ -171,11 +171,11 @@ def _outcome(entry: Entry, gpus: Gpus) -> Iterator[str]:
         yield (where + _because(entry)).removeprefix(": ") or "no details"
 
 
-def _because(entry: Entry) -> str:
+def _because(entry: HistoryEntry) -> str:
     return f": {entry.why}" if entry.why else ""
 
 
-def _candidates(entry: Entry, request: ContainerRequest) -> Iterator[str]:
+def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]:
     """A table of what was free on each GPU."""
     if not entry.candidates:
         return
@@ -188,7 +188,7 @@ def _candidates(entry: Entry, request: ContainerRequest) -> Iterator[str]:
     yield from plain_text(table).splitlines()
 
 
-def _verdict(entry: Entry, candidate: Candidate, request: ContainerRequest) -> str:
+def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
     """Why it was chosen or not, as far as the container's request is known (0: not known)."""
     if candidate.gpu in entry.gpus:
         return "chosen"
@@ -205,7 +205,7 @@ def _verdict(entry: Entry, candidate: Candidate, request: ContainerRequest) -> s
     return "fits, was not chosen" if known and entry.what == "granted" else ""
 
 
-def _request_of(entry: Entry, pod: PodDetails) -> ContainerRequest:
+def _request_of(entry: HistoryEntry, pod: PodDetails) -> ContainerRequest:
     """The request of the entry's container: from the pod's request, or from both calls for the allocation."""
     for request in pod.request:
         if request.container == entry.container:
@@ -217,7 +217,7 @@ def _request_of(entry: Entry, pod: PodDetails) -> ContainerRequest:
 # -- now ---------------------------------------------------------------------------------------------------------------------
 
 
-def _now(pod: PodDetails, gpus: Gpus, *, live: bool) -> Iterator[str]:
+def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
     if not pod.allocations:
         yield f"It {'holds' if live else 'held'} no GPU of this node{'' if live else ' when the checkpoint was written'}."
         return
@@ -239,7 +239,7 @@ def _now(pod: PodDetails, gpus: Gpus, *, live: bool) -> Iterator[str]:
         yield "What it uses now is not known: the agent does not respond."
 
 
-def _holding(row: ContainerRow, gpus: Gpus) -> str:
+def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
     memory = f"{gibibytes(row.memory_bytes)} GiB"
     share = f"{gpus.label(row.gpu)} whole" if row.whole else f"{cores(row.cores)} and {memory} of {gpus.label(row.gpu)}"
     who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from gpumgr.agent.api import State
+from gpumgr.agent.api import NodeState
 from gpumgr.cli.rendering.formats import clock_time
 from gpumgr.cli.rendering.tables import UNBOUNDED, plain_text
 from gpumgr.cli.rendering.usage_table import WIDE, usage_tables
@@ -24,7 +24,7 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-def print_usage(state: State) -> None:
+def print_usage(state: NodeState) -> None:
     """Fits the terminal's width; without a terminal plain text, one line per row."""
     if sys.stdout.isatty():
         console = Console(width=max(Console().width, _MIN_WIDTH), highlight=False)
@@ -33,7 +33,7 @@ def print_usage(state: State) -> None:
     click.echo(usage_text(state, width=None))
 
 
-def usage_text(state: State, *, width: int | None) -> str:
+def usage_text(state: NodeState, *, width: int | None) -> str:
     """Plain text; `width` None: without limit."""
     width = max(width or UNBOUNDED, _MIN_WIDTH)
     return plain_text(usage_tables(state, wide=width >= WIDE), width=width)
@@ -45,7 +45,7 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, screen=True, auto_refresh=False)
-        self._state: State | None = None
+        self._state: NodeState | None = None
         self._unavailable: str | None = None
         self._first = 0
 
@@ -56,7 +56,7 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, state: State) -> None:
+    def show(self, state: NodeState) -> None:
         self._state, self._unavailable = state, None
         self._draw()
 

@@ -1,4 +1,4 @@
-"""The tables of `gpumgr usage`, for a terminal of any width. The texts of a `State` are printable."""
+"""The tables of `gpumgr usage`, for a terminal of any width. The texts of a `NodeState` are printable."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.agent.api import ContainerRow, GpuRow, State
+from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
 from gpumgr.cli.rendering.formats import clock_time, gibibytes, limiting, percent
-from gpumgr.cli.rendering.gpu_labels import Gpus, gpus_of
+from gpumgr.cli.rendering.gpu_labels import GpuLabels, gpus_of
 from gpumgr.cli.rendering.gpu_status import gpu_sentences, gpu_status
 from gpumgr.cli.rendering.tables import open_table
 from gpumgr.units import BLOCK_BYTES, CORES_PER_GPU
@@ -20,7 +20,7 @@ WIDE: Final = 120
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
-def usage_tables(state: State, *, wide: bool) -> RenderableType:
+def usage_tables(state: NodeState, *, wide: bool) -> RenderableType:
     """Title, GPUs, notes about them, containers."""
     gpus = gpus_of(state.gpus)
     containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
@@ -32,7 +32,7 @@ def usage_tables(state: State, *, wide: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _head(state: State) -> str:
+def _head(state: NodeState) -> str:
     driver = f", driver {state.driver_version}" if state.driver_version else ""
     return f"{state.node or 'this node'} at {clock_time(state.at)}{driver}"
 
@@ -40,7 +40,7 @@ def _head(state: State) -> str:
 # -- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_table(rows: Iterable[GpuRow], gpus: Gpus) -> Table:
+def _gpu_table(rows: Iterable[GpuRow], gpus: GpuLabels) -> Table:
     names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
     table = open_table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
     for gpu in gpus.indices:
@@ -66,7 +66,7 @@ def _style(row: GpuRow) -> str:
     return "green" if row.healthy else ""
 
 
-def _notes(state: State, gpus: Gpus) -> list[str]:
+def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
     """A sentence for each fact about a GPU that does not fit into the table."""
     notes = []
     for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
@@ -89,7 +89,7 @@ def _model(model: str | None) -> str:
 # -- containers --------------------------------------------------------------------------------------------------------------
 
 
-def _container_table(rows: Sequence[ContainerRow], gpus: Gpus, *, wide: bool) -> Table:
+def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
     """Narrow: the container follows its pod, and the mechanisms follow the limits, in one column."""
     names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
     ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
@@ -132,7 +132,7 @@ def _used(memory_bytes: int | None) -> str:
     return "-" if memory_bytes is None else f"{gibibytes(memory_bytes)}G"
 
 
-def _sort_key(row: ContainerRow, gpus: Gpus) -> tuple[int, float, int, str]:
+def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]:
     """The sort key: by GPU, then by utilization, then by memory used."""
     order = list(gpus.indices)
     position = order.index(row.gpu) if row.gpu in order else len(order)

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.seed import MEBIBYTE, PRIORITY, SWITCH_ON, RegionLimits
-from gpumgr.enforcement.hami_core.view import RegionView, Slot
+from gpumgr.enforcement.hami_core.view import ProcessSlot, RegionView
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
@@ -60,14 +60,14 @@ def unknown_hosts(seen: RegionView, pids: Collection[int], host_of: Callable[[in
             yield Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", host), message)
 
 
-def abandoned(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[Slot]:
+def abandoned(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[ProcessSlot]:
     """Slots that are stuck and have no running writer. Its pid in the container may be another process's by now."""
     for slot in seen.slots:
         if slot.stuck and slot.hostpid not in pids and (slot.hostpid != 0 or host_of(slot.pid) is None):
             yield slot
 
 
-def unstuck(slot: Slot) -> Repair:
+def unstuck(slot: ProcessSlot) -> Repair:
     """Unlocks a slot the writer of which has ended."""
     even = struct.pack("<Q", (slot.seqlock + 1) % (1 << 64))
     message = f"slot {slot.index} left locked by process {slot.pid}, which has ended"

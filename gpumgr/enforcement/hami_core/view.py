@@ -13,7 +13,7 @@ ProblemCode = Literal["header", "process_count", "uuid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class RegionProblem:
     """A value that only a container that writes the region itself causes; `message` says which."""
 
     code: ProblemCode
@@ -21,7 +21,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class ProcessSlot:
     """One process. `pid` in the container, `hostpid` on the host (0: unknown). `seqlock` is odd while the slot is written."""
 
     index: int
@@ -47,10 +47,10 @@ class RegionView:
 
     limits_bytes: tuple[int, ...]
     core_limits_percent: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[ProcessSlot, ...]
     utilization_switch: int
     priority: int
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[RegionProblem, ...] = ()
 
 
 def process_count(tail: bytes) -> int:
@@ -72,27 +72,27 @@ def decode(header: bytes, tail: bytes, slots: bytes) -> RegionView:
     )
 
 
-def _problems(header: bytes, tail: bytes) -> Iterator[Problem]:
+def _problems(header: bytes, tail: bytes) -> Iterator[RegionProblem]:
     magic, *version = layout.HEAD.unpack_from(header)
     if magic != layout.MAGIC:
-        yield Problem(code="header", message=f"it begins with {magic} instead of {layout.MAGIC}")
+        yield RegionProblem(code="header", message=f"it begins with {magic} instead of {layout.MAGIC}")
     elif tuple(version) != layout.VERSION:
-        yield Problem(code="header", message=f"it has version {version[0]}.{version[1]} instead of v1.2")
+        yield RegionProblem(code="header", message=f"it has version {version[0]}.{version[1]} instead of v1.2")
     if not 0 <= (count := _count(tail)) <= layout.SLOTS:
-        yield Problem(code="process_count", message=f"it counts {count} processes of at most {layout.SLOTS}")
+        yield RegionProblem(code="process_count", message=f"it counts {count} processes of at most {layout.SLOTS}")
     for device in range(layout.DEVICES):
         start = layout.UUIDS + device * layout.UUID_BYTES
         cell = header[start : start + layout.UUID_BYTES].partition(b"\0")[0]
         if cell and not _UUID.fullmatch(cell):
-            yield Problem(code="uuid", message=f"the name of device {device} is not a GPU's UUID")
+            yield RegionProblem(code="uuid", message=f"the name of device {device} is not a GPU's UUID")
 
 
 def _count(tail: bytes) -> int:
     return int.from_bytes(tail[:4], "little", signed=True)
 
 
-def _slot(index: int, slots: bytes) -> Slot:
+def _slot(index: int, slots: bytes) -> ProcessSlot:
     start = index * layout.SLOT_BYTES
     pid, hostpid = struct.unpack_from("<ii", slots, start + layout.SLOT_PID)
     status, seqlock = struct.unpack_from("<i4xQ", slots, start + layout.SLOT_STATUS)
-    return Slot(index=index, pid=pid, hostpid=hostpid, status=status, seqlock=seqlock)
+    return ProcessSlot(index=index, pid=pid, hostpid=hostpid, status=status, seqlock=seqlock)

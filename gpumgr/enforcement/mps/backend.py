@@ -18,7 +18,7 @@ from gpumgr.enforcement.mps.control import ControlProgram
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
-from gpumgr.enforcement.mps.records import Records, read_protocol, write_protocol
+from gpumgr.enforcement.mps.records import DaemonRecords, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.errors import MpsError, MpsTransientError, Refusal
 from gpumgr.units import Resource
@@ -118,7 +118,7 @@ class Mps(Backend):
         """MPS is not available, but daemons of an earlier start of the agent may run: they are checked as far as possible, since their
         GPUs are in EXCLUSIVE_PROCESS mode and their containers get findings."""
         try:
-            if Records(self._records_dir).uuids() or any(gpu_folders(self._root)):
+            if DaemonRecords(self._records_dir).uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
                 control = ControlProgram(Path(self._program), timeout_seconds=self._timeout_seconds, before=before)
                 self._configure(read_protocol(self._state_dir) or 2, control, None)
@@ -142,7 +142,7 @@ class Mps(Backend):
         self._supervisor = Supervisor(
             self._root,
             config,
-            Records(self._records_dir),
+            DaemonRecords(self._records_dir),
             check_seconds=self._check_seconds,
             idle_seconds=self._idle_seconds,
         )

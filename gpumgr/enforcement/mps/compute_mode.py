@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import GpumgrError, MpsError
 
 #: NVML's nvmlComputeMode_t.
@@ -25,7 +25,7 @@ class ComputeModes(Protocol):
     async def set_compute_mode(self, uuid: str, mode: int) -> None: ...
 
 
-async def set_exclusive(modes: ComputeModes, uuid: str, records: Records) -> None:
+async def set_exclusive(modes: ComputeModes, uuid: str, records: DaemonRecords) -> None:
     """Sets EXCLUSIVE_PROCESS and records the former mode. The GPU has a record. Existing contexts stay.
 
     Raises MpsError: then the GPU must not be shared.
@@ -45,7 +45,7 @@ async def set_exclusive(modes: ComputeModes, uuid: str, records: Records) -> Non
         ) from error
 
 
-async def restore_mode(modes: ComputeModes, uuid: str, records: Records) -> None:
+async def restore_mode(modes: ComputeModes, uuid: str, records: DaemonRecords) -> None:
     """Restores the former mode if gpumgr changed it. Raises MpsError; a later call retries."""
     record = records.of(uuid)
     former = record.former_mode if record else None

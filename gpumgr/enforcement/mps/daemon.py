@@ -19,7 +19,7 @@ from gpumgr.enforcement.mps.compute_mode import ComputeModes, restore_mode, set_
 from gpumgr.enforcement.mps.control import ControlProgram, DaemonClient
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
-from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import MpsError
 from gpumgr.proc import Process, is_running, start_time_ticks
 
@@ -56,7 +56,7 @@ class Daemon:
 
     uuid: str
     home: GpuFolder
-    records: Records
+    records: DaemonRecords
     config: DaemonConfig
     process: Process | None = None
     servers: tuple[int, ...] = ()

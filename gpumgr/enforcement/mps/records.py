@@ -30,7 +30,7 @@ class Record:
     former_mode: int | None = None
 
 
-class Records:
+class DaemonRecords:
     """Read once and written through: only the agent writes there."""
 
     def __init__(self, root: Path) -> None:

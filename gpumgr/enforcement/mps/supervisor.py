@@ -10,7 +10,7 @@ import structlog
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder, gpu_folders
-from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import MpsError
 
 #: How long a tick waits for the checks that it started; a check of a daemon that hangs continues by itself.
@@ -25,7 +25,9 @@ class Supervisor:
     A daemon is checked every `check_seconds`, and ends `idle_seconds` after its last container.
     """
 
-    def __init__(self, root: Path, config: DaemonConfig, records: Records, *, check_seconds: float, idle_seconds: float) -> None:
+    def __init__(
+        self, root: Path, config: DaemonConfig, records: DaemonRecords, *, check_seconds: float, idle_seconds: float
+    ) -> None:
         """Raises OSError."""
         self.root, self.config, self._records = root, config, records
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds

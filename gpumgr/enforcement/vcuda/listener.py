@@ -24,7 +24,7 @@ _MOST_CONNECTION_BYTES: Final = 256 * 1024
 _WINDOW_BYTES: Final = 65535
 
 
-class Listener:
+class RegistrationListener:
     """Serves `service` at `path`, once: a new socket needs a new listener."""
 
     def __init__(self, path: Path, service: Any) -> None:

@@ -13,7 +13,7 @@ from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.operator_library import make_folder
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import INIT_PID, pack_config, pack_pids, unpack_pids
-from gpumgr.enforcement.vcuda.listener import Listener
+from gpumgr.enforcement.vcuda.listener import RegistrationListener
 from gpumgr.errors import GpumgrError
 from gpumgr.proc import parent_pid
 from gpumgr.usage.containers import Container
@@ -34,7 +34,7 @@ class ContainerSlot:
         self.tenant = tenant
         self.folder: Final = folder
         self._pids_of = pids_of
-        self._listener: Listener | None = None
+        self._listener: RegistrationListener | None = None
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ class ContainerSlot:
         if self._listener is not None and self._listener.in_place:
             return
         await self.hang_up(0)
-        self._listener = Listener(self.folder / files.SOCKET, service)
+        self._listener = RegistrationListener(self.folder / files.SOCKET, service)
         await self._listener.listen()
 
     async def hang_up(self, grace_seconds: float) -> None:

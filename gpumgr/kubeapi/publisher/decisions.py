@@ -19,7 +19,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import BugLog, next_tick
 from gpumgr.allocator.annotations import ALLOCATIONS, pod_annotations
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.kubeapi.cache import PodCache
@@ -66,7 +66,7 @@ class DecisionReporter:
         self._evaluators: dict[AllocationId, str] = {}
         #: Annotations that were published and that the pod cache may not have yet, by UID.
         self._published: dict[str, Mapping[str, str]] = {}
-        self._late: deque[tuple[float, Entry]] = deque()
+        self._late: deque[tuple[float, HistoryEntry]] = deque()
         self._next_check = clock() + CHECK_SECONDS
         self._next_report = clock()
         self._bugs = BugLog("decision_reporter", clock=clock)
@@ -103,7 +103,7 @@ class DecisionReporter:
 
     # -- listeners ---------------------------------------------------------------------------------------------------------
 
-    def _on_entry(self, entry: Entry) -> None:
+    def _on_entry(self, entry: HistoryEntry) -> None:
         self._keep_evaluator(entry)
         match entry.what:
             case "granted" if entry.id:
@@ -121,7 +121,7 @@ class DecisionReporter:
             case "config":
                 self._record(event_texts.config_event(self._node, entry))
 
-    def _keep_evaluator(self, entry: Entry) -> None:
+    def _keep_evaluator(self, entry: HistoryEntry) -> None:
         """Only the entry of a container's first call has the evaluator."""
         if entry.what == "granted" and entry.id and entry.evaluator:
             self._evaluators.setdefault(entry.id, entry.evaluator)
@@ -140,7 +140,7 @@ class DecisionReporter:
         now = self._clock()
         for eviction, why in self._publisher.take_refused_evictions():
             message = f"the pod is not evicted ({eviction.reason}): {why}"
-            entry = Entry(what="event", code=NOT_EVICTED, pod=eviction.pod, pod_uid=eviction.uid, why=message)
+            entry = HistoryEntry(what="event", code=NOT_EVICTED, pod=eviction.pod, pod_uid=eviction.uid, why=message)
             self._agent_state.history.add_unless_repeated(entry)
         self._follow_ledger(now)
         if self._due or self._renamed:
@@ -216,17 +216,17 @@ class DecisionReporter:
         if self._write_events:
             self._publisher.record(event)
 
-    def _report_entry(self, entry: Entry) -> None:
+    def _report_entry(self, entry: HistoryEntry) -> None:
         if self._write_events and not self._publish_entry(entry):
             self._keep_late(self._clock() + LATE_SECONDS, entry)
 
-    def _keep_late(self, until: float, entry: Entry) -> None:
+    def _keep_late(self, until: float, entry: HistoryEntry) -> None:
         if len(self._late) >= MAX_LATE:
             self._late.popleft()
             self._publisher.count_dropped()
         self._late.append((until, entry))
 
-    def _publish_entry(self, entry: Entry) -> bool:
+    def _publish_entry(self, entry: HistoryEntry) -> bool:
         """Publishes the entry as an event of its pod. False: the pod is not known yet."""
         allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
         pod = entry.pod or (allocation.pod if allocation else None)

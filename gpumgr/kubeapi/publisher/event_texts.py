@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.kubeapi.publisher.events import Event, ObjectRef, node_ref
 from gpumgr.units import CORES_PER_GPU, GpuName
@@ -41,17 +41,17 @@ def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label)
     )
 
 
-def refusal(about: ObjectRef, entry: Entry) -> Event:
+def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
     prefix = f"container {entry.container}: " if entry.container else ""
     return Event(about=about, reason=REFUSED, message=prefix + entry.why, warning=True, allocations=_ids(entry))
 
 
-def pod_event(about: ObjectRef, entry: Entry) -> Event:
+def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
     """Of an entry "event": all of them are warnings."""
     return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=True, allocations=_ids(entry))
 
 
-def gpu_event(node: str, entry: Entry, label: Label) -> Event:
+def gpu_event(node: str, entry: HistoryEntry, label: Label) -> Event:
     code = entry.code or "news"
     reason, warning = _OF_GPUS.get(code, ("Gpu" + "".join(word.capitalize() for word in code.split("_")), False))
     gpus = ", ".join(map(label, entry.gpus))
@@ -59,13 +59,13 @@ def gpu_event(node: str, entry: Entry, label: Label) -> Event:
     return Event(about=node_ref(node), reason=reason, message=message, warning=warning, allocations=_ids(entry))
 
 
-def config_event(node: str, entry: Entry) -> Event:
+def config_event(node: str, entry: HistoryEntry) -> Event:
     """Of the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
     reason = f"GpumgrConfig{(entry.code or 'news').capitalize()}"
     return Event(about=node_ref(node), reason=reason, message=entry.why, warning=entry.code == "rejected")
 
 
-def _ids(entry: Entry) -> tuple[str, ...]:
+def _ids(entry: HistoryEntry) -> tuple[str, ...]:
     return (entry.id,) if entry.id else ()
 
 

@@ -10,7 +10,7 @@ from gpumgr.accounting.process_owners import ProcessOwners
 from gpumgr.agent.drain_evictions import Eviction
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.pods import PodKey
 from gpumgr.app.over_limit import OverLimitReporter
@@ -168,7 +168,7 @@ class Node:
         return self.memory_watcher.use
 
     @property
-    def told(self) -> list[Entry]:
+    def told(self) -> list[HistoryEntry]:
         """The history's entries, which become events of pods."""
         return list(self.agent_state.history.entries())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpumgr.agent.history import History
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.kubeapi.cache import PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.publisher.decisions import DecisionReporter
@@ -78,7 +78,7 @@ class Cluster:
                 await asyncio.sleep(0.002)
 
     def add(self, **entry: Any) -> None:
-        self.history.add(Entry(at=1.0, **entry))
+        self.history.add(HistoryEntry(at=1.0, **entry))
 
     @property
     def writes(self) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.agent.drain_evictions import Eviction
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.api_side import ApiSide
 from gpumgr.app.assembly import make_components, make_maintenance
 from gpumgr.app.components import Components, Hardware
@@ -63,7 +63,7 @@ async def test_an_eviction_that_the_api_server_refuses_is_in_the_history(sim: Si
     sim.forbidden.add(("create", "pods/eviction"))
     async with started(sim, tmp_path) as (side, components):
         assert side.publisher is not None
-        added: asyncio.Queue[Entry] = asyncio.Queue()
+        added: asyncio.Queue[HistoryEntry] = asyncio.Queue()
         components.agent_state.history.subscribe(added.put_nowait)
         side.publisher.evict("a drain", [Eviction(uid="uid-1", pod=("team", "web"), reason="GPU0 is drained")])
         async with asyncio.timeout(10):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.nvml.health import GpuHealth, Reason, State
 from gpumgr.proc import HostProcesses
@@ -151,7 +151,7 @@ WELL = GpuHealth(state="healthy", since=0.0)
 async def test_a_gpu_that_is_still_lost_after_a_restart_is_not_lost_again_and_comes_back_later() -> None:
     node = await started()
     await node.turn("unhealthy", "lost", "the GPU is lost")
-    node.world.agent_state.history.add(Entry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
+    node.world.agent_state.history.add(HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)))
     await node.restart({ONE: LOST, ZERO: WELL})
     await node.restart({ZERO: WELL}, snapshot(1, 16))  # the driver lists it no more
     assert [code for code, _, _ in node.told] == ["lost", "cordoned"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpumgr.agent.history import History
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import HISTORY_ENTRIES, Entry
+from gpumgr.allocator.history import HISTORY_ENTRIES, HistoryEntry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.sim.kubelet_pods import SimContainer
@@ -15,7 +15,7 @@ from tests.unit.agent.world import World
 
 from .cluster import Cluster, announced
 
-CROWD = tuple(Entry(at=2.0, what="event", code="GpuOverLimit") for _ in range(HISTORY_ENTRIES + 100))
+CROWD = tuple(HistoryEntry(at=2.0, what="event", code="GpuOverLimit") for _ in range(HISTORY_ENTRIES + 100))
 
 
 async def restarted(cluster: Cluster, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
@@ -53,7 +53,7 @@ async def open_checkpoint(tmp_path: Path) -> AsyncIterator[Open]:
         assert await checkpoint.close()
 
 
-async def save_ledger(checkpoint: SqliteCheckpoint, *entries: Entry) -> None:
+async def save_ledger(checkpoint: SqliteCheckpoint, *entries: HistoryEntry) -> None:
     """Saves LEDGER with these history entries, and closes the checkpoint."""
     await checkpoint.save(replace(LEDGER.since(Ledger()), entries=entries))
     await checkpoint.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, Entry
+from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.checkpoint.codec import checksum
@@ -361,8 +361,8 @@ def test_the_error_of_a_full_database_names_the_remedy(tmp_path: Path) -> None:
 # -- the history -----------------------------------------------------------------------------------------------------------
 
 
-def entry(number: int, **facts: Any) -> Entry:
-    return Entry(number=number, at=float(number), what="granted", pod=("ns", f"p{number}"), gpus=("0fe1c342",), **facts)
+def entry(number: int, **facts: Any) -> HistoryEntry:
+    return HistoryEntry(number=number, at=float(number), what="granted", pod=("ns", f"p{number}"), gpus=("0fe1c342",), **facts)
 
 
 async def test_the_history_is_loaded_as_it_was_saved_and_is_bounded(tmp_path: Path, open_checkpoint: Open) -> None:

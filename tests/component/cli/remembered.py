@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpumgr.agent.cordons import CORDONS_NOTE, Cordon, encode_cordons
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
@@ -28,7 +28,7 @@ LEDGER = Ledger(GpuRegistry().register("GPU-11111111-aaaa", 320).register("GPU-2
     )
 )
 ENTRIES = (
-    Entry(
+    HistoryEntry(
         number=1,
         at=AT,
         what="granted",
@@ -48,7 +48,7 @@ ENTRIES = (
             Candidate(gpu="22222222", index=1, cores_free=100, memory_mebibytes_free=23040),
         ),
     ),
-    Entry(
+    HistoryEntry(
         number=2,
         at=AT + 1,
         what="refused",

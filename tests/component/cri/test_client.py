@@ -38,7 +38,7 @@ async def test_recorded_answers_are_understood(socket: Path, client: CriClient, 
         assert first.pid == pid
         assert str(first.cgroups_path).startswith(driver)
         assert runtime.verbose
-        assert await client.version() == codec.Runtime(name="containerd", version="1.6.20")
+        assert await client.version() == codec.RuntimeVersion(name="containerd", version="1.6.20")
 
 
 async def test_a_container_that_is_gone_is_no_error(socket: Path, client: CriClient) -> None:

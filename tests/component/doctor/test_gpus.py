@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.doctor.examine import State
-from gpumgr.doctor.gpus import Gpus, look_at_device_nodes, look_at_driver, look_at_nvml
+from gpumgr.doctor.gpus import SharedNvml, look_at_device_nodes, look_at_driver, look_at_nvml
 from gpumgr.nvml.driver import Nvml
 from gpumgr.sim.library import SimNode
 from tests.component.nvml.conftest import Prepare
@@ -14,8 +14,8 @@ PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat A
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  615.71.09  Release Build  (builder@host)  Mon Jun 1\n"
 
 
-def gpus(node: SimNode, *, timeout_seconds: float = 10.0) -> Gpus:
-    return Gpus(Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds))
+def gpus(node: SimNode, *, timeout_seconds: float = 10.0) -> SharedNvml:
+    return SharedNvml(Nvml(library_path=node.library_path, sysfs_root=node.sysfs_root, timeout_seconds=timeout_seconds))
 
 
 def lay_out_proc(root: Path, version: str, devices: str) -> Path:
@@ -62,7 +62,7 @@ async def test_gpus_that_are_not_offered_are_named(sim_node: Prepare) -> None:
 
 
 async def test_no_driver_is_an_error_with_a_sentence(tmp_path: Path) -> None:
-    found = await look_at_nvml(Gpus(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1"))))
+    found = await look_at_nvml(SharedNvml(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1"))))
     assert found.state == "error"
     assert found.message.startswith("the NVML library can't be loaded: ")
     assert found.remedy
@@ -109,7 +109,7 @@ async def test_missing_device_nodes_are_named_with_the_command_that_makes_them(s
     ],
 )
 async def test_without_nvml_any_gpus_node_will_do(names: tuple[str, ...], state: State, message: str, tmp_path: Path) -> None:
-    nothing = Gpus(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1")))
+    nothing = SharedNvml(Nvml(library_path=str(tmp_path / "libnvidia-ml.so.1")))
     dev = tmp_path / "dev"
     dev.mkdir()
     found = await look_at_device_nodes(nothing, lay_out_dev(dev, *names), simulated=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.doctor.examine import Finding
+from gpumgr.doctor.examine import CheckResult
 from gpumgr.doctor.http import look_at_http
 from gpumgr.settings.schema import HttpSettings
 from tests.component.web.scene import CERTIFICATES
@@ -26,7 +26,7 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-async def look(folder: Path, files: Mapping[str, str] | None = None, *, port: int = 0) -> Finding:
+async def look(folder: Path, files: Mapping[str, str] | None = None, *, port: int = 0) -> CheckResult:
     """`files`: settings of section http -> names of files in the folder."""
     http = HttpSettings(port=port, socket=folder / "agent.sock")
     return await look_at_http(replace(http, **{key: folder / name for key, name in (files or {}).items()}))

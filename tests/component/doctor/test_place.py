@@ -13,7 +13,7 @@ import pytest
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.checkpoint.files import NAME
 from gpumgr.checkpoint.store import SqliteCheckpoint
-from gpumgr.doctor.examine import Finding
+from gpumgr.doctor.examine import CheckResult
 from gpumgr.doctor.folders import look_at_folders
 from gpumgr.doctor.ledger import look_at_checkpoint
 
@@ -36,7 +36,7 @@ def execute(folder: Path, statement: str) -> None:
         connection.commit()
 
 
-async def look(folder: Path) -> Finding:
+async def look(folder: Path) -> CheckResult:
     """What is found of the checkpoint; nothing of it changes."""
     before = content(folder)
     found = await look_at_checkpoint(folder)

@@ -10,7 +10,7 @@ import pytest
 from gpumgr.allocator.ledger import Change
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.deviceplugin.kubelet_checkpoint import FILE_NAME
-from gpumgr.doctor.examine import Finding
+from gpumgr.doctor.examine import CheckResult
 from gpumgr.doctor.takeover import look_at_take_over
 from gpumgr.settings import load_settings
 from gpumgr.units import CORE_RESOURCE
@@ -54,7 +54,7 @@ def runtime_shows(running: Sequence[str], ended: Sequence[str] = ()) -> dict[str
     return {LIST: cri.ListContainersResponse(containers=containers).SerializeToString()}
 
 
-async def look(folder: Path) -> Finding:
+async def look(folder: Path) -> CheckResult:
     settings = load_settings(write_settings(folder), environ={}, overrides={})
     return await look_at_take_over(settings, timeout_seconds=2)
 

@@ -16,7 +16,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.aio import LatestValue
 from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.allocator.node_devices import NodeDevices
@@ -49,7 +49,7 @@ class MemoryCheckpoint:
         self.allocations.update({a.id: a for a in change.put})
         self.gpu_registry = change.gpu_registry or self.gpu_registry
 
-    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
         pass
 
 

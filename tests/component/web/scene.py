@@ -13,7 +13,7 @@ from gpumgr.agent.api import PodDetails
 from gpumgr.agent.maintenance import MaintenanceRequest
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.aio import LatestValue
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.pods import PodKey
 from gpumgr.metrics.exposition import Exposition
 from gpumgr.metrics.registry import Metrics
@@ -46,12 +46,12 @@ class Scene:
         self.before_scrape: Callable[[], Awaitable[object]] | None = None
         self.states = LatestValue(b"")
         self.now = b'{"at": 1}'
-        self.entries: list[Entry] = [
-            Entry(
+        self.entries: list[HistoryEntry] = [
+            HistoryEntry(
                 number=1, at=1.0, what="granted", id="a", pod=("team", "share"), candidates=(Candidate(gpu=name_of(0), index=0),)
             ),
-            Entry(number=2, at=2.0, what="refused", id="c", pod=("team", "late"), why="no room", code="no_fit"),
-            Entry(number=3, at=3.0, what="freed", id="a", pod=("team", "share")),
+            HistoryEntry(number=2, at=2.0, what="refused", id="c", pod=("team", "late"), why="no room", code="no_fit"),
+            HistoryEntry(number=3, at=3.0, what="freed", id="a", pod=("team", "share")),
         ]
         self.orders: list[MaintenanceRequest] = []
         self.on_order: Callable[[MaintenanceRequest], Awaitable[Mapping[str, Any]]] | None = None
@@ -83,7 +83,7 @@ class Scene:
     def usage(self) -> Mapping[str, Any]:
         return {"usage": {"uid-a": {"project": "team"}}}
 
-    def history(self) -> Sequence[Entry]:
+    def history(self) -> Sequence[HistoryEntry]:
         return self.entries
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:

@@ -10,7 +10,7 @@ from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import PodKey
@@ -101,7 +101,7 @@ def shares(pods: Iterable[PodKey], *, count: int = 8) -> list[Allocation]:
 def document(
     pods: Iterable[PodKey] = PODS,
     *,
-    entries: Iterable[Entry] = (),
+    entries: Iterable[HistoryEntry] = (),
     **about: Any,
 ) -> Document:
     """What `picture(pods, **about)` becomes for the page."""
@@ -174,8 +174,8 @@ def report(
     return replace(found, **about)
 
 
-def refusal(number: int = 1, pod: PodKey = ("team", "late"), why: str = "no GPU has 60 cores free") -> Entry:
-    return Entry(number=number, at=NOW - 60, what="refused", id="c", pod=pod, kind="core", size=60, why=why, code="no_fit")
+def refusal(number: int = 1, pod: PodKey = ("team", "late"), why: str = "no GPU has 60 cores free") -> HistoryEntry:
+    return HistoryEntry(number=number, at=NOW - 60, what="refused", id="c", pod=pod, kind="core", size=60, why=why, code="no_fit")
 
 
 async def rows(page: Page) -> list[list[str]]:

@@ -11,7 +11,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Ledger
 from gpumgr.web.state import node_state
@@ -133,7 +133,9 @@ async def test_a_failed_gpu_is_red_in_the_history(browser: Browser, stage: Stage
     codes = ["lost", "unhealthy", "not_readable", "back", "cordoned", "uncordoned"]
     stage.show(
         document(
-            entries=[Entry(number=n, at=NOW - 60, what="gpu", gpus=(name_of(1),), code=code) for n, code in enumerate(codes)]
+            entries=[
+                HistoryEntry(number=n, at=NOW - 60, what="gpu", gpus=(name_of(1),), code=code) for n, code in enumerate(codes)
+            ]
         )
     )
     async with visit(browser, stage.url) as seen:

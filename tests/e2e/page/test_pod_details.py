@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from gpumgr.agent.api import builtins
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.web.pod_details import pod_details
 from tests.e2e.browser import Stage, visit
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 LATE: PodKey = ("team", "late")
 
 
-def refused() -> Entry:
+def refused() -> HistoryEntry:
     """With the events of the GPUs, also of one without an index of the driver."""
     room = tuple(
         Candidate(
@@ -27,7 +27,7 @@ def refused() -> Entry:
         )
         for n in range(3)
     )
-    return Entry(
+    return HistoryEntry(
         number=7,
         at=NOW - 60,
         what="refused",
@@ -42,7 +42,9 @@ def refused() -> Entry:
     )
 
 
-def told(pod: PodKey, *entries: Entry, phase: str = "Running", pods: tuple[PodKey, ...] = PODS, **about: Any) -> dict[str, Any]:
+def told(
+    pod: PodKey, *entries: HistoryEntry, phase: str = "Running", pods: tuple[PodKey, ...] = PODS, **about: Any
+) -> dict[str, Any]:
     view = PodView(
         namespace=pod[0],
         name=pod[1],
@@ -60,7 +62,7 @@ async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> 
     stage.remember(
         told(
             ("team", "web"),
-            Entry(
+            HistoryEntry(
                 number=3,
                 at=NOW - 60,
                 what="granted",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumgr.agent.history import History, about
-from gpumgr.allocator.history import Candidate, Entry, What
+from gpumgr.allocator.history import Candidate, HistoryEntry, What
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.sim.kubelet_pods import SimContainer
@@ -50,8 +50,8 @@ async def test_a_refusal_is_recorded_with_the_available_amounts() -> None:
 def test_an_entry_gets_the_present_time_and_what_its_allocation_has() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
     holder = Allocation(id="a", pod=("team", "web"), uid="u", container="main", gpus={"00000001": Amounts(cores=10)})
-    history.add(about(holder, Entry(what="event", why="it is so")))
-    history.add(about(holder, Entry(what="event", pod=("team", "other"), pod_uid="v", gpus=("00000002",))))
+    history.add(about(holder, HistoryEntry(what="event", why="it is so")))
+    history.add(about(holder, HistoryEntry(what="event", pod=("team", "other"), pod_uid="v", gpus=("00000002",))))
     first, second = history.entries()
     assert (first.number, first.at, first.id, first.container) == (1, 7.0, "a", "main")
     assert (first.pod, first.pod_uid, first.gpus) == (("team", "web"), "u", ("00000001",))
@@ -63,7 +63,7 @@ async def test_a_failed_write_is_retried_and_the_queue_is_bounded() -> None:
     history = History(checkpoint, capacity=3, wall_clock=lambda: 7.0)
     checkpoint.full = True
     for number in range(5):
-        history.add(Entry(at=float(number), what="event"))
+        history.add(HistoryEntry(at=float(number), what="event"))
     with pytest.raises(CheckpointError):
         await history.flush()
     checkpoint.full = False
@@ -77,19 +77,19 @@ async def test_a_repeated_refusal_of_one_start_is_recorded_once() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
     for at in range(3):
         history.add_unless_repeated(
-            Entry(at=float(at), what="refused", id="a", call="pre_start", code="conflict", why="it is so")
+            HistoryEntry(at=float(at), what="refused", id="a", call="pre_start", code="conflict", why="it is so")
         )
-    history.add_unless_repeated(Entry(at=9.0, what="refused", id="b", call="pre_start", code="conflict", why="it is so"))
+    history.add_unless_repeated(HistoryEntry(at=9.0, what="refused", id="b", call="pre_start", code="conflict", why="it is so"))
     assert [entry.id for entry in history.entries()] == ["a", "b"]
 
 
 def test_a_refusal_that_differs_only_in_time_and_free_capacity_is_a_repetition() -> None:
     history = History(NotedCheckpoint(), wall_clock=lambda: 7.0)
-    entry = Entry(at=1.0, what="refused", id="a", why="it is so")
+    entry = HistoryEntry(at=1.0, what="refused", id="a", why="it is so")
     history.add_unless_repeated(entry)
     history.add_unless_repeated(replace(entry, at=2.0, candidates=(Candidate(gpu="00000000"),)))
     assert len(history.entries()) == 1
-    others = {field.name for field in fields(Entry)} - {"number", "at", "candidates"}
+    others = {field.name for field in fields(HistoryEntry)} - {"number", "at", "candidates"}
     for name in sorted(others):
         other: dict[str, Any] = {name: "other"}
         history.add_unless_repeated(replace(entry, **other))
@@ -112,15 +112,15 @@ async def test_a_grant_is_kept_as_long_as_its_allocation() -> None:
     history = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     first: list[tuple[What, str]] = [("granted", "a"), ("granted", "b"), ("event", "b"), ("refused", "a"), ("granted", "b")]
     for what, allocation in first:
-        history.add(Entry(at=1.0, what=what, id=allocation))
+        history.add(HistoryEntry(at=1.0, what=what, id=allocation))
     for _ in range(5):
-        history.add(Entry(at=2.0, what="event"))
+        history.add(HistoryEntry(at=2.0, what="event"))
     assert [(entry.number, entry.id) for entry in history.entries()[:-3]] == [(1, "a"), (2, "b"), (5, "b")]
-    history.add(Entry(at=3.0, what="freed", id="b"))
+    history.add(HistoryEntry(at=3.0, what="freed", id="b"))
     assert [entry.number for entry in history.entries()] == [1, 9, 10, 11]
-    history.add(Entry(at=3.0, what="freed", id="a"))
+    history.add(HistoryEntry(at=3.0, what="freed", id="a"))
     for _ in range(3):
-        history.add(Entry(at=4.0, what="event"))
+        history.add(HistoryEntry(at=4.0, what="event"))
     assert [entry.number for entry in history.entries()] == [13, 14, 15]
 
 
@@ -128,17 +128,17 @@ async def test_after_a_restart_entries_of_running_pods_are_kept_and_no_number_is
     first = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     first.restore([], allocations=[])
     for allocation in ("a", "b"):
-        first.add(Entry(at=1.0, what="granted", id=allocation))
+        first.add(HistoryEntry(at=1.0, what="granted", id=allocation))
     for _ in range(3):
-        first.add(Entry(at=2.0, what="event"))
+        first.add(HistoryEntry(at=2.0, what="event"))
     saved = first.entries()
     for _ in range(3):
-        first.add(Entry(at=3.0, what="event"))  # added, and never saved
+        first.add(HistoryEntry(at=3.0, what="event"))  # added, and never saved
     again = History(NotedCheckpoint(), capacity=3, wall_clock=lambda: 7.0)
     again.restore(saved, allocations=["b", "c"])
     assert again.latest.value == saved[-1].number
     assert again.entries() == saved[1:]
-    again.add(Entry(at=4.0, what="event"))
+    again.add(HistoryEntry(at=4.0, what="event"))
     assert again.latest.value > first.latest.value
-    again.add(Entry(at=5.0, what="freed", id="b"))
+    again.add(HistoryEntry(at=5.0, what="freed", id="b"))
     assert [entry.what for entry in again.entries()] == ["event", "event", "freed"]

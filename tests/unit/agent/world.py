@@ -15,7 +15,7 @@ from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.writer import Agent
 from gpumgr.allocator.answer import HostPaths
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, Change, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.node_devices import NodeDevices
@@ -54,7 +54,7 @@ class NotedCheckpoint(MemoryCheckpoint):
     """With the notes and entries in it, and an event for each try to write."""
 
     notes: dict[str, str] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[HistoryEntry] = field(default_factory=list)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def save(self, change: Change) -> None:
@@ -62,7 +62,7 @@ class NotedCheckpoint(MemoryCheckpoint):
         await super().save(change)
         self.entries += change.entries
 
-    async def save_note(self, key: str, value: str, entries: Sequence[Entry] = ()) -> None:
+    async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
         if self.full:
             raise CheckpointError("no space left on the disk of the checkpoint")
         self.notes[key] = value

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry, RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.checkpoint.codec import CorruptRowError, checksum, decode_allocation, decode_entry, encode_allocation, encode_entry
@@ -100,7 +100,7 @@ def test_an_allocation_without_ids_is_stored() -> None:
 
 
 def test_an_entry_of_schema_2_counts_free_memory_in_blocks() -> None:
-    entry = Entry(
+    entry = HistoryEntry(
         number=7, at=1.0, what="granted", candidates=(Candidate(gpu="g", memory_mebibytes_free=768), Candidate(gpu="h"))
     )
     number, record, _ = encode_entry(entry)

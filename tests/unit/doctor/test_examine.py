@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumgr.doctor.examine import Check, Finding, Look, Report, State, aside, examine, ok, skipped
+from gpumgr.doctor.examine import Check, CheckResult, Look, Report, State, aside, examine, ok, skipped
 from gpumgr.errors import CriError
 
 
@@ -14,24 +14,24 @@ def check(name: str, look: Look) -> Check:
 
 
 def raising(exception: Exception) -> Look:
-    async def look() -> Finding:
+    async def look() -> CheckResult:
         raise exception
 
     return look
 
 
-async def well() -> Finding:
+async def well() -> CheckResult:
     return ok("as it should be")
 
 
 async def test_findings_stand_in_the_order_of_the_checks() -> None:
     first = asyncio.Event()
 
-    async def waits() -> Finding:
+    async def waits() -> CheckResult:
         await first.wait()
         return skipped("not used")
 
-    async def goes_first() -> Finding:
+    async def goes_first() -> CheckResult:
         first.set()
         return await well()
 
@@ -51,7 +51,7 @@ async def test_findings_stand_in_the_order_of_the_checks() -> None:
 )
 async def test_what_a_check_raises_is_an_error_of_its_own(exception: Exception, message: str, remedy: str) -> None:
     report = await examine([check("bad", raising(exception)), check("well", well)])
-    assert report.findings["bad"] == Finding(state="error", message=message, remedy=remedy)
+    assert report.findings["bad"] == CheckResult(state="error", message=message, remedy=remedy)
     assert report.findings["well"].state == "ok"
     assert report.exit_code == 1
 
@@ -59,7 +59,7 @@ async def test_what_a_check_raises_is_an_error_of_its_own(exception: Exception, 
 async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None:
     released = asyncio.Event()
 
-    async def stubborn() -> Finding:
+    async def stubborn() -> CheckResult:
         while not released.is_set():
             try:
                 await released.wait()
@@ -69,7 +69,7 @@ async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None
 
     report = await examine([check("stubborn", stubborn), check("well", well)], limit_seconds=0.02)
     assert report.hung
-    assert report.findings["stubborn"] == Finding(state="error", message="no answer within 0.02 s", remedy="restart it")
+    assert report.findings["stubborn"] == CheckResult(state="error", message="no answer within 0.02 s", remedy="restart it")
     assert report.findings["well"].state == "ok"
     released.set()
     await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "stubborn"])
@@ -79,7 +79,7 @@ async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None
     ("states", "code"), [([], 0), (["ok", "warning", "skipped"], 0), (["ok", "error"], 1), (["error", "error"], 1)]
 )
 def test_only_errors_count(states: list[State], code: int) -> None:
-    found = {str(number): Finding(state=state, message="") for number, state in enumerate(states)}
+    found = {str(number): CheckResult(state=state, message="") for number, state in enumerate(states)}
     assert Report(findings=found, hung=False).exit_code == code
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.doctor.examine import Finding
+from gpumgr.doctor.examine import CheckResult
 from gpumgr.doctor.host_paths import judge_host_paths, parse_mounts
 
 FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
@@ -14,7 +14,7 @@ RUN = "661 641 0:24 /gpumgr /run/gpumgr rw shared:5 - tmpfs tmpfs rw"
 EMPTY = "662 641 8:1 /var/lib/kubelet/pods/4d/volumes/kubernetes.io~empty-dir/state /var/lib/gpumgr rw - ext4 /dev/sda1 rw"
 
 
-def judged(*lines: str) -> Finding:
+def judged(*lines: str) -> CheckResult:
     return judge_host_paths(FOLDERS, parse_mounts("\n".join(lines)))
 
 

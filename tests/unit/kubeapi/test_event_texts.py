@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.allocator.history import Entry
+from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.kubeapi.publisher.condition import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.kubeapi.publisher.event_texts import gpu_event, placement, pod_event, refusal
@@ -50,14 +50,14 @@ def test_a_placement_names_the_containers_without_limits() -> None:
 
 
 def test_a_refusal_has_its_sentence_and_its_own_id() -> None:
-    entry = Entry(at=1.0, what="refused", id="r1", container="main", code="no_fit", why="no GPU has 30 cores free")
+    entry = HistoryEntry(at=1.0, what="refused", id="r1", container="main", code="no_fit", why="no GPU has 30 cores free")
     event = refusal(ABOUT, entry)
     assert (event.reason, event.warning, event.allocations) == ("GpuRefused", True, ("r1",))
     assert event.message == "container main: no GPU has 30 cores free"
 
 
 def test_other_events_of_pods_are_warnings() -> None:
-    event = pod_event(ABOUT, Entry(at=1.0, what="event", id="a", code="GpuMemoryOverLimit", why="too much"))
+    event = pod_event(ABOUT, HistoryEntry(at=1.0, what="event", id="a", code="GpuMemoryOverLimit", why="too much"))
     assert (event.reason, event.warning, event.message, event.allocations) == ("GpuMemoryOverLimit", True, "too much", ("a",))
 
 
@@ -75,7 +75,7 @@ def test_other_events_of_pods_are_warnings() -> None:
     ],
 )
 def test_events_of_gpus(code: str, reason: str, warning: bool) -> None:
-    entry = Entry(at=1.0, what="gpu", code=code, gpus=("00000001",), why="XID 79")
+    entry = HistoryEntry(at=1.0, what="gpu", code=code, gpus=("00000001",), why="XID 79")
     event = gpu_event("node-1", entry, view_of().node.label)
     assert (event.reason, event.warning, event.message) == (reason, warning, "GPU1 (00000001): XID 79")
     assert (event.about.kind, event.about.name, event.about.uid, event.about.namespace) == ("Node", "node-1", "node-1", "")
@@ -83,7 +83,7 @@ def test_events_of_gpus(code: str, reason: str, warning: bool) -> None:
 
 
 def test_a_cordon_without_a_reason_has_its_code_as_text() -> None:
-    event = gpu_event("node-1", Entry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)), view_of().node.label)
+    event = gpu_event("node-1", HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)), view_of().node.label)
     assert event.message == "GPU1 (00000001): cordoned"
 
 

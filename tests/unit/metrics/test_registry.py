@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 import gpumgr
-from gpumgr.accounting.memory_limit_watcher import Meter as AccountingMeter
+from gpumgr.accounting.memory_limit_watcher import LimitMeter as AccountingMeter
 from gpumgr.agent.ports import Meter
 from gpumgr.enforcement.backend import BackendName, FindingCode
 from gpumgr.metrics.registry import BACKENDS, FINDINGS, OUTCOMES, Drift, Metrics, catalogue

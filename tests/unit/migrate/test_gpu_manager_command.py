@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumgr.errors import InputError, SettingsError
-from gpumgr.migrate.gpu_manager_command import Command, DaemonSet, from_objects, from_process, from_text
+from gpumgr.migrate.gpu_manager_command import DaemonSet, GpuManagerCommand, from_objects, from_process, from_text
 from gpumgr.migrate.objects import Object, parse_object
 
 
@@ -95,7 +95,9 @@ def test_its_image_has_many_names(image: str) -> None:
 def test_files_of_flags_are_mapped_through_the_mounts(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/extra.json").write_text("{}")
-    command = Command(flags=(("extra-config", "/etc/extra.json"), ("volume-config", "/etc/none.conf"), ("v", "2")), root=tmp_path)
+    command = GpuManagerCommand(
+        flags=(("extra-config", "/etc/extra.json"), ("volume-config", "/etc/none.conf"), ("v", "2")), root=tmp_path
+    )
     argv, notes = command.argv()
     assert argv == [f"--extra-config={tmp_path}/etc/extra.json", "--v=2"]
     assert notes == [

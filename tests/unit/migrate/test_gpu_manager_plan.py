@@ -8,12 +8,12 @@ import pytest
 
 from gpumgr.checkpoint.gpu_manager import GpuManagerRecord
 from gpumgr.errors import SettingsError
-from gpumgr.migrate.gpu_manager import Found, plan_gpu_manager
-from gpumgr.migrate.gpu_manager_command import Command, DaemonSet, from_text
+from gpumgr.migrate.gpu_manager import GpuManagerState, plan_gpu_manager
+from gpumgr.migrate.gpu_manager_command import DaemonSet, GpuManagerCommand, from_text
 from gpumgr.migrate.plan import Plan, settings_yaml, text_of
 
 CHECKPOINT = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
-NOTHING = Found(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
+NOTHING = GpuManagerState(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
 TO = Path("/etc/gpumgr/gpumgr.yaml")
 
 
@@ -21,7 +21,7 @@ def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> GpuManag
     return GpuManagerRecord(pod_uid=uid, container="main", minors=minors, cores=cores, memory_bytes=blocks << 28)
 
 
-def plan(flags: str = "--share-mode=true", found: Found = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:
+def plan(flags: str = "--share-mode=true", found: GpuManagerState = NOTHING, daemon_set: DaemonSet | None = None) -> Plan:
     return plan_gpu_manager(replace(from_text(flags), daemon_set=daemon_set), found, to=TO)
 
 
@@ -70,7 +70,7 @@ def test_one_that_runs_is_warned_of() -> None:
         "gpu-manager answers at /dp/vcore.sock: stop it before gpumgr starts",
         "the kubelet has 800 ids of tencent.com/vcuda-core from it",
     )
-    running = plan_gpu_manager(Command(flags=(), pid=40), NOTHING, to=TO)
+    running = plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), NOTHING, to=TO)
     assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both give out the same GPUs",)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gpumgr.errors import InputError
-from gpumgr.migrate.hami import Found, plan_hami
+from gpumgr.migrate.hami import HamiState, plan_hami
 from gpumgr.migrate.hami_config import read_config
 from gpumgr.migrate.hami_request import ALLOCATED, REGISTER, Names
-from gpumgr.migrate.objects import Node, Pod, Workload, parse_object
+from gpumgr.migrate.objects import KubernetesNode, KubernetesWorkload, Pod, parse_object
 from gpumgr.migrate.plan import Plan
 
 TO = Path("/etc/gpumgr/gpumgr.yaml")
@@ -52,7 +52,7 @@ def workload(kind: str, container: dict[str, Any], **spec: Any) -> dict[str, Any
 
 def plan(*documents: dict[str, Any], **found: Any) -> Plan:
     objects = [parse_object(each, "a test") for each in documents]
-    return plan_hami(read_config(objects, "gpu-7"), Found(node="gpu-7", objects=objects, **found), to=TO)
+    return plan_hami(read_config(objects, "gpu-7"), HamiState(node="gpu-7", objects=objects, **found), to=TO)
 
 
 def commands(lines: tuple[str, ...]) -> list[str]:
@@ -211,14 +211,14 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
             workload("DaemonSet", {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}),
         )
     )
-    assert isinstance(node, Node)
+    assert isinstance(node, KubernetesNode)
     assert isinstance(doomed, Pod)
-    assert isinstance(plugin, Workload)
+    assert isinstance(plugin, KubernetesWorkload)
     node.metadata.annotations = {"hami.io/device-cordon": f"GPU-1; reboot #, {UUIDS[0]}", f"hami.io/{evil}": ""}
     doomed.metadata.name = evil
     plugin.pod_spec.node_selector = {evil: evil}
     objects = [node, doomed, plugin]
-    found = Found(node="gpu-7", objects=objects, folders=[Path(f"/tmp/{evil}")])
+    found = HamiState(node="gpu-7", objects=objects, folders=[Path(f"/tmp/{evil}")])
     made = plan_hami(read_config(objects, "gpu-7"), found, to=TO)
     words = [shlex.split(line, comments=True) for line in (*made.stop, *made.start, *made.rollback, *made.clean_up)]
     assert ["kubectl", "-n", "team", "delete", "pod", evil] in words

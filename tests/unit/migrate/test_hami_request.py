@@ -18,7 +18,7 @@ from gpumgr.migrate.hami_request import (
     switched_off,
     wishes,
 )
-from gpumgr.migrate.objects import Container, PodSpec
+from gpumgr.migrate.objects import KubernetesContainer, PodSpec
 
 GPU = 16384
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def test_sizes_of_the_nodes_gpus() -> None:
 
 
 def test_a_container_without_hamis_library() -> None:
-    assert switched_off(parsed(Container, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "true"}]}))
+    assert switched_off(parsed(KubernetesContainer, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "true"}]}))
     assert not switched_off(
-        parsed(Container, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "0"}, {"name": "A", "valueFrom": {}}]})
+        parsed(KubernetesContainer, {"env": [{"name": "CUDA_DISABLE_CONTROL", "value": "0"}, {"name": "A", "valueFrom": {}}]})
     )

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from gpumgr.web.access import AuthPolicy, Caller, Origin, Scope, authorize, origin_of
+from gpumgr.web.access import AuthPolicy, HttpClient, Origin, Scope, authorize, origin_of
 
 ROOMS: tuple[Scope, ...] = get_args(Scope)
 TOKEN = AuthPolicy(takes_token=True, token=b"s3cret")
@@ -17,14 +17,14 @@ ALL = set(ROOMS)
 READ = {"probe", "metrics", "page", "debug"}
 
 
-def beyond(authorization: str | None = None, *, certified: bool = False) -> Caller:
-    return Caller(origin="remote", certified=certified, authorization=authorization)
+def beyond(authorization: str | None = None, *, certified: bool = False) -> HttpClient:
+    return HttpClient(origin="remote", certified=certified, authorization=authorization)
 
 
 @pytest.mark.parametrize("keys", [AuthPolicy(), TOKEN, CA, BOTH, BROKEN])
 @pytest.mark.parametrize(("here", "opened"), [("unix", ALL), ("loopback", READ)])
 def test_this_host_needs_no_key(here: Origin, opened: set[Scope], keys: AuthPolicy) -> None:
-    assert {room for room in ROOMS if authorize(room, Caller(origin=here), keys) is None} == opened
+    assert {room for room in ROOMS if authorize(room, HttpClient(origin=here), keys) is None} == opened
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_this_host_needs_no_key(here: Origin, opened: set[Scope], keys: AuthPoli
         (BROKEN, beyond(), {"probe"}),
     ],
 )
-def test_from_beyond(keys: AuthPolicy, caller: Caller, opened: set[Scope]) -> None:
+def test_from_beyond(keys: AuthPolicy, caller: HttpClient, opened: set[Scope]) -> None:
     assert {room for room in ROOMS if authorize(room, caller, keys) is None} == opened
 
 
@@ -112,7 +112,7 @@ def test_whence(family: int, peer: Any, seen: Origin) -> None:
     ],
 )
 def test_on_the_loopback_addresses_and_own_names_will_do(host: str) -> None:
-    assert authorize("page", Caller(origin="loopback", hosts=(host,)), AuthPolicy(), ("node-1",)) is None
+    assert authorize("page", HttpClient(origin="loopback", hosts=(host,)), AuthPolicy(), ("node-1",)) is None
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_on_the_loopback_addresses_and_own_names_will_do(host: str) -> None:
 )  # fmt: skip
 def test_on_the_loopback_no_other_name_will_do(host: str) -> None:
     for hosts in ((host,), ("localhost", host)):
-        denial = authorize("metrics", Caller(origin="loopback", hosts=hosts), AuthPolicy(), ("node-1",))
+        denial = authorize("metrics", HttpClient(origin="loopback", hosts=hosts), AuthPolicy(), ("node-1",))
         assert denial is not None
         assert denial.status == 403
         assert "not a name of this host" in denial.sentence
 
 
 def test_elsewhere_names_do_not_matter() -> None:
-    assert authorize("maintenance", Caller(origin="unix", hosts=("agent",)), AuthPolicy()) is None
-    assert authorize("metrics", Caller(origin="remote", hosts=("gpumgr.monitoring.svc",)), AuthPolicy()) is None
-    assert authorize("page", Caller(origin="loopback"), AuthPolicy()) is None  # HTTP/1.0
+    assert authorize("maintenance", HttpClient(origin="unix", hosts=("agent",)), AuthPolicy()) is None
+    assert authorize("metrics", HttpClient(origin="remote", hosts=("gpumgr.monitoring.svc",)), AuthPolicy()) is None
+    assert authorize("page", HttpClient(origin="loopback"), AuthPolicy()) is None  # HTTP/1.0

@@ -12,7 +12,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.quarantine import Quarantine
@@ -47,7 +47,7 @@ def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | N
     )
 
 
-def document(report: NodeReport, *entries: Entry) -> dict[str, Any]:
+def document(report: NodeReport, *entries: HistoryEntry) -> dict[str, Any]:
     """As a reader of the JSON has it."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(node_state(report, entries, clock=lambda: 42.5)))
     return found
@@ -271,8 +271,8 @@ def test_values_from_before_the_driver_went_away_are_not_shown() -> None:
 
 
 def test_the_newest_entries_come_first_and_without_their_candidates() -> None:
-    entries = [Entry(number=n, at=float(n), what="freed") for n in range(1, 99)]
-    refused = Entry(
+    entries = [HistoryEntry(number=n, at=float(n), what="freed") for n in range(1, 99)]
+    refused = HistoryEntry(
         number=99,
         at=99.0,
         what="refused",

@@ -7,7 +7,7 @@ from typing import Any
 from gpumgr.agent.api import builtins
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.allocator.history import Candidate, Entry
+from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.web.pod_details import pod_details, pods_with_details
@@ -18,15 +18,15 @@ WEB = ("team", "web")
 HASH = "0123456789abcdef0123456789abcdef"
 
 
-def told(view: PodView | None, *allocations: Allocation, history: Sequence[Entry] = ()) -> dict[str, Any]:
+def told(view: PodView | None, *allocations: Allocation, history: Sequence[HistoryEntry] = ()) -> dict[str, Any]:
     result = pod_details(NodeReport(view=view_of(*allocations)), view, *WEB, history)
     assert result is not None
     return builtins(result)
 
 
-def entry(number: int, uid: str | None, *, what: Any = "granted", **more: Any) -> Entry:
+def entry(number: int, uid: str | None, *, what: Any = "granted", **more: Any) -> HistoryEntry:
     """The entry `number` of the history, of a moment of the same number."""
-    return Entry(number=number, at=float(number), what=what, **{"pod": WEB, "pod_uid": uid, **more})
+    return HistoryEntry(number=number, at=float(number), what=what, **{"pod": WEB, "pod_uid": uid, **more})
 
 
 def ids(rows: Sequence[dict[str, Any]]) -> list[str]:

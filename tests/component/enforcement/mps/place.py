@@ -18,7 +18,7 @@ from gpumgr.enforcement.backend import Backend, RunningContainer
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder
-from gpumgr.enforcement.mps.records import Records
+from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import NvmlError
 from gpumgr.proc import start_time_ticks
 from gpumgr.units import RESOURCES
@@ -140,7 +140,7 @@ class Place:
 
     def former_mode(self) -> int | None:
         """What the agent has on record for the time after."""
-        record = Records(self.root / "state/mps").of(UUID)
+        record = DaemonRecords(self.root / "state/mps").of(UUID)
         return record.former_mode if record is not None else None
 
     def heard(self) -> list[str]:
