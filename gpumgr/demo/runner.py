@@ -108,14 +108,15 @@ def reserved_page_port() -> Iterator[int]:
     A fixed port lets a browser find the page again after a restart of the agent. The kernel assigns ephemeral ports from a higher range,
     so only another demo may take the port before the agent listens: an abstract unix socket is the reservation, which ends with the demo.
     """
-    with contextlib.ExitStack() as reserved:
-        for port in _PAGE_PORTS:
-            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                reservation = reserved.enter_context(socket.socket(socket.AF_UNIX))
-                reservation.bind(f"\0gpumgr-demo-page-{port}")
-                yield port
-                return
-        yield 0
+    with socket.socket(socket.AF_UNIX) as reservation:
+        yield next((port for port in _PAGE_PORTS if _is_reserved(reservation, port)), 0)
+
+
+def _is_reserved(reservation: socket.socket, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        reservation.bind(f"\0gpumgr-demo-page-{port}")
+        return True
+    return False
 
 
 @contextlib.asynccontextmanager

@@ -313,7 +313,7 @@ FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
 from typing import Any
-from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, Entry
+from gpumgr.allocator.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.allocator.ledger import Change, Ledger
 from gpumgr.checkpoint.store import SqliteCheckpoint
 from gpumgr.errors import CheckpointError
