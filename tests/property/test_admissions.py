@@ -6,6 +6,7 @@ the GPUs of its cores.
 """
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Coroutine
 from typing import Any, Literal
@@ -63,16 +64,14 @@ class Admissions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = ClockLoop()
-        self.runner = asyncio.Runner(loop_factory=lambda: self.loop)
         self.numbers = 0
-        self.logs = capture_logs()
+        self.cleanups = contextlib.ExitStack()
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.runner.run(self.end_all())
-        self.runner.close()
-        self.logs.__exit__(None, None, None)
+        """Closes what `start` opened, also if an example ended in it or a rule raised."""
+        with self.cleanups:
+            if hasattr(self, "world"):
+                self.runner.run(self.end_all())
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
@@ -85,7 +84,10 @@ class Admissions(RuleBasedStateMachine):
         others_list=st.booleans(),
     )
     def start(self, seed: int, known: bool | str, numa: bool, inits: bool, others_list: bool) -> None:
-        self.logs.__enter__()
+        self.cleanups.enter_context(capture_logs())
+        self.loop = ClockLoop()
+        self.cleanups.callback(self.loop.close)
+        self.runner = self.cleanups.enter_context(asyncio.Runner(loop_factory=lambda: self.loop))
         self.world = self.do(World.made(snapshot(4, 16, numa=numa), seed=seed, known=known, numa_aligned=numa))
         self.loop.clock = self.world.clock
         # Init containers are not listed: those without a spec and without GetPreferredAllocation may stay without a name, and one that
