@@ -37,11 +37,12 @@ async def look_at_mps(
             "set mps.protocol to auto, or install driver r615 or newer",
         )
     newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features.protocols) else 2
-    users = "one server for all users" if features.multiuser_option else "a server for one user at a time"
+    multiuser = newest in features.multiuser_options
+    users = "one server for all users" if multiuser else "a server for one user at a time"
     known = "; ".join(CAVEATS[newest])
     where = ", daemons are units of the host's systemd" if in_pod else ""
     message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}"
-    if features.multiuser_option is None:
+    if not multiuser:
         return warning(f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
     return ok(f"{message}; mind: {known}")
 

@@ -112,7 +112,7 @@ class Mps(Backend):
             log.warning("mps_protocol_kept", protocol=chosen, asked=self._setting, why="containers of this node use it")
         if read_protocol(self._state_dir) != chosen:
             write_protocol(self._state_dir, chosen)
-        self._configure(chosen, control, features.multiuser_option)
+        self._configure(chosen, control, features.multiuser_options.get(chosen))
 
     def _resume(self) -> None:
         """MPS is not available, but daemons of an earlier start of the agent may run: they are checked as far as possible, since their

@@ -7,7 +7,7 @@ answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,6 +23,9 @@ SERVER: Final = "gpu"
 _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
+_MULTIUSER: Final = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
+#: Refusals of protocol 2, the exit status of which is 0. Seen with drivers 470 to 615.
+_REFUSAL: Final = re.compile(r"^(?:Unknown command|Server \d+ not found|Invalid|Error|Failed)\b.*", re.MULTILINE | re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -59,18 +62,21 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlFeatures:
-    """Features of the installed program. `multiuser_option` lets one server serve clients of all users; None: it has none."""
+    """Features of the installed program. `multiuser_options`: protocol -> the option with which one server serves clients of all users;
+    a protocol without it is missing."""
 
     protocols: frozenset[MpsProtocol]
-    multiuser_option: str | None = None
+    multiuser_options: Mapping[MpsProtocol, str] = field(default_factory=dict)
 
 
 def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
-    """From what `-h` and `-p 3 -h` print."""
-    text = f"{plain}\n{with_protocol_3}"
-    option = re.search(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])", text)
-    newer = all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace"))
-    return ControlFeatures(protocols=frozenset({2, 3} if newer else {2}), multiuser_option=option.group(1) if option else None)
+    """From what `-h` and `-p 3 -h` print. Driver r615 spells the option `--multiuser-server` in protocol 2 and `--multiuser` in
+    protocol 3, and refuses the other spelling."""
+    helps: dict[MpsProtocol, str] = {2: plain}
+    if all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace")):
+        helps[3] = with_protocol_3
+    options = {protocol: found[1] for protocol, text in helps.items() if (found := _MULTIUSER.search(text))}
+    return ControlFeatures(protocols=frozenset(helps), multiuser_options=options)
 
 
 def is_help(text: str) -> bool:
@@ -234,6 +240,12 @@ def delete_namespace(name: str) -> Command:
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def refusal_in(command: Command, output: str) -> str | None:
+    """The sentence with which the program refuses a command of protocol 2; None if it does not."""
+    found = _REFUSAL.search(output) if command.text else None
+    return found[0] if found else None
 
 
 def parse_pids(answer: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help
+from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
 from gpumgr.errors import MpsError, MpsTransientError
 from gpumgr.proc import start_time_ticks
 
@@ -47,7 +47,7 @@ class ControlProgram:
     async def query(self, command: Command, environment: Mapping[str, str]) -> str:
         """The output of a command. Raises MpsError."""
         status, output = await self.communicate([str(self.program), *command.words], environment, command.text)
-        if status or _NO_DAEMON in output:
+        if status or _NO_DAEMON in output or refusal_in(command, output):
             where = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
             raise MpsError(
                 f"`{command}` to {self.program.name} failed with status {status}: {shown(output)}; see {where}/control.log"

@@ -4,6 +4,7 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -225,7 +226,10 @@ class Daemon:
         self._end_servers(without_clients=True)
         self.folder.clear_pipe()
         await self._mount_shm()
-        config, environment = self.config, self._environment()
+        config = self.config
+        # The daemon finds the server program in PATH only; it lies beside the control program.
+        path = f"{config.control.program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        environment = {**self._environment(), "PATH": path}
         words = commands.start(config.protocol, config.multiuser_option).words
         argv = [str(config.control.program), *words]
         wrapped = launcher.daemon_command(config.launcher, self.uuid, self.folder.shm, environment, argv)

@@ -46,6 +46,9 @@ class BoundKeeper:
         for pid in servers:
             await daemon.run_for_server(pid, *commands.set_bound(pid, bound.cores, bound.memory_bytes))
         self.answers = await _read(daemon, bound, servers)
+        default = self.answers.get(None)
+        if default is not None and not _holds(default, bound):
+            raise MpsError(f"the MPS daemon did not accept the limits of its clients, it answers {default!r}")
 
     async def restore(self, daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> bool:
         """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later
@@ -55,6 +58,11 @@ class BoundKeeper:
         if changed or not found.keys() <= self.answers.keys():
             await self.put(daemon, bound)
         return changed
+
+
+def _holds(answer: str, bound: Bound) -> bool:
+    percentage, *memory = answer.splitlines()
+    return commands.within(("".join(memory), percentage), bound.cores, bound.memory_bytes)
 
 
 async def _read(daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> Mapping[int | None, str]:

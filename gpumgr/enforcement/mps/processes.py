@@ -1,16 +1,25 @@
-"""A daemon and its servers in /proc. A process is one of them only if its environment has the daemon's pipe folder."""
+"""A daemon and its servers in /proc. A process is one of them only if its environment has the daemon's pipe folder.
+
+Drivers 470 and 535 write no pid file. The daemon is then the process that listens at the control socket, which the kernel names
+(SO_PEERCRED, unix(7)). Servers of protocol 3 have a folder below the daemon's.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
+import struct
 import time
 from pathlib import Path
 from typing import Final
 
+from gpumgr.enforcement.mps.commands import SERVER
 from gpumgr.proc import PROC, Process, is_running, start_time_ticks
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
+#: Only root can connect to it.
+_SOCKET: Final = "control_privileged"
 _POLL_SECONDS: Final = 0.05
 
 
@@ -18,10 +27,24 @@ def find_daemon(pipe: Path) -> Process | None:
     """The daemon of this folder; None if it does not run."""
     try:
         pid = int((pipe / _PID_FILE).read_text())
+    except FileNotFoundError:
+        pid = _listener_of(pipe / _SOCKET)
     except (OSError, ValueError):
         return None
     started = start_time_ticks(pid)
     return (pid, started) if started is not None and uses_pipe_folder(pid, pipe) else None
+
+
+def _listener_of(path: Path) -> int:
+    """The pid of the process that listens at this socket; 0 if none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except OSError:
+            return 0
+        pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
@@ -36,12 +59,13 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
 
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:
     """Whether the process was started with this pipe folder, as the daemon and its servers are. Processes in containers may have it
-    in their environment too, but are never checked: pids come from the daemon's file, its children and its answers."""
+    in their environment too, but are never checked: pids come from the daemon's file or socket, its children and its answers."""
     try:
         environment = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(pipe) in environment
+    folders = (b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) for each in (pipe, pipe / SERVER))
+    return any(folder in environment for folder in folders)
 
 
 def children(pid: int) -> tuple[int, ...]:

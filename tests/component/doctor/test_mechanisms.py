@@ -16,7 +16,7 @@ from gpumgr.settings.schema import MpsSettings
 
 NEW = """#!/bin/sh
 case "$*" in
-  "-p 3 -h") echo "usage: nvidia-cuda-mps-control -p 3 server|namespace|client VERB" ;;
+  "-p 3 -h") echo "usage: nvidia-cuda-mps-control -p 3 [--multiuser] server|namespace|client VERB" ;;
   *) echo "  -d  -f  -multiuser-server" ;;
 esac
 """

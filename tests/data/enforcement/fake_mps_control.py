@@ -16,8 +16,10 @@ and FAKE_MPS_BEHAVIOUR names a JSON file, read at every step (it may change mean
     refuse_start      text with which -d fails
     crash             first words of commands at which the daemon dies
     servers_outlive   true: servers stay when the daemon is killed
+    pid_file          false: the daemon writes none, as those of drivers 470 and 535 (default true)
     tells_limits      false: knows no command that asks for limits (default true)
-    forget_limits     true: protocol 3 accepts limits and keeps none
+    knows_memory_limits  false: knows no command of memory limits in protocol 2, as driver 470 (default true)
+    forget_limits     true: limits are accepted and not kept
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ if TYPE_CHECKING:  # these are slow to import, and each command is a process
 PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 LOG = os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/tmp/nvidia-log")
 _HELP = "usage: nvidia-cuda-mps-control [options]\n -d, --daemon\n -f, --foreground\n -v\n"
-_HELP_MULTIUSER = " -m, --multiuser-server  Enable multiuser mode.\n"
+#: Driver r615 spells the option differently in each protocol and refuses the other spelling.
+_MULTIUSER = {2: "--multiuser-server", 3: "--multiuser"}
 _HELP_3 = " -p, --protocol <2|3>\n -q, --quit\nModules: server, namespace, client, device\n"
 
 
@@ -55,13 +58,15 @@ def main(words: Sequence[str]) -> None:
     _perhaps_hang(words[0] if words else "")
     newer = 3 in behaviour("protocols", [2, 3])
     if "-h" in words:
-        multiuser = _HELP_MULTIUSER if behaviour("multiuser", True) else ""
+        multiuser = f" {_MULTIUSER[protocol]}  Enable multi-user mode\n" if behaviour("multiuser", True) else ""
         print(_HELP + multiuser + (_HELP_3 if protocol == 3 and newer else ""))
     elif protocol == 3 and not newer:
         _fail("Unrecognized option: -p")
     elif "-d" in words or "-f" in words:
-        multiuser_asked = any("multiuser" in word or word == "-m" for word in words)
-        start(protocol, multiuser_asked, foreground="-f" in words)
+        options = [word for word in words if word not in ("-d", "-f")]
+        if unknown := [word for word in options if not behaviour("multiuser", True) or word != _MULTIUSER[protocol]]:
+            _fail(f"unrecognized option '{unknown[0]}'")
+        start(protocol, bool(options), foreground="-f" in words)
     elif words:
         talk(["quit"] if words == ["-q"] else words)
     else:
@@ -93,7 +98,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def _connect(name: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(f"{PIPE}/{name}")
     except OSError:
@@ -134,8 +139,6 @@ def attach() -> None:
 def start(protocol: int, multiuser: bool, *, foreground: bool) -> NoReturn:
     if (text := behaviour("refuse_start", None)) is not None:
         _fail(text)
-    if multiuser and not behaviour("multiuser", True):
-        _fail("Unrecognized option: multiuser")
     if _connect("control_privileged") is not None:
         _fail("An instance of this daemon is already running")
     os.makedirs(PIPE, exist_ok=True)

@@ -49,7 +49,11 @@ class Server:
 
     def __post_init__(self) -> None:
         program = "exec sleep 3600" if behaviour("servers_outlive", False) else "exec cat"
-        self.process = subprocess.Popen(["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        # A server of protocol 3 has a folder below the daemon's.
+        environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(PIPE / self.name)}
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+        )
 
     @property
     def pid(self) -> int:
@@ -86,7 +90,8 @@ class Daemon:
             os.mkfifo(PIPE / "log")
         self._listen(PIPE / "control", "default")
         self._listen(PIPE / "control_privileged", "default")
-        _PID_FILE.write_text(f"{os.getpid()}\n")
+        if behaviour("pid_file", True):
+            _PID_FILE.write_text(f"{os.getpid()}\n")
         os.write(tell, b"1")
         os.close(tell)
         self._ended.wait()
@@ -98,7 +103,7 @@ class Daemon:
     def _listen(self, path: Path, namespace: str) -> socket.socket:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))
         path.chmod(0o666)
         listener.listen(16)
@@ -131,7 +136,8 @@ class Daemon:
             try:
                 status, text = 0, self.obey(words)
             except Refused as refused:
-                status, text = 1, str(refused)
+                # Refusals of protocol 2 have the exit status 0.
+                status, text = (0 if self.protocol == 2 else 1), str(refused)
         connection.sendall(json.dumps({"status": status, "text": text}).encode() + b"\n")
         if words[0] == "quit":
             self._ended.set()
@@ -178,6 +184,8 @@ class Daemon:
     def obey(self, words: Sequence[str]) -> str:
         if words[0] == "quit":
             return ""
+        if "pinned_mem" in words[0] and not behaviour("knows_memory_limits", True):
+            raise Refused(f'Unknown command "{words[0]}"')
         if self.protocol == 2:
             return self._obey_2(*words)
         positional = [word for word in words if not word.startswith("--")]
@@ -191,7 +199,10 @@ class Daemon:
             case ["get_client_list", pid]:
                 return "\n".join(map(str, self._known(pid).clients))
             case ["set_default_active_thread_percentage", value]:
-                self.defaults.percentage = float(value)
+                if 0 < float(value) <= 100 and not behaviour(
+                    "forget_limits", False
+                ):  # another value changes nothing and is no error
+                    self.defaults.percentage = float(value)
                 return f"{self.defaults.percentage}"
             case ["get_default_active_thread_percentage"] if behaviour("tells_limits", True):
                 return f"{self.defaults.percentage}"
@@ -209,7 +220,7 @@ class Daemon:
             case ["get_device_pinned_mem_limit", pid, "0"] if behaviour("tells_limits", True) is True:
                 return _shown(self._known(pid).limits.memory)
             case _:
-                raise Refused(f"Invalid command: {command}")
+                raise Refused(f'Unknown command "{command}"')
         return ""
 
     def _obey_3(self, words: Sequence[str], options: dict[str, str]) -> str:

@@ -140,6 +140,21 @@ async def test_limits_that_are_accepted_and_not_kept_are_refused(place: Place) -
     assert "did not accept the limits of namespace a1" in await refused(place)
 
 
+async def test_a_driver_whose_mps_does_not_limit_memory_is_refused_with_its_answer(place: Place) -> None:
+    """As driver 470: it answers an unknown command with exit status 0."""
+    place.behave(knows_memory_limits=False)
+    backend = await place.agent(setting="2")
+    with pytest.raises(Refusal, match=r'Unknown command "set_default_device_pinned_mem_limit"'):
+        await backend.start(tenant())
+
+
+async def test_a_percentage_that_a_daemon_ignores_is_refused(place: Place) -> None:
+    place.behave(forget_limits=True)
+    backend = await place.agent(setting="2")
+    with pytest.raises(Refusal, match=r"did not accept the limits of its clients, it answers '100\.0"):
+        await backend.start(tenant())
+
+
 async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
     place.modes.broken = "Insufficient Permissions"
     said = await refused(place)

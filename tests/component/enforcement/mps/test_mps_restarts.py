@@ -78,6 +78,41 @@ async def test_servers_without_their_daemon_keep_their_clients_and_end_without_c
     await until(lambda: start_time_ticks(fresh["server"]) is None)
 
 
+async def test_a_daemon_without_a_pid_file_is_found_adopted_and_ended(place: Place) -> None:
+    """Drivers 470 and 535 write none."""
+    place.behave(pid_file=False)
+    old = await place.started(setting="2")
+    client, got = await place.attach(old, tenant())
+    assert (got["percentage"], got["memory"]) == (tenant().gpus[0].cores, tenant().gpus[0].memory_bytes)
+    pid = place.daemon_pid()
+    assert pid is not None
+    assert not (place.folder.pipe / "nvidia-cuda-mps-control.pid").exists()
+    await old.close()
+    new = await place.agent()
+    await new.recover([tenant()])
+    (daemon,) = new.daemons()
+    assert (daemon.pid, daemon.restarts, list(daemon.clients)) == (pid, 0, [client])
+    await place.detach()
+    await new.cleanup("a1")
+    await place.pass_time(new)
+    await place.pass_time(new, IDLE_SECONDS)
+    assert start_time_ticks(pid) is None
+    assert place.daemon_pid() is None
+
+
+async def test_a_server_of_protocol_3_ends_after_its_daemon(place: Place) -> None:
+    """Its environment names a folder below the daemon's."""
+    place.behave(servers_outlive=True)
+    backend = await place.started(setting="3")
+    (daemon,) = backend.daemons()
+    await place.pass_time(backend)
+    (server,) = daemon.servers
+    assert server in daemon.own_pids()
+    await place.kill_daemon()
+    await place.pass_time(backend)
+    await until(lambda: start_time_ticks(server) is None)
+
+
 async def test_a_pid_file_of_another_process_is_not_believed(place: Place) -> None:
     backend = await place.started()
     await place.kill_daemon()

@@ -20,7 +20,7 @@ def test_an_old_program_uses_protocol_2_for_one_user_at_a_time() -> None:
 @pytest.mark.parametrize("option", ["-multiuser-server", "--multiuser-server", "--multiuser"])
 def test_the_multi_user_option_is_taken_as_the_program_spells_it(option: str) -> None:
     found = commands.parse_help(f" -d\n {option}  one server for all users\n", "")
-    assert found.multiuser_option == option
+    assert found.multiuser_options == {2: option}
     assert commands.start(2, option).words == ("-d", option)
 
 
@@ -36,7 +36,23 @@ def test_help_names_mps_and_how_to_start_it() -> None:
 def test_a_new_program_supports_both_protocols() -> None:
     found = commands.parse_help(NEW_HELP, f"{NEW_HELP}\nModules: {MODULES}")
     assert found.protocols == {2, 3}
-    assert commands.start(3, found.multiuser_option).words == ("-d", "-p", "3", "--multiuser")
+    assert commands.start(3, found.multiuser_options[3]).words == ("-d", "-p", "3", "--multiuser")
+
+
+def test_each_protocol_has_its_own_spelling_of_the_multi_user_option() -> None:
+    """As driver r615 prints it."""
+    found = commands.parse_help(
+        "MPS\n  -d,--daemon\n  -M,--multiuser-server    Enable multi-user mode\n",
+        f"  -m, --multiuser              Enable multiuser mode\n{MODULES}",
+    )
+    assert found.multiuser_options == {2: "--multiuser-server", 3: "--multiuser"}
+
+
+@pytest.mark.parametrize("output", ["Server 12345 not found\n", 'Unknown command "nonsense"\n'])
+def test_a_refusal_of_protocol_2_is_recognized_by_its_text(output: str) -> None:
+    command = commands.Command(text="get_client_list 12345\n")
+    assert commands.refusal_in(command, output) == output.strip()
+    assert commands.refusal_in(command, "4711\n4712\n") is None
 
 
 def test_the_daemon_sees_one_gpu_and_its_own_folders() -> None:
