@@ -163,7 +163,7 @@ class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VcudaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: libcuda-control.so, built and supplied by the operator; for images with CUDA 11 or older.
+    #: libcuda-control.so, built and supplied by the operator; for images with CUDA 11.2 or older.
     library_path: Path | None = None
     #: Its SHA-256; another file is refused.
     library_sha256: Sha256 | None = None

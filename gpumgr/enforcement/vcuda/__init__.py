@@ -2,5 +2,5 @@
 
 Each allocation has a folder, which its container sees read-only as /etc/vcuda: `vcuda.config` (the limits), `pids.config` (the host's
 pids, the GPU memory of which counts) and `vcuda.sock`, where each process registers before its first CUDA call. The operator supplies
-the library; it supports CUDA 11 and older.
+the library; it supports CUDA 11.2 and older.
 """
