@@ -26,6 +26,8 @@ _log = structlog.get_logger(__name__)
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
+#: Between two polls for unknown containers, so that many containers that start at once cause few polls. A program waits for such a poll.
+UNKNOWN_PERIOD_SECONDS: Final = 0.02
 #: Calls of `tick` are not exactly a second apart: a poll may be so much earlier than its period.
 _EARLY_SECONDS: Final = 0.1
 
@@ -99,7 +101,7 @@ class Containers:
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
         """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or
-        is gone. An unknown container causes a poll, at most once a second; a call that exceeds this rate waits.
+        is gone. An unknown container causes a poll, UNKNOWN_PERIOD_SECONDS after the last one at the earliest.
 
         While the runtime is unavailable, an unknown container has no names: `pod` is ("", "") and `name` is "".
         """
@@ -128,7 +130,7 @@ class Containers:
         async with self._polling:
             # A poll after `since` has covered this container, too: it is listed before its program runs.
             if self._polled_at <= since and container_id not in self._table:
-                await self._sleep(max(0.0, self._polled_at + EAGER_PERIOD_SECONDS - self._clock()))
+                await self._sleep(max(0.0, self._polled_at + UNKNOWN_PERIOD_SECONDS - self._clock()))
                 await self._refresh()
 
     async def _refresh(self) -> None:

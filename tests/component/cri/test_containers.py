@@ -11,7 +11,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.cri.client import CriClient
-from gpumgr.cri.containers import Containers
+from gpumgr.cri.containers import UNKNOWN_PERIOD_SECONDS, Containers
 from gpumgr.usage.containers import Container
 from tests.component.cri.node import UID, Node, Runtime, container_id, serving
 from tests.cri_api import cri
@@ -186,17 +186,17 @@ async def test_an_unknown_container_is_looked_up_once(stage: Stage) -> None:
     assert stage.runtime.lists == 2
 
 
-async def test_unknown_containers_are_looked_up_once_a_second_at_most(stage: Stage) -> None:
+async def test_unknown_containers_are_looked_up_with_a_short_pause_between(stage: Stage) -> None:
     for number in (1, 2, 3):
         stage.node.process(number, f"{POD}/{container_id(number)}")
     await stage.of(1)
     assert (stage.runtime.lists, stage.now) == (1, 1000)
-    stage.now += 0.25
+    stage.now += UNKNOWN_PERIOD_SECONDS / 4
     await stage.of(2)
-    assert (stage.runtime.lists, stage.now) == (2, 1001)
+    assert (stage.runtime.lists, stage.now) == (2, 1000 + UNKNOWN_PERIOD_SECONDS)
     stage.now += 5
     await stage.of(3)
-    assert (stage.runtime.lists, stage.now) == (3, 1006)
+    assert (stage.runtime.lists, stage.now) == (3, 1005 + UNKNOWN_PERIOD_SECONDS)
 
 
 async def test_concurrent_lookups_share_one_call(stage: Stage) -> None:
