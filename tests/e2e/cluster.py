@@ -295,11 +295,10 @@ class Cluster:
         with socket.socket(socket.AF_UNIX) as connection:
             return connection.connect_ex(str(DEVICE_PLUGINS / "kubelet.sock")) == 0
 
-    def kubelet_restart(self) -> float:
-        """Stops and starts the kubelet; answers when (monotonic clock) its new socket listened."""
+    def kubelet_restart(self) -> None:
+        """Stops and starts the kubelet; returns when its new socket listens."""
         self.processes.stop("kubelet")
         self.start_kubelet()
-        return time.monotonic()
 
     def node(self) -> Json:
         """The node object."""

@@ -29,15 +29,6 @@ def start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def waited_seconds(pid: int) -> float:
-    """How long process `pid` (its first thread) was ready to run while others had the processors; 0 where the kernel does not count."""
-    try:
-        _, waited_nanoseconds, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    except OSError:
-        return 0.0
-    return int(waited_nanoseconds) / 1e9
-
-
 def end_recorded(record: Path) -> None:
     """Kills the processes of an earlier run that are still there."""
     if not record.exists():

@@ -1,28 +1,11 @@
 """The agent dies, the kubelet restarts: running pods keep what they have, and new ones are served at once."""
 
 import time
-from collections.abc import Callable
 
 from .agent import Holding
 from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
 from .node import Node
-from .processes import wait_until, waited_seconds
-
-#: Times that the agent is held to, in seconds; its wait for a processor does not count.
-OFFERED_AGAIN = 2.0
-REGISTERED_AGAIN = 2.0
-STOPPED = 5.0
-#: A machine that stalls makes an attempt late that is the agent's in time; an agent that takes too long does so each time.
-ATTEMPTS = 3
-
-
-def quickest(what: str, attempt: Callable[[], float], limit_seconds: float) -> float:
-    """The shortest time that an attempt took. There are no more of them than it takes to keep the limit."""
-    took: list[float] = []
-    while not took or (min(took) >= limit_seconds and len(took) < ATTEMPTS):
-        took.append(attempt())
-    print(f"{what} after {', '.join(f'{each:.2f} s' for each in took)}")
-    return min(took)
+from .processes import wait_until
 
 
 def residents() -> list[Json]:
@@ -54,19 +37,10 @@ def test_the_agent_is_killed_with_pods_running(node: Node) -> None:
     node.run(pods)
     node.check()
     before = node.agent.ledger()
-
-    def kill_and_start() -> float:
-        node.agent.kill()
-        wait_until("the kubelet has seen its end", lambda: not node.agent.offered().get(CORE))
-        assert books(node.agent.ledger()) == books(before), "the checkpoint is readable without the agent"
-        started = time.monotonic()
-        node.agent.start(wait=False)
-        node.wait_offered({CORE: node.agent.offer[CORE]}, every=0.02)
-        offered = time.monotonic()
-        node.agent.wait_offered()  # memory too
-        return offered - started - waited_seconds(node.cluster.processes.pid("gpumgr"))
-
-    assert quickest("offered again", kill_and_start, OFFERED_AGAIN) < OFFERED_AGAIN
+    node.agent.kill()
+    wait_until("the kubelet has seen its end", lambda: not node.agent.offered().get(CORE))
+    assert books(node.agent.ledger()) == books(before), "the checkpoint is readable without the agent"
+    node.agent.start()
     assert books(node.agent.ledger()) == books(before)
     node.run([gpu_pod("later", 25, 10), gpu_pod("later-whole", 100)])
     node.check_all_running([*pods, gpu_pod("later", 25, 10)])
@@ -93,15 +67,8 @@ def test_the_agent_is_killed_while_pods_are_admitted(node: Node) -> None:
 def test_the_agent_stops_cleanly_and_continues(node: Node) -> None:
     node.run([gpu_pod("share", 20, 20)])
     before = node.agent.ledger()
-
-    def stop_and_start() -> float:
-        begun = time.monotonic()
-        assert node.agent.stop() == 0
-        stopped = time.monotonic()
-        node.agent.start()
-        return stopped - begun
-
-    assert quickest("stopped", stop_and_start, STOPPED) < STOPPED
+    assert node.agent.stop() == 0
+    node.agent.start()
     assert books(node.agent.ledger()) == books(before)
     node.check()
 
@@ -111,17 +78,8 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     node.run(pods)
     node.check()
     before = node.agent.ledger()
-
-    def restart() -> float:
-        agent = node.cluster.processes.pid("gpumgr")
-        listening = node.cluster.kubelet_restart()
-        waited = waited_seconds(agent)
-        node.wait_offered({CORE: node.agent.offer[CORE]}, every=0.02)
-        registered = time.monotonic()
-        node.agent.wait_offered()  # memory too
-        return registered - listening - (waited_seconds(agent) - waited)
-
-    assert quickest("registered again", restart, REGISTERED_AGAIN) < REGISTERED_AGAIN
+    node.cluster.kubelet_restart()
+    node.agent.wait_offered()
     node.cluster.wait_ready()
     node.run([gpu_pod("later", 25, 10)])
     node.check_all_running([*pods, gpu_pod("later", 25, 10)])
