@@ -8,7 +8,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
