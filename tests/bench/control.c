@@ -10,6 +10,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#define ANSWER_BYTES (1 << 20)
+
 static int is_talk(int argc, char **argv)
 {
     for (int i = 1; i < argc; i++)
@@ -22,14 +24,16 @@ static FILE *connection(void)
 {
     struct sockaddr_un to = {.sun_family = AF_UNIX};
     const char *folder = getenv("CUDA_MPS_PIPE_DIRECTORY");
-    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
 
     snprintf(to.sun_path, sizeof to.sun_path, "%s/control_privileged", folder ? folder : "/tmp/nvidia-mps");
     if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to)) {
         puts("Cannot find MPS control daemon process");
         exit(1);
     }
-    return fdopen(fd, "r+");
+    FILE *daemon = fdopen(fd, "r+");
+    setvbuf(daemon, NULL, _IOFBF, ANSWER_BYTES); /* the rest of a packet is lost */
+    return daemon;
 }
 
 /* The JSON text of the answer, up to its closing quote; only what Python's json escapes in such texts. */
@@ -48,7 +52,7 @@ static void print_text(const char *at)
 
 static void talk(char **words, int count)
 {
-    static char answer[1 << 20];
+    static char answer[ANSWER_BYTES];
     FILE *daemon = connection();
     const char *status, *text;
 

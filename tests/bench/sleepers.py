@@ -14,7 +14,7 @@ import sys
 def sleep(path: str | None) -> None:
     """The whole life of one of them. One byte of the daemon's answer is proof enough."""
     if path is not None:
-        connection = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(path)
         connection.sendall(json.dumps({"attach": {}, "as_user": None}).encode() + b"\n")
         connection.recv(1)

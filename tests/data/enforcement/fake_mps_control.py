@@ -115,7 +115,7 @@ def talk(words: Sequence[str]) -> None:
     if connection is None:
         _fail("Cannot find MPS control daemon process")
     connection.sendall(json.dumps({"words": words}).encode() + b"\n")
-    answer = connection.makefile().readline()
+    answer = connection.makefile(buffering=1 << 20).readline()  # the rest of a packet is lost
     if not answer:
         _fail("Connection to the control daemon was lost")
     reply = json.loads(answer)
@@ -132,7 +132,7 @@ def attach() -> None:
     wanted = {key: value for key, value in os.environ.items() if key.startswith("CUDA_MPS_")}
     request = {"attach": wanted, "as_user": os.environ.get("FAKE_MPS_AS_USER")}
     connection.sendall(json.dumps(request).encode() + b"\n")
-    print(connection.makefile().readline().strip(), flush=True)
+    print(connection.makefile(buffering=1 << 20).readline().strip(), flush=True)
     sys.stdin.read()
 
 

@@ -119,7 +119,7 @@ class Daemon:
             threading.Thread(target=self._handle, args=(connection, namespace), daemon=True).start()
 
     def _handle(self, connection: socket.socket, namespace: str) -> None:
-        line = connection.makefile().readline()
+        line = connection.makefile(buffering=1 << 20).readline()
         if not line:
             return
         request = json.loads(line)
