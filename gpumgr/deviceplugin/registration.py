@@ -44,7 +44,7 @@ _REMEDY: Final = (
 class LinkTiming:
     """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
 
-    poll_seconds: float = 0.5
+    poll_seconds: float = 0.25
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
