@@ -61,7 +61,8 @@ class PreStart:
         if not holders:
             record.id = _name_of(device_ids)
             raise Refusal(
-                "conflict", f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) are in nobody's name here"
+                "conflict",
+                f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) belong to no allocation of this node",
             )
         allocation = holders[-1]
         record.id = allocation.id

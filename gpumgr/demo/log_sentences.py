@@ -50,7 +50,7 @@ class LogSentences:
                     f"over its limit: {line['holder']} uses {used} GiB on {self._gpus([line['gpu']])} and was granted {granted}"
                 )
             case "gpu_stranger":
-                return f"process {line['pid']} uses {self._gpus(line['gpus'])} and belongs to nobody"
+                return f"process {line['pid']} uses {self._gpus(line['gpus'])} and belongs to no container"
             case event if event in _PLAIN:
                 return _PLAIN[event].format(**line)
         if line.get("level") in ("warning", "error"):

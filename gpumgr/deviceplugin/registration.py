@@ -249,7 +249,7 @@ class _ResourceLink:
                 was_watched = True
                 last_watched = loop.time()
             elif loop.time() - last_watched > (self._timing.unwatched_seconds if was_watched else first_watch_seconds):
-                return "nobody_watches", was_watched
+                return "not_watched", was_watched
 
     async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
         """Waits until the time has passed or a new kubelet.sock appears."""

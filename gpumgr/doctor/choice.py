@@ -77,7 +77,7 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
             allocation_dir=settings.container.allocation_dir,
             library_path=settings.vcuda.library_path,
             library_sha256=settings.vcuda.library_sha256,
-            container_of=_nobody,
+            container_of=_no_container,
             pids_of=lambda _container: (),
         ),
         Mps(
@@ -96,5 +96,5 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
     )
 
 
-async def _nobody(_pid: int) -> Container | None:
+async def _no_container(_pid: int) -> Container | None:
     return None

@@ -33,7 +33,9 @@ async def look_at_folder(folder: Path) -> CheckResult:
         _, writer = await asyncio.open_unix_connection(str(socket))
     except OSError as exception:
         reason = exception.strerror or str(exception)
-        return error(f"nobody answers at {socket} ({reason})", f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}")
+        return error(
+            f"no process answers at {socket} ({reason})", f"start the kubelet (`systemctl status kubelet`), or {_FOLDER}"
+        )
     writer.close()
     return ok(f"listens at {socket}")
 

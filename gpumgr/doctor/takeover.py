@@ -47,7 +47,9 @@ async def look_at_take_over(settings: Settings, *, timeout_seconds: float) -> Ch
     try:
         entries = await read_kubelet_checkpoint(settings.kubelet.device_plugin_dir / FILE_NAME) or ()
     except KubeletError as exception:
-        return error_of(exception, "run this as root; the agent starts without it, and knows of nobody who has GPUs", "warning")
+        return error_of(
+            exception, "run this as root; the agent starts without it, and does not know which containers have GPUs", "warning"
+        )
     records = await aside(lambda: _read_records(settings.checkpoint.gpu_manager_checkpoint, settings.checkpoint.dir, entries))
     return judge_take_over(records, await _containers(settings.cri.socket, timeout_seconds) if records.left else ())
 
@@ -58,7 +60,7 @@ def judge_take_over(records: TakeoverRecords, containers: Sequence[Container] | 
         return error_of(records.unread, "nothing, if no pod of gpu-manager's runs", "warning")
     if not records.left:
         known = f"{records.holders} containers have GPUs from gpu-manager, and it is known which" if records.holders else None
-        return ok(known or "the kubelet knows nobody who has GPUs from gpu-manager")
+        return ok(known or "no container has GPUs from gpu-manager, according to the kubelet")
     why = (
         str(records.unread).partition("; ")[0]
         if records.unread is not None

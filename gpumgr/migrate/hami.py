@@ -90,7 +90,7 @@ def _notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     yield "metrics.hami_names serves HAMi's gauges beside gpumgr's, at http.port; gpumgr has no service on 31992 and 31993"
     yield "pods need no scheduler of their own: `schedulerName: hami-scheduler` goes, and priority, gpumem-percentage and MIG profiles too"
     if '"mode":"mig"' in str(annotations.get(REGISTER) or "").replace(" ", ""):
-        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when nobody uses it"
+        yield "GPUs in MIG mode are not offered: `nvidia-smi -i INDEX -mig 0` for each, when no process uses it"
     odd = [each for each in _cordoned(annotations) if not _UUID.fullmatch(each)]
     if odd:
         yield f"{_CORDON} has what is no GPU's UUID, and is passed over: {', '.join(odd)}"

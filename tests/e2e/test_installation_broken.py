@@ -175,7 +175,7 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
         wait_until("readyz with the reason", lambda: said in unready(agent))
         found = doctor(agent)
         assert found["kubelet"][0] == found["pod-resources"][0] == "error"
-        assert f"nobody answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
+        assert f"no process answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
         assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in found["kubelet"][1]
         assert f"at {ELSEWHERE}/pods/kubelet.sock: the socket does not exist" in found["pod-resources"][1]
         wait_until("the node's trouble", lambda: sockets in trouble(cluster), every=0.3)
@@ -205,7 +205,7 @@ def test_the_preflight_reports_its_reason_in_the_pod(agent: Installed, cluster: 
         ended = last_words(agent, init=True)
         assert ended["exitCode"] == 1
         *_, plugins, pods = ended["message"].splitlines()
-        assert plugins.startswith(f"error    kubelet       nobody answers at {ELSEWHERE}/plugins/kubelet.sock ")
+        assert plugins.startswith(f"error    kubelet       no process answers at {ELSEWHERE}/plugins/kubelet.sock ")
         assert pods.startswith("error    pod-resources can't ask for the pod resources at ")
         described = cluster.kubectl("describe", "pod", agent.newest()["metadata"]["name"], f"--namespace={NAMESPACE}")
         assert plugins in described

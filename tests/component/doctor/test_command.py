@@ -92,7 +92,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         {
             "check": "take-over",
             "state": "ok",
-            "message": "the kubelet knows nobody who has GPUs from gpu-manager",
+            "message": "no container has GPUs from gpu-manager, according to the kubelet",
             "remedy": None,
         },
         {"check": "cdi", "state": "skipped", "message": "not used: enforcement.injection is mounts", "remedy": None},

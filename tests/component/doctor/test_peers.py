@@ -26,12 +26,12 @@ async def test_a_socket_that_a_kubelet_left_behind(folder: Path) -> None:
     with listening(folder / "kubelet.sock"):
         pass
     found = await look_at_folder(folder)
-    assert (found.state, found.message) == ("error", f"nobody answers at {folder}/kubelet.sock (Connection refused)")
+    assert (found.state, found.message) == ("error", f"no process answers at {folder}/kubelet.sock (Connection refused)")
 
 
 async def test_no_kubelet(folder: Path) -> None:
     found = await look_at_folder(folder)
-    assert found.message == f"nobody answers at {folder}/kubelet.sock (No such file or directory)"
+    assert found.message == f"no process answers at {folder}/kubelet.sock (No such file or directory)"
     found = await look_at_folder(folder / "none")
     assert (found.state, found.message) == ("error", f"{folder}/none is no folder")
     assert "kubelet.device_plugin_dir" in (found.remedy or "")

@@ -60,7 +60,7 @@ async def look(folder: Path) -> CheckResult:
 
 
 async def test_without_gpu_manager_all_is_well(folder: Path) -> None:
-    assert (await look(folder)).message == "the kubelet knows nobody who has GPUs from gpu-manager"
+    assert (await look(folder)).message == "no container has GPUs from gpu-manager, according to the kubelet"
     kubelet_knows(folder, "u1", ids=OURS)
     assert (await look(folder)).state == "ok"
     kubelet_knows(folder, "u1", resource="nvidia.com/gpu")

@@ -62,7 +62,7 @@ async def test_ids_missing_in_the_ledger_are_adopted_if_the_kubelet_lists_them()
 
 async def test_ids_missing_in_the_ledger_are_refused_if_the_kubelet_does_not_list_them() -> None:
     world = await World.made()
-    with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) are in nobody's name here"):
+    with pytest.raises(Refusal, match=r"the container's 2 core ids \(00000000-c00 \.\.\.\) belong to no allocation of this node"):
         await world.agent.pre_start("core", ["00000000-c00", "00000000-c01"])
 
 

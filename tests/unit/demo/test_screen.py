@@ -128,7 +128,7 @@ def test_sentences_about_use() -> None:
     }
     assert teller.sentence(over) == "over its limit: demo/a (main) uses 3.0 GiB on GPU0 and was granted 2.0"
     assert teller.sentence({"event": "gpu_stranger", "pid": 7, "gpus": ["0fe1c342"]}) == (
-        "process 7 uses GPU0 and belongs to nobody"
+        "process 7 uses GPU0 and belongs to no container"
     )
     assert teller.sentence({"event": "web_listening", "url": "http://127.0.0.1:5678"}) == (
         "the page is at http://127.0.0.1:5678/"
