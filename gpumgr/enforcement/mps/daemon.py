@@ -112,7 +112,7 @@ class Daemon:
             self.trouble is None
             and self.process is not None
             and self.checks > 0
-            and processes.find_daemon(self.folder.pipe) == self.process
+            and processes.find_daemon(self.folder.pipe, self.process) == self.process
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
@@ -134,7 +134,7 @@ class Daemon:
         """The container is gone: drops its record and its limits. Raises MpsError, OSError; the record is dropped in any case."""
         self.folder.drop(allocation)
         self._set_shares.pop(allocation, None)
-        if processes.find_daemon(self.folder.pipe) is None:
+        if processes.find_daemon(self.folder.pipe, self.process) is None:
             return
         if self.config.protocol == 3:
             await limits.drop_namespace(self._client, allocation)
@@ -181,7 +181,7 @@ class Daemon:
 
     async def adopt(self) -> bool:
         """Returns whether it runs, in which case it has answered. Raises MpsError if it runs and does not answer."""
-        found = processes.find_daemon(self.folder.pipe)
+        found = processes.find_daemon(self.folder.pipe, self.process)
         if found is None:
             return False
         if found != self.process:
@@ -228,8 +228,9 @@ class Daemon:
         await self._mount_shm()
         config = self.config
         # The daemon finds the server program in PATH only; it lies beside the control program.
-        path = f"{config.control.program.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        environment = {**self._environment(), "PATH": path}
+        program = config.control.program
+        folder = f"{program.parent}{os.pathsep}" if program.is_absolute() else ""
+        environment = {**self._environment(), "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
         words = commands.start(config.protocol, config.multiuser_option).words
         argv = [str(config.control.program), *words]
         wrapped = launcher.daemon_command(config.launcher, self.uuid, self.folder.shm, environment, argv)
@@ -244,7 +245,7 @@ class Daemon:
 
     async def _await_answer(self) -> None:
         waited = 0.0
-        while (found := processes.find_daemon(self.folder.pipe)) is None:
+        while (found := processes.find_daemon(self.folder.pipe, self.process)) is None:
             if waited >= _START_SECONDS:
                 raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
             await asyncio.sleep(_POLL_SECONDS)
@@ -273,7 +274,7 @@ class Daemon:
 
     async def stop(self) -> None:
         """Ends it and removes all its files. Raises MpsError, OSError if something is left; a later call continues."""
-        found = processes.find_daemon(self.folder.pipe)
+        found = processes.find_daemon(self.folder.pipe, self.process)
         if found is not None:
             await self._quit(found)
         self._end_servers(without_clients=False)

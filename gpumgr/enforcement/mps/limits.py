@@ -45,10 +45,12 @@ class BoundKeeper:
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:
             await daemon.run_for_server(pid, *commands.set_bound(pid, bound.cores, bound.memory_bytes))
-        self.answers = await _read(daemon, bound, servers)
-        default = self.answers.get(None)
+        answers = await _read(daemon, bound, servers)
+        default = answers.get(None)
         if default is not None and not _holds(default, bound):
+            self.answers = {}  # the next check sets the bound again
             raise MpsError(f"the MPS daemon did not accept the limits of its clients, it answers {default!r}")
+        self.answers = answers
 
     async def restore(self, daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> bool:
         """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later

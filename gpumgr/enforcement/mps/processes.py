@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.enforcement.mps.commands import SERVER
+from gpumgr.errors import MpsError
 from gpumgr.proc import PROC, Process, is_running, start_time_ticks
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
@@ -23,11 +24,14 @@ _SOCKET: Final = "control_privileged"
 _POLL_SECONDS: Final = 0.05
 
 
-def find_daemon(pipe: Path) -> Process | None:
-    """The daemon of this folder; None if it does not run."""
+def find_daemon(pipe: Path, known: Process | None = None) -> Process | None:
+    """The daemon of this folder; None if it does not run. `known` is the daemon as last found: without a pid file it is looked for
+    only after it has ended. Raises MpsError if a daemon without a pid file accepts no connections."""
     try:
         pid = int((pipe / _PID_FILE).read_text())
     except FileNotFoundError:
+        if known is not None and is_running(known) and uses_pipe_folder(known[0], pipe):
+            return known
         pid = _listener_of(pipe / _SOCKET)
     except (OSError, ValueError):
         return None
@@ -36,11 +40,15 @@ def find_daemon(pipe: Path) -> Process | None:
 
 
 def _listener_of(path: Path) -> int:
-    """The pid of the process that listens at this socket; 0 if none does."""
+    """The pid of the process that listens at this socket; 0 if none does. Raises MpsError if its queue of connections is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.setblocking(False)
         try:
             client.connect(str(path))
+        except BlockingIOError:
+            raise MpsError(
+                f"the MPS daemon of {path.parent} accepts no connections: end the process that listens there"
+            ) from None
         except OSError:
             return 0
         pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

@@ -1,14 +1,17 @@
 """Daemons that hang or crash again and again."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 
 import pytest
 
+from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.errors import Refusal
-from tests.component.enforcement.mps.place import IDLE_SECONDS, UUID, Place, running, tenant, until
+from gpumgr.errors import MpsError, Refusal
+from tests.component.enforcement.mps.place import CHECK_SECONDS, IDLE_SECONDS, UUID, Place, running, tenant, until
 
 
 async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place: Place) -> None:
@@ -27,6 +30,29 @@ async def test_a_hung_daemon_is_reported_for_its_containers_and_not_killed(place
     place.behave(protocols=[2])
     await place.pass_time(backend)
     assert await backend.observe([running(tenant(), os.getpid())]) == []
+
+
+async def test_a_daemon_without_a_pid_file_and_with_a_full_queue_is_not_started_twice(place: Place) -> None:
+    place.behave(protocols=[2], pid_file=False)
+    backend = await place.started()
+    pid = place.daemon_pid()
+    assert pid is not None
+    backend.give_up_after(0.3)
+    os.kill(pid, signal.SIGSTOP)
+    with contextlib.ExitStack() as queue:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client = queue.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                client.setblocking(False)
+                client.connect(str(place.folder.pipe / "control_privileged"))
+        with pytest.raises(MpsError, match="accepts no connections"):
+            processes.find_daemon(place.folder.pipe)
+        await backend.adjust(())
+        place.seconds += CHECK_SECONDS
+        await backend.adjust(())
+        (daemon,) = backend.daemons()
+        assert (daemon.pid, daemon.restarts, daemon.trouble is None) == (pid, 0, False)
+    os.kill(pid, signal.SIGCONT)
 
 
 async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:

@@ -153,6 +153,10 @@ async def test_a_percentage_that_a_daemon_ignores_is_refused(place: Place) -> No
     backend = await place.agent(setting="2")
     with pytest.raises(Refusal, match=r"did not accept the limits of its clients, it answers '100\.0"):
         await backend.start(tenant())
+    place.behave()
+    await place.pass_time(backend)
+    _, got = await place.attach(backend, tenant())
+    assert got["percentage"] == tenant().gpus[0].cores, "the limits are set again"
 
 
 async def test_without_exclusive_mode_a_gpu_is_not_shared(place: Place) -> None:
