@@ -71,6 +71,8 @@ class Mps(Backend):
         self._supervisor: Supervisor | None = None
         self.transient = False
         self._outside: dict[tuple[AllocationId, int], int] = {}
+        #: The containers of the last observations, also exempt ones.
+        self._latest: dict[AllocationId, RunningContainer] = {}
 
     # -- what the node can carry -------------------------------------------------------------------------------------------
 
@@ -234,7 +236,11 @@ class Mps(Backend):
 
     def _judge(self, daemons: Sequence[Daemon], running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Reads files of processes: call it on a thread."""
-        views = {daemon.uuid: (daemon, _view(daemon), frozenset(daemon.folder.allocations())) for daemon in daemons}
+        kept_by = {daemon.uuid: frozenset(daemon.folder.allocations()) for daemon in daemons}
+        everyone = frozenset().union(*kept_by.values())
+        self._latest |= {each.tenant.allocation: each for each in running}
+        self._latest = {name: each for name, each in self._latest.items() if name in everyone}
+        views = {daemon.uuid: (daemon, self._view(daemon, kept_by[daemon.uuid]), kept_by[daemon.uuid]) for daemon in daemons}
         seen: dict[tuple[AllocationId, int], int] = {}
         found: list[Finding] = []
         for each in running:
@@ -251,9 +257,32 @@ class Mps(Backend):
             waiting = each.pids[:_USERS_OF] if findings.unserved(each, view) else ()
             users = {user for pid in waiting if (user := processes.user_of(pid)) is not None}
             found += findings.judge(each, view, users, lasting)
-        others = {name for *_, kept in views.values() for name in kept} - {each.tenant.allocation for each in running}
+        others = everyone - {each.tenant.allocation for each in running}
         self._outside = {key: at for key, at in self._outside.items() if key[0] in others} | seen
         return found
+
+    def _view(self, daemon: Daemon, allocations: Collection[AllocationId]) -> findings.View:
+        """Reads files of processes."""
+        users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
+        tampering = daemon.tampering
+        suspects = self._suspects(allocations, root_only=tampering.root_only) if tampering is not None else []
+        return findings.View(
+            protocol=daemon.config.protocol,
+            multiuser=daemon.config.multiuser_option is not None,
+            trouble=daemon.trouble,
+            tampered=tampering.what if tampering else None,
+            suspects=tuple(each.describe() for each in suspects),
+            concerned=(tampering.concerned if tampering else frozenset()) | {each.allocation for each in suspects},
+            server_user=users[0] if users else None,
+            clients=daemon.clients,
+        )
+
+    def _suspects(self, allocations: Collection[AllocationId], *, root_only: bool) -> list[GpuShare]:
+        """The containers on a GPU that have processes; `root_only`: processes of root, by the host's user ids."""
+        there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
+        return [
+            each.tenant for each in there if (any(processes.user_of(pid) == 0 for pid in each.pids) if root_only else each.pids)
+        ]
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
         if self._supervisor is not None:
@@ -277,15 +306,3 @@ class Mps(Backend):
 
 def _share(gpu: SharedGpu) -> Share:
     return Share(cores=gpu.cores, memory_bytes=gpu.memory_bytes)
-
-
-def _view(daemon: Daemon) -> findings.View:
-    users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
-    return findings.View(
-        protocol=daemon.config.protocol,
-        multiuser=daemon.config.multiuser_option is not None,
-        trouble=daemon.trouble,
-        tampered=daemon.tampered,
-        server_user=users[0] if users else None,
-        clients=daemon.clients,
-    )
