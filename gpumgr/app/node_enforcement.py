@@ -34,6 +34,7 @@ from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
+from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.usage.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -81,6 +82,8 @@ class NodeEnforcement:
             exclusive_process=settings.mps.exclusive_process,
             idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
+            idle_gpu=self._idle_gpu,
+            on_probed=self._choose_soon,
             in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
         )
         self.vcuda = VcudaBackend(
@@ -111,6 +114,9 @@ class NodeEnforcement:
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
+        self._nvml = nvml
+        self._gpu_uuids: tuple[str, ...] = ()
+        self._next_choice = float("-inf")
 
     def _backends(self, nvml: Nvml) -> list[Backend]:
         hami_core = HamiCore(
@@ -139,9 +145,10 @@ class NodeEnforcement:
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
 
-    async def choose(self, driver_version: str | None) -> None:
+    async def choose(self, snapshot: NodeSnapshot) -> None:
         """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
-        self._driver_version = driver_version
+        self._driver_version = snapshot.driver_version
+        self._gpu_uuids = tuple(gpu.uuid for gpu in snapshot.gpus if not gpu.mig_enabled)
         await self._mirror_driver()
         await self._choose()
 
@@ -165,7 +172,7 @@ class NodeEnforcement:
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""
-        next_prune = next_choice = time.monotonic()
+        next_prune = self._next_choice = time.monotonic()
         wait = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
@@ -175,8 +182,8 @@ class NodeEnforcement:
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
             now = time.monotonic()
-            if now >= next_choice and self._driver_version is not None:
-                next_choice = now + CHOICE_SECONDS
+            if now >= self._next_choice and self._driver_version is not None:
+                self._next_choice = now + CHOICE_SECONDS
                 await self._mirror_driver()
                 await self._choose()
             if now >= next_prune and self._mirror is not None:
@@ -249,6 +256,19 @@ class NodeEnforcement:
     async def _container_of(self, pid: int) -> Container | None:
         started = self._processes.start_time(pid)
         return None if started is None else await self.containers.container_of(pid, started)
+
+    async def _idle_gpu(self) -> str | None:
+        """A GPU without allocations and processes, for a try of MPS. Raises NvmlError."""
+        ledger = self.agent_state.ledger
+        used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
+        for uuid in self._gpu_uuids:
+            if uuid not in used and await self._nvml.processes(uuid) == ():
+                return uuid
+        return None
+
+    def _choose_soon(self) -> None:
+        self._next_choice = float("-inf")
+        self._freed.set()
 
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
         """Adds to the history that a container runs without limits, once for all of its starts."""

@@ -96,6 +96,10 @@ class Enforcer:
 
     # -- the agent's port --------------------------------------------------------------------------------------------------
 
+    async def settle(self) -> None:
+        if any([await backend.settle() for backend in self.backends.values()]):
+            await self.choose()
+
     def terms(self, pod: PodView | None, *, share: bool) -> Terms:
         if not share:
             return Terms(cdi=self._inject_by_cdi)
