@@ -56,6 +56,12 @@ def read_result(state_dir: Path) -> ProbeResult | None:
         return None
 
 
+def last_try(state_dir: Path, program: Path, protocol: MpsProtocol, method: LaunchMethod) -> ProbeResult | None:
+    """The last result with this program; None without one. Raises OSError."""
+    result = read_result(state_dir)
+    return result if result is not None and result.program == identify(program, protocol, method) else None
+
+
 def write_result(state_dir: Path, result: ProbeResult) -> None:
     """Raises OSError."""
     state_dir.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from gpumgr.doctor.backends import look_at_library, look_at_mps
 from gpumgr.doctor.examine import State
+from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.settings.schema import MpsSettings
 
@@ -21,7 +22,7 @@ case "$*" in
 esac
 """
 OLD = "#!/bin/sh\necho 'usage: nvidia-cuda-mps-control [-d]'\nexit 1\n"
-HERE: dict[str, Any] = {"run_dir": Path("/run/gpumgr"), "in_pod": False, "timeout_seconds": 5}
+HERE: dict[str, Any] = {"run_dir": Path("/run/gpumgr"), "state_dir": Path("/nonexistent"), "in_pod": False, "timeout_seconds": 5}
 HUNG = "#!/bin/sh\nexec sleep 60\n"
 #: e_machine of this host's programs.
 MACHINE = {"x86_64": 62, "aarch64": 183}[platform.machine()]
@@ -42,6 +43,21 @@ def program(folder: Path, text: str) -> MpsSettings:
     path.write_text(text)
     path.chmod(0o755)
     return MpsSettings(control_program=str(path))
+
+
+@pytest.mark.parametrize(
+    ("failure", "state", "said"),
+    [(None, "ok", ", a daemon was tried and works"), ("an MPS daemon was tried and does not work: no GPU", "warning", "no GPU")],
+)
+async def test_the_agents_try_of_a_daemon_is_shown(tmp_path: Path, failure: str | None, state: State, said: str) -> None:
+    mps = program(tmp_path, NEW)
+    tried = probe.identify(Path(mps.control_program), 3, launcher.best_method())
+    probe.write_result(tmp_path, probe.ProbeResult(program=tried, boot="b", failure=failure))
+    result = await look_at_mps(mps, ["auto"], **HERE | {"state_dir": tmp_path})
+    assert (result.state, said in result.message) == (state, True)
+    (tmp_path / "mps-control").touch()
+    changed = await look_at_mps(program(tmp_path, NEW + "\n"), ["auto"], **HERE | {"state_dir": tmp_path})
+    assert "tried" not in changed.message
 
 
 @pytest.mark.parametrize(
