@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -74,6 +75,29 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
         return False
     folders = (b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) for each in (pipe, pipe / SERVER))
     return any(folder in environment for folder in folders)
+
+
+def daemon_of_others(uuid: str, own: Collection[Path]) -> tuple[int, str] | None:
+    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes of pods do not count: a
+    tenant can give its process any name. `own`: pipe folders of gpumgr. Reads /proc."""
+    for proc in PROC.iterdir():
+        if not proc.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            program, *words = (proc / "cmdline").read_bytes().split(b"\0")
+            if os.path.basename(program) != b"nvidia-cuda-mps-control" or not {b"-d", b"-f", b"--daemon", b"--foreground"} & {
+                *words
+            }:
+                continue
+            lines = (proc / "environ").read_bytes().split(b"\0")
+            settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
+            pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+            visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
+            if Path(pipe) in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
+                continue
+            if b"kubepods" not in (proc / "cgroup").read_bytes():
+                return int(proc.name), pipe
+    return None
 
 
 def children(pid: int) -> tuple[int, ...]:
