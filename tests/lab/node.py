@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -117,7 +117,7 @@ class LabNode:
         return self.gpus[self.sim.indices[name]]
 
     async def tenant(self, name: str, *arguments: str, cores: int = 30, blocks: int = 20, **options: Any) -> Tenant:
-        """A pod whose container runs the arguments, or the tenant's program. `options`: as of `start`."""
+        """A pod with a container that runs the arguments, or the tenant's program. `options`: as of `start`."""
         pod = await self.admit(name, cores=cores, blocks=blocks)
         return await self.start(pod, *arguments, **options)
 
@@ -174,6 +174,18 @@ class LabNode:
         await self.stop(tenant.container)
         self.sim.delete(tenant.pod)
 
+    @contextlib.contextmanager
+    def full_run_dir(self) -> Iterator[None]:
+        """run_dir has no room within the block."""
+        filler = self.run_dir / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(MIB))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
     async def close(self) -> None:
         for container, _ in list(self._containers.values()):
             await self.stop(container)
@@ -191,6 +203,15 @@ class LabNode:
                     seen[index] = found
                     self.sim.control.set_processes(index, found)
             await asyncio.sleep(_BRIDGE_SECONDS)
+
+    async def busy_percent(self, tenant: Tenant) -> float:
+        """The mean use of the tenant's GPU while the tenant launches kernels without pause."""
+        await tenant.main.ask("launch 4 200000")  # the libraries begin with no limit
+        launching, measured = asyncio.create_task(tenant.main.ask("launch 12 200000")), list[int]()
+        while not launching.done():
+            await asyncio.sleep(0.5)
+            measured.append(sum(process.sm_percent for process in self.gpu_of(tenant.pod).processes()))
+        return sum(measured) / len(measured)
 
     # -- what the agent reports --------------------------------------------------------------------------------------------
 

@@ -55,10 +55,17 @@ class Scenario:
             return Outcome(word="skipped", reason=str(skip))
         except Exception as error:
             (trial.run.folder / f"{trial.name}.traceback").write_text(traceback.format_exc())
-            return Outcome(word="failure", reason=str(error) or repr(error))
+            return Outcome(word="failure", reason=str(error) or _place(error))
         if trial.known_limits:
             return Outcome(word="known limit", reason="; ".join(trial.known_limits))
         return Outcome(word="works")
+
+
+def _place(error: Exception) -> str:
+    """For an exception without a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if "/tests/lab/" in each.filename), frames[-1])
+    return f"{error!r} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
 
 
 SCENARIOS: Final[list[Scenario]] = []
