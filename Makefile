@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv demo test e2e lab bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, build
 	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
 	@$(PYTHON) -m tests.e2e.build
 	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 $(ARGS)
+
+lab: venv ## real enforcement libraries and MPS programs in containers over a fake GPU; needs root, runc and GPUMGR_LAB (ARGS='SCENARIO...')
+	@$(PYTHON) -m tests.lab $(ARGS)
 
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
