@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e lab bench bench-pods bench-docs check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv demo test e2e lab bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,10 @@ bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besid
 
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
 	@$(PYTHON) -m tests.bench --document docs/benchmarks.md
+
+hardware: venv ## measure the limits on this machine's NVIDIA GPU (root, 10 minutes; results in build/hardware)
+	@test "$$(id -u)" = 0 || { echo "make hardware: MPS and cgroups need root" >&2; exit 1; }
+	@$(PYTHON) -m tests.hardware $(ARGS)
 
 # -- keep it right ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from gpumgr.demo.node import Sections
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, lab_node, until
+from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, lab_node, until
 from .region import Region, raised, tamper
 from .scenario import Skip, Trial, refused, scenario
 
@@ -29,7 +29,7 @@ async def hami_node(trial: Trial) -> AsyncIterator[LabNode]:
     """The library is a copy, which a scenario may replace. Raises Skip for a build that gpumgr must refuse."""
     if trial.binary in WRONG:
         raise Skip("gpumgr refuses this build, see `basic`")
-    async with _node_with(trial) as node:
+    async with any_node(trial) as node:
         yield node
 
 
@@ -39,7 +39,7 @@ def library_of(trial: Trial) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def _node_with(trial: Trial) -> AsyncIterator[LabNode]:
+async def any_node(trial: Trial) -> AsyncIterator[LabNode]:
     library = library_of(trial)
     shutil.copy(trial.program, library)
     settings: Sections = {
@@ -55,257 +55,219 @@ def region_of(tenant: Tenant) -> Region:
     return Region(tenant.host_path("/tmp/cudevshr.cache"))
 
 
-@scenario("hami-core", e2e=True)
-async def basic(trial: Trial) -> None:
+@scenario("hami-core", any_node, e2e=True)
+async def basic(trial: Trial, node: LabNode) -> None:
     """The memory limit holds and the agent counts it; a wrong build is refused."""
     if trial.binary in WRONG:
-        async with _node_with(trial) as node:
-            with refused(WRONG[trial.binary], "a library that can't enforce limits"):
-                await node.pre_start(await node.admit("basic"))
+        with refused(WRONG[trial.binary], "a library that can't enforce limits"):
+            await node.pre_start(await node.admit("basic"))
         return
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("basic")
-        await tenant.main.init()
-        assert await tenant.main.number("info", "total") == LIMIT_BYTES
-        assert await tenant.main.number("nvml", "total") == LIMIT_BYTES
-        assert await tenant.main.number("info", "free") == LIMIT_BYTES - CONTEXT_BYTES
-        assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-        assert await tenant.main.result(f"alloc {4 * GIB}") == 0
-        assert await tenant.main.number("info", "free") == GIB - CONTEXT_BYTES
-        used = 4 * GIB + CONTEXT_BYTES
-        await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
-        assert not node.complaints(), f"the agent complains: {node.complaints()}"
+    tenant = await node.tenant("basic")
+    assert await tenant.main.number("info", "total") == LIMIT_BYTES
+    assert await tenant.main.number("nvml", "total") == LIMIT_BYTES
+    assert await tenant.main.number("info", "free") == LIMIT_BYTES - CONTEXT_BYTES
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
+    assert await tenant.main.number("info", "free") == GIB - CONTEXT_BYTES
+    used = 4 * GIB + CONTEXT_BYTES
+    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
+    assert not node.complaints(), f"the agent complains: {node.complaints()}"
 
 
-@scenario("hami-core")
-async def limit(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def limit(trial: Trial, node: LabNode) -> None:
     """The limit is exact to the byte for every way to find the driver; what escapes it."""
-    async with hami_node(trial) as node:
-        for kind in _KINDS:
-            tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
-            main = tenant.main
-            await main.init()
-            free = await main.number("info", "free")
-            assert free == LIMIT_BYTES - CONTEXT_BYTES, f"{kind}: {free} bytes are free"
-            for command, result in (
-                (f"alloc {free + 1}", 2),
-                (f"alloc {free}", 0),
-                ("alloc 1", 2),
-                ("free", 0),
-                (f"alloc {free - MIB}", 0),
-                (f"alloc {MIB}", 0),
-                ("alloc 1", 2),
-                ("free", 0),
-                ("free", 0),
-                (f"managed {free + 1}", 2),
-                (f"pitch 524288 {free // 524288 + 1}", 2),
-                (f"create {free + 1}", 2),
-            ):
-                assert await main.result(command) == result, f"{kind}: {command} is not {result}"
-            assert await main.result(f"async {free + 1}") == -1, f"{kind}: cuMemAllocAsync is not -1"
-            assert await main.result(f"pool {8 * GIB}") == 0, f"{kind}: cuMemAllocFromPoolAsync is limited by this build"
-            assert await main.result("array 65536 65536") == 0, f"{kind}: cuArrayCreate is limited by this build"
-            await node.remove(tenant)
-        trial.known_limit("cuMemAllocAsync answers -1 instead of 2 over the limit; pools and arrays are not counted")
+    for kind in _KINDS:
+        tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
+        main = tenant.main
+        free = await main.number("info", "free")
+        assert free == LIMIT_BYTES - CONTEXT_BYTES, f"{kind}: {free} bytes are free"
+        for command, result in (
+            (f"alloc {free + 1}", 2),
+            (f"alloc {free}", 0),
+            ("alloc 1", 2),
+            ("free", 0),
+            (f"alloc {free - MIB}", 0),
+            (f"alloc {MIB}", 0),
+            ("alloc 1", 2),
+            ("free", 0),
+            ("free", 0),
+            (f"managed {free + 1}", 2),
+            (f"pitch 524288 {free // 524288 + 1}", 2),
+            (f"create {free + 1}", 2),
+        ):
+            assert await main.result(command) == result, f"{kind}: {command} is not {result}"
+        assert await main.result(f"async {free + 1}") == -1, f"{kind}: cuMemAllocAsync is not -1"
+        assert await main.result(f"pool {8 * GIB}") == 0, f"{kind}: cuMemAllocFromPoolAsync is limited by this build"
+        assert await main.result("array 65536 65536") == 0, f"{kind}: cuArrayCreate is limited by this build"
+        await node.remove(tenant)
+    trial.known_limit("cuMemAllocAsync answers -1 instead of 2 over the limit; pools and arrays are not counted")
 
 
-@scenario("hami-core")
-async def two(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def two(trial: Trial, node: LabNode) -> None:
     """Two processes of a container share its limit."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("two")
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {2 * GIB}") == 0
-        second = await tenant.container.exec()
-        await second.init()
-        assert await second.number("info", "free") == 3 * GIB - 2 * CONTEXT_BYTES
-        assert await second.result(f"alloc {2 * GIB}") == 0
-        assert await second.result(f"alloc {GIB}") == 2
-        assert await tenant.main.result(f"alloc {GIB}") == 2
-        assert await tenant.main.result(f"alloc {256 * MIB}") == 0
-        used = 4 * GIB + 256 * MIB + 2 * CONTEXT_BYTES
-        await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
-        await second.output()
-        if await tenant.main.number("info", "free") < 2 * GIB:
-            trial.known_limit("cuMemGetInfo counts an ended process until another one needs its memory")
-        assert await tenant.main.result(f"alloc {2 * GIB}") == 0, "the ended process's memory is not free"
-        assert await tenant.main.number("info", "free") == GIB - 256 * MIB - CONTEXT_BYTES
+    tenant = await node.tenant("two")
+    assert await tenant.main.result(f"alloc {2 * GIB}") == 0
+    second = await tenant.another()
+    assert await second.number("info", "free") == 3 * GIB - 2 * CONTEXT_BYTES
+    assert await second.result(f"alloc {2 * GIB}") == 0
+    assert await second.result(f"alloc {GIB}") == 2
+    assert await tenant.main.result(f"alloc {GIB}") == 2
+    assert await tenant.main.result(f"alloc {256 * MIB}") == 0
+    used = 4 * GIB + 256 * MIB + 2 * CONTEXT_BYTES
+    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
+    await second.output()
+    if await tenant.main.number("info", "free") < 2 * GIB:
+        trial.known_limit("cuMemGetInfo counts an ended process until another one needs its memory")
+    assert await tenant.main.result(f"alloc {2 * GIB}") == 0, "the ended process's memory is not free"
+    assert await tenant.main.number("info", "free") == GIB - 256 * MIB - CONTEXT_BYTES
 
 
-@scenario("hami-core")
-async def env(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def env(trial: Trial, node: LabNode) -> None:
     """A program with a scrubbed or hostile environment keeps the limits, or is reported."""
     hostile = ("CUDA_DEVICE_MEMORY_LIMIT_0=64g", "CUDA_DEVICE_MEMORY_LIMIT=64g", "CUDA_DEVICE_SM_LIMIT_0=100")
     unset = ("-u", "CUDA_DEVICE_MEMORY_SHARED_CACHE", "-u", "CUDA_DEVICE_MEMORY_LIMIT_0")
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("env")
-        await tenant.main.init()
-        for words in (("-i",), (*hostile, "GPU_CORE_UTILIZATION_POLICY=disable"), unset):
-            other = await tenant.container.exec("/usr/bin/env", *words, TENANT)
-            await other.init()
-            assert await other.result(f"alloc {6 * GIB}") == 2, f"env {words} lifts the limit"
-            await other.output()
-        assert not node.complaints(), f"the agent complains: {node.complaints()}"
-        cache = "CUDA_DEVICE_MEMORY_SHARED_CACHE=/tmp/mine.cache"
-        other = await tenant.container.exec("/usr/bin/env", cache, *hostile, TENANT)
-        await other.init()
-        assert await other.result(f"alloc {6 * GIB}") == 0, "this build does not use another region"
-        trial.known_limit("a process that names another region has no limits; it is reported")
-        await node.reported("enforcement_finding", code="unregistered")
-        await node.reported("container_over_limit")
+    tenant = await node.tenant("env")
+    for words in (("-i",), (*hostile, "GPU_CORE_UTILIZATION_POLICY=disable"), unset):
+        other = await tenant.another("/usr/bin/env", *words, TENANT)
+        assert await other.result(f"alloc {6 * GIB}") == 2, f"env {words} lifts the limit"
+        await other.output()
+    assert not node.complaints(), f"the agent complains: {node.complaints()}"
+    cache = "CUDA_DEVICE_MEMORY_SHARED_CACHE=/tmp/mine.cache"
+    other = await tenant.another("/usr/bin/env", cache, *hostile, TENANT)
+    assert await other.result(f"alloc {6 * GIB}") == 0, "this build does not use another region"
+    trial.known_limit("a process that names another region has no limits; it is reported")
+    await node.reported("enforcement_finding", code="unregistered")
+    await node.reported("container_over_limit")
 
 
-@scenario("hami-core")
-async def kill9(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def kill9(_trial: Trial, node: LabNode) -> None:
     """kill -9 of a process frees its slot and its memory."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("kill9")
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {GIB}") == 0
-        other = await tenant.container.exec()
-        await other.init()
-        assert await other.result(f"alloc {3 * GIB}") == 0
-        victim = next(slot for slot in region_of(tenant).slots() if slot.pid != 1)
-        os.kill(victim.host_pid, signal.SIGKILL)
-        await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
-        third = await tenant.container.exec()
-        await third.init()
-        assert await tenant.main.number("info", "free") == 4 * GIB - 2 * CONTEXT_BYTES
-        assert await tenant.main.result(f"alloc {3 * GIB}") == 0
-        assert victim.pid not in {slot.pid for slot in region_of(tenant).slots()}
+    tenant = await node.tenant("kill9")
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    other = await tenant.another()
+    assert await other.result(f"alloc {3 * GIB}") == 0
+    victim = next(slot for slot in region_of(tenant).slots() if slot.pid != 1)
+    os.kill(victim.host_pid, signal.SIGKILL)
+    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
+    third = await tenant.another()
+    assert await tenant.main.number("info", "free") == 4 * GIB - 2 * CONTEXT_BYTES
+    assert await tenant.main.result(f"alloc {3 * GIB}") == 0
+    assert victim.pid not in {slot.pid for slot in region_of(tenant).slots()}
 
 
-@scenario("hami-core")
-async def restart(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def restart(_trial: Trial, node: LabNode) -> None:
     """A container that starts again gets a fresh region."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("again")
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {4 * GIB}") == 0
-        await tamper(tenant.container, *raised())
-        await node.stop(tenant.container)
-        again = await node.start(tenant.pod)
-        assert again.answer == tenant.answer
-        assert region_of(again).limit_bytes == LIMIT_BYTES
-        await again.main.init()
-        assert await again.main.number("info", "free") == LIMIT_BYTES - CONTEXT_BYTES
-        assert await again.main.result(f"alloc {6 * GIB}") == 2
-        assert len(region_of(again).slots()) == 1
+    tenant = await node.tenant("again")
+    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
+    await tamper(tenant.container, *raised())
+    await node.stop(tenant.container)
+    again = await node.start(tenant.pod)
+    assert again.answer == tenant.answer
+    assert region_of(again).limit_bytes == LIMIT_BYTES
+    assert await again.main.number("info", "free") == LIMIT_BYTES - CONTEXT_BYTES
+    assert await again.main.result(f"alloc {6 * GIB}") == 2
+    assert len(region_of(again).slots()) == 1
 
 
-@scenario("hami-core")
-async def user(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def user(_trial: Trial, node: LabNode) -> None:
     """A container that does not run as root."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("user", user=1000)
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-        assert await tenant.main.result(f"alloc {4 * GIB}") == 0
+    tenant = await node.tenant("user", user=1000)
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    assert await tenant.main.result(f"alloc {4 * GIB}") == 0
 
 
-@scenario("hami-core")
-async def fork(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def fork(_trial: Trial, node: LabNode) -> None:
     """Fork without exec: the child's memory counts."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("fork")
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {GIB}") == 0
-        answers = [await tenant.main.ask(f"fork {GIB} 5"), await tenant.main.line()]
-        child = next(answer for answer in answers if answer.startswith("child"))
-        assert child.endswith("-> 0"), child
-        await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value >= 2 * GIB + CONTEXT_BYTES)
+    tenant = await node.tenant("fork")
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    answers = [await tenant.main.ask(f"fork {GIB} 5"), await tenant.main.line()]
+    child = next(answer for answer in answers if answer.startswith("child"))
+    assert child.endswith("-> 0"), child
+    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value >= 2 * GIB + CONTEXT_BYTES)
 
 
-@scenario("hami-core")
-async def cores(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def cores(_trial: Trial, node: LabNode) -> None:
     """A busy tenant with 30 % of the cores stays near 30 %."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("cores")
-        await tenant.main.init()
-        mean = await node.busy_percent(tenant)
-        assert 0 < mean < 60, f"30 % are granted; the GPU was {mean:.0f} % busy"
+    tenant = await node.tenant("cores")
+    mean = await node.busy_percent(tenant)
+    assert 0 < mean < 60, f"30 % are granted; the GPU was {mean:.0f} % busy"
 
 
-@scenario("hami-core")
-async def agent(trial: Trial) -> None:
+@scenario("hami-core", hami_node)
+async def agent(_trial: Trial, node: LabNode) -> None:
     """The agent is killed and started: limits hold, what was changed in between is put right."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("agent")
-        region = region_of(tenant)
-        await tenant.main.init()
-        assert await tenant.main.result(f"alloc {GIB}") == 0
-        inode = region.path.stat().st_ino
-        await node.kill_agent()
-        assert await tenant.main.result(f"alloc {GIB}") == 0
+    tenant = await node.tenant("agent")
+    region = region_of(tenant)
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    inode = region.path.stat().st_ino
+    await node.kill_agent()
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    await tamper(tenant.container, *raised())
+    mark = node.mark
+    await node.start_agent()
+    await until(lambda: (region.limit_bytes, region.core_limit_percent) == (LIMIT_BYTES, 30), "the limits are put right")
+    await node.reported("enforcement_finding", since=mark, code="tampered")
+    assert region.path.stat().st_ino == inode, "the region was replaced"
+
+
+@scenario("hami-core", hami_node)
+async def storm(_trial: Trial, node: LabNode) -> None:
+    """40 processes start at once, then half of them are killed."""
+    tenant = await node.tenant("storm", blocks=200)
+    started = await crowd([tenant], 40)
+    results = await asyncio.gather(*(process.result(f"alloc {64 * MIB}") for process in started))
+    assert results == [0] * 40, results
+    region = region_of(tenant)
+    await until(lambda: not region.wrong_host_pids(tenant.container), "host pids in the region are right")
+    assert len(region.slots()) == 41
+    for slot in [slot for slot in region.slots() if slot.pid != 1][:20]:
+        os.kill(slot.host_pid, signal.SIGKILL)
+    used = 21 * CONTEXT_BYTES + 20 * 64 * MIB
+    await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == used, "the driver freed the killed processes' memory")
+    late = await tenant.another()
+    assert await late.number("info", "free") == 50 * GIB - used - CONTEXT_BYTES
+    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used + CONTEXT_BYTES)
+
+
+@scenario("hami-core", hami_node)
+async def replaced_library(trial: Trial, node: LabNode) -> None:
+    """The library's file is replaced while containers use it: they keep theirs, and no container gets an unchecked one."""
+    tenant = await node.tenant("before")
+    replacement = library_of(trial).with_suffix(".new")
+    replacement.write_bytes(trial.program.read_bytes() + b"changed")
+    replacement.replace(library_of(trial))
+    other = await tenant.another()
+    assert await other.result(f"alloc {6 * GIB}") == 2
+    with contextlib.suppress(Exception):
+        after = await node.tenant("after")
+        assert await after.main.result(f"alloc {6 * GIB}") == 2, "a container runs without limits"
+    assert await tenant.main.result(f"alloc {6 * GIB}") == 2
+    await node.kill_agent()
+    await node.start_agent()
+    assert await tenant.main.result(f"alloc {GIB}") == 0
+    with refused("has SHA-256", "a library with another checksum"):
+        await node.pre_start(await node.admit("last"))
+
+
+@scenario("hami-core", hami_node)
+async def full_run_dir(_trial: Trial, node: LabNode) -> None:
+    """run_dir is full: running containers keep their limits, starts fail with the reason, and work when there is room again."""
+    tenant = await node.tenant("first")
+    pod = await node.admit("second")
+    with node.full_run_dir():
+        with refused("No space left", "a container without room for its files"):
+            await node.pre_start(pod)
         assert await tenant.main.result(f"alloc {6 * GIB}") == 2
         await tamper(tenant.container, *raised())
-        mark = node.mark
-        await node.start_agent()
-        await until(lambda: (region.limit_bytes, region.core_limit_percent) == (LIMIT_BYTES, 30), "the limits are put right")
-        await node.reported("enforcement_finding", since=mark, code="tampered")
-        assert region.path.stat().st_ino == inode, "the region was replaced"
-
-
-@scenario("hami-core")
-async def storm(trial: Trial) -> None:
-    """40 processes start at once, then half of them are killed."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("storm", blocks=200)
-        await tenant.main.init()
-        started = [await tenant.container.exec() for _ in range(40)]
-        await asyncio.gather(*(process.init() for process in started))
-        results = await asyncio.gather(*(process.result(f"alloc {64 * MIB}") for process in started))
-        assert results == [0] * 40, results
-        region = region_of(tenant)
-        await until(lambda: not region.wrong_host_pids(tenant.container), "host pids in the region are right")
-        assert len(region.slots()) == 41
-        for slot in [slot for slot in region.slots() if slot.pid != 1][:20]:
-            os.kill(slot.host_pid, signal.SIGKILL)
-        used = 21 * CONTEXT_BYTES + 20 * 64 * MIB
-        await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == used, "the driver freed the killed processes' memory")
-        late = await tenant.container.exec()
-        await late.init()
-        assert await late.number("info", "free") == 50 * GIB - used - CONTEXT_BYTES
-        await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used + CONTEXT_BYTES)
-
-
-@scenario("hami-core")
-async def replaced_library(trial: Trial) -> None:
-    """The library's file is replaced while containers use it: they keep theirs, and no container gets an unchecked one."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("before")
-        await tenant.main.init()
-        replacement = library_of(trial).with_suffix(".new")
-        replacement.write_bytes(trial.program.read_bytes() + b"changed")
-        replacement.replace(library_of(trial))
-        other = await tenant.container.exec()
-        await other.init()
-        assert await other.result(f"alloc {6 * GIB}") == 2
-        with contextlib.suppress(Exception):
-            after = await node.tenant("after")
-            await after.main.init()
-            assert await after.main.result(f"alloc {6 * GIB}") == 2, "a container runs without limits"
-        assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-        await node.kill_agent()
-        await node.start_agent()
-        assert await tenant.main.result(f"alloc {GIB}") == 0
-        with refused("has SHA-256", "a library with another checksum"):
-            await node.pre_start(await node.admit("last"))
-
-
-@scenario("hami-core")
-async def full_run_dir(trial: Trial) -> None:
-    """run_dir is full: running containers keep their limits, starts fail with the reason, and work when there is room again."""
-    async with hami_node(trial) as node:
-        tenant = await node.tenant("first")
-        await tenant.main.init()
-        pod = await node.admit("second")
-        with node.full_run_dir():
-            with refused("No space left", "a container without room for its files"):
-                await node.pre_start(pod)
-            assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-            await tamper(tenant.container, *raised())
-            await until(lambda: region_of(tenant).limit_bytes == LIMIT_BYTES, "the limit is put right")
-        second = await node.start(pod)
-        await second.main.init()
-        assert await second.main.result(f"alloc {6 * GIB}") == 2
+        await until(lambda: region_of(tenant).limit_bytes == LIMIT_BYTES, "the limit is put right")
+    second = await node.start(pod)
+    assert await second.main.result(f"alloc {6 * GIB}") == 2

@@ -69,6 +69,12 @@ class Tenant:
     def main(self) -> TenantProcess:
         return self.container.main
 
+    async def another(self, *arguments: str, environ: Mapping[str, str] | None = None) -> TenantProcess:
+        """A further process with a context: the tenant's program, or a command that starts it."""
+        process = await self.container.exec(*arguments, environ=environ)
+        await process.init()
+        return process
+
     def host_path(self, container_path: str) -> Path:
         """Where the host has what the agent mounted there."""
         return Path(next(m.host_path for m in self.answer.mounts if m.container_path == container_path))
@@ -130,8 +136,10 @@ class LabNode:
         user: int = 0,
         mounts: Sequence[Mapping[str, object]] = (),
         before_start: BeforeStart = lambda _pid: None,
+        ready: bool = True,
     ) -> Tenant:
-        """Starts the pod's container, again after a `remove`: the runtime lists it before its first process runs."""
+        """Starts the pod's container, again after a `stop`: the runtime lists it before its first process runs. `ready`: the process
+        is the tenant's program, and gets a context."""
         answer = await self.pre_start(pod)
         container = await Container.create(
             self.run,
@@ -161,6 +169,8 @@ class LabNode:
             )
         )
         await container.start()
+        if ready:
+            await container.main.init()
         return Tenant(pod=pod, answer=answer, container=container)
 
     async def stop(self, container: Container) -> None:
@@ -244,6 +254,13 @@ class LabNode:
         while (value := await self.metric(name, pod)) is None or not fits(value):
             assert time.monotonic() < deadline, f"{name} of {pod.name} is {value}"
             await asyncio.sleep(0.2)
+
+
+async def crowd(tenants: Sequence[Tenant], count: int) -> list[TenantProcess]:
+    """So many processes of each, which get their contexts at once."""
+    started = [await tenant.container.exec() for _ in range(count) for tenant in tenants]
+    await asyncio.gather(*(process.init() for process in started))
+    return started
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
