@@ -22,9 +22,10 @@ from gpumgr.driverfiles.manager import DriverMirror
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.backend import LIBRARY, HamiCore
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
+from gpumgr.enforcement.operator_library import supplied
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
@@ -91,6 +92,13 @@ class NodeEnforcement:
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
         )
+        self._hami_core = HamiCore(
+            library_path=None,
+            library_sha256=None,
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+        )
         self.limits = Enforcer(
             self._backends(nvml),
             # Simulated GPUs have no enforcement by default.
@@ -113,18 +121,11 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
 
     def _backends(self, nvml: Nvml) -> list[Backend]:
-        hami_core = HamiCore(
-            library_path=self._settings.hami_core.library_path,
-            library_sha256=self._settings.hami_core.library_sha256,
-            library_dir=self._settings.checkpoint.dir / "lib",
-            run_dir=self._settings.enforcement.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-        )
         memory = DriverMemory(
             nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [memory, hami_core, self.vcuda, self.mps, *unlimited]
+        return [memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
     def limits_in_words(self) -> tuple[tuple[str, str], ...]:
         """(backend, resources that it limits) of new shares, without the operator's overrides."""
@@ -149,6 +150,10 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
+        given = self._settings.hami_core
+        # An installed library is taken without a restart of the agent.
+        library = supplied(given.library_path, given.library_sha256, self._settings.checkpoint.library_dir, LIBRARY)
+        self._hami_core.supply(*library)
         await self.limits.choose()
         if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
@@ -242,7 +247,7 @@ class NodeEnforcement:
 
     async def _gpu_client(self) -> Path:
         given = self._settings.vcuda.client_path
-        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.library_dir)
 
     # -- callbacks of the backends -----------------------------------------------------------------------------------------
 

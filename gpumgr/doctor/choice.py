@@ -11,9 +11,10 @@ from gpumgr.doctor.examine import CheckResult, error, ok, warning
 from gpumgr.doctor.gpus import SharedNvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
-from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.backend import LIBRARY, HamiCore
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.operator_library import supplied
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.errors import NvmlError
@@ -63,12 +64,13 @@ def _told(obstacles: Mapping[str, str]) -> str:
 
 
 def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
-    cgroup_root = settings.cri.cgroup_root
+    cgroup_root, given = settings.cri.cgroup_root, settings.hami_core
+    path, sha256 = supplied(given.library_path, given.library_sha256, settings.checkpoint.library_dir, LIBRARY)
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
         HamiCore(
-            library_path=settings.hami_core.library_path,
-            library_sha256=settings.hami_core.library_sha256,
+            library_path=path,
+            library_sha256=sha256,
             library_dir=scratch,
             run_dir=settings.enforcement.run_dir,
             nspid_of=Cgroups(cgroup_root).nspid_of,

@@ -8,10 +8,11 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -31,6 +32,11 @@ _ELF_MACHINE: Final = {"x86_64": 62, "aarch64": 183}
 _MACHINE_NAME: Final = {62: "x86-64", 183: "arm64"}
 
 
+#: Beside an installed library: the text that names its version.
+VERSION: Final = "version"
+_SHA256: Final = re.compile("[0-9a-f]{64}")
+
+
 class LibraryError(GpumgrError):
     """The operator's library can't be used. The text says which file, why, and what to do."""
 
@@ -43,9 +49,9 @@ class CheckedLibrary:
     sha256: str
 
 
-def check(path: Path, sha256: str) -> CheckedLibrary:
-    """The library at `path`, if it is readable, made for this machine, and has this SHA-256. The digest of an unchanged file
-    is cached.
+def check(path: Path, sha256: str | None) -> CheckedLibrary:
+    """The library at `path`, if it is readable, made for this machine, and has this SHA-256 (None: any). The digest of an unchanged
+    file is cached.
 
     Raises LibraryError, also for an error of the disk.
     """
@@ -55,7 +61,7 @@ def check(path: Path, sha256: str) -> CheckedLibrary:
             found = _digest(path, FileIdentity.of(os.fstat(file.fileno())))
     except OSError as error:
         raise _unreadable(path, error) from error
-    if found != sha256.lower():
+    if sha256 is not None and found != sha256.lower():
         raise LibraryError(
             f"{path} has SHA-256 {found}, but {sha256.lower()} is set: put the right file there, or set the SHA-256 of the new one"
         )
@@ -65,6 +71,19 @@ def check(path: Path, sha256: str) -> CheckedLibrary:
 def installed_path(folder: Path, sha256: str, name: str) -> Path:
     """The path at which `install` puts a library. Reads no file."""
     return folder / sha256.lower() / name
+
+
+def supplied(path: Path | None, sha256: str | None, folder: Path, name: str) -> tuple[Path | None, str | None]:
+    """The library and its SHA-256: those given or, where neither is, the installed one that the link `name` in `folder` selects.
+
+    `gpumgr install library` and the image hami-core make that link; its text is the SHA-256, a slash and the name.
+    """
+    if path is None and sha256 is None:
+        with suppress(OSError):
+            selected = Path(os.readlink(folder / name))
+            if selected.name == name and _SHA256.fullmatch(str(selected.parent)):
+                return folder / selected, selected.parent.name
+    return path, sha256
 
 
 def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:

@@ -35,14 +35,15 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 _FOLDER: Final = "hami-core"
 #: The files in the folder of the installed library: the library, and the list that preloads it.
-_LIBRARY: Final = "libvgpu.so"
+LIBRARY: Final = "libvgpu.so"
 _PRELOAD: Final = "ld.so.preload"
 #: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
 _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
+    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
+    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
 )
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,10 @@ class HamiCore(Backend):
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._logged: set[str] = set()
 
+    def supply(self, path: Path | None, sha256: str | None) -> None:
+        """The library of containers that start from now on; running ones keep the copy that they have mounted."""
+        self._library_path, self._library_sha256 = path, sha256
+
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:
             return _UNSET
@@ -94,7 +99,7 @@ class HamiCore(Backend):
         if self._library_sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
+        library = installed_path(self._library_dir, self._library_sha256, LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -207,7 +212,7 @@ class HamiCore(Backend):
 
 def _install(path: Path, sha256: str, folder: Path) -> None:
     """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+    preload = install(check(path, sha256), folder, LIBRARY).with_name(_PRELOAD)
     content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
     try:
         if not preload.is_file() or preload.read_bytes() != content:
