@@ -474,7 +474,10 @@ def test_the_preflight_sees_the_same_node_as_the_agent() -> None:
 
 
 def test_the_librarys_image_gets_the_folder_in_which_the_agent_looks_and_nothing_else(tmp_path: Path) -> None:
-    values: Values = {"enforcement": {"hamiCore": {"image": "registry.example/gpumgr-hami-core:5091a2f"}}, "preflight": {"enabled": True}}
+    values: Values = {
+        "enforcement": {"hamiCore": {"image": "registry.example/gpumgr-hami-core:5091a2f"}},
+        "preflight": {"enabled": True},
+    }
     for elsewhere in ({}, {"checkpoint": {"dir": "/run/gpumgr"}, "process": {"lock_path": "/run/gpumgr/lock"}}):
         text = render({**values, "settings": elsewhere})
         library, preflight = pod_spec(text)["initContainers"]  # the preflight reports the library
@@ -486,7 +489,11 @@ def test_the_librarys_image_gets_the_folder_in_which_the_agent_looks_and_nothing
         folder = settings_of(text, tmp_path).checkpoint.library_dir
         assert (Path(volume["hostPath"]["path"]) / mount["subPath"], mount["mountPath"]) == (folder, "/library")
         rights = library["securityContext"]
-        assert (rights["privileged"], rights["readOnlyRootFilesystem"], rights["capabilities"]) == (False, True, {"drop": ["ALL"]})
+        assert (rights["privileged"], rights["readOnlyRootFilesystem"], rights["capabilities"]) == (
+            False,
+            True,
+            {"drop": ["ALL"]},
+        )
     dockerfile = (PROJECT / "config" / "image" / "hami-core" / "Dockerfile").read_text()
     assert 'CMD ["/library"]' in dockerfile
     assert "initContainers" not in pod_spec(render())

@@ -5,7 +5,7 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -79,6 +79,10 @@ def read(folder: Path) -> RegionView:
 
 def content(path: str | Path) -> bytes:
     return Path(path).read_bytes()
+
+
+def statuses(mounts: Iterable[Mount]) -> list[os.stat_result]:
+    return [os.stat(each.host_path) for each in mounts]
 
 
 def mode(path: str | Path) -> int:
@@ -156,7 +160,8 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     tmp_path: Path, library: Path, backend: HamiCore
 ) -> None:
     await backend.start(tenant())
-    before = {each.host_path: Path(each.host_path).stat() for each in backend.prepare(tenant(), "core").mounts}
+    mounts = backend.prepare(tenant(), "core").mounts
+    before = statuses(mounts)
     newer = tmp_path / "newer.so"
     newer.write_bytes(content(library) + b"newer")
     backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
@@ -164,7 +169,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     answer = backend.prepare(tenant("b" * 16), "core")
     assert content(answer.mounts[0].host_path) == content(newer)
     assert content(answer.mounts[1].host_path) == b"/usr/local/vgpu/libvgpu.so\n"
-    assert {path: Path(path).stat() for path in before} == before
+    assert statuses(mounts) == before
     assert await backend.observe([running()]) == []
 
 
