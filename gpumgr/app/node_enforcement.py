@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -22,10 +23,9 @@ from gpumgr.driverfiles.manager import DriverMirror
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.enforcement.hami_core.backend import LIBRARY, HamiCore
+from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
-from gpumgr.enforcement.operator_library import supplied
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
@@ -33,8 +33,9 @@ from gpumgr.errors import DriverFilesError, InputError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
-from gpumgr.proc import HostProcesses
+from gpumgr.proc import HostProcesses, environment
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.usage.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -91,6 +92,7 @@ class NodeEnforcement:
             container_of=self._container_of,
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
+            environment_of=partial(environment, root=proc_root),
         )
         self._hami_core = HamiCore(
             library_path=None,
@@ -150,10 +152,8 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
-        given = self._settings.hami_core
-        # An installed library is taken without a restart of the agent.
-        library = supplied(given.library_path, given.library_sha256, self._settings.checkpoint.library_dir, LIBRARY)
-        self._hami_core.supply(*library)
+        # A library that was installed since is taken without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
         await self.limits.choose()
         if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)

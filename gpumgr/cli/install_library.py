@@ -16,11 +16,11 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, host_settings
-from gpumgr.enforcement.hami_core.backend import LIBRARY
-from gpumgr.enforcement.operator_library import VERSION, check, install, installed_path, make_folder
+from gpumgr.enforcement.operator_library import check, install, installed_path, make_folder
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import LIBRARY, VERSION
 
 _EXIT_CODES: Final = {
     0: "done",

@@ -11,6 +11,7 @@ from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import MpsError
+from gpumgr.settings.installed_library import VERSION
 from gpumgr.settings.schema import BackendName, MpsSettings
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
@@ -66,7 +67,7 @@ async def look_at_library(backend: BackendName, path: Path | None, sha256: str |
 def _version(library: Path) -> str:
     """The version with which a library was installed; a library elsewhere has none."""
     try:
-        text = library.with_name(operator_library.VERSION).read_text(errors="replace")
+        text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:
         return ""
     return f", version {text.strip()[:200]}"

@@ -11,14 +11,14 @@ from gpumgr.doctor.examine import CheckResult, error, ok, warning
 from gpumgr.doctor.gpus import SharedNvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
-from gpumgr.enforcement.hami_core.backend import LIBRARY, HamiCore
+from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.enforcement.operator_library import supplied
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.errors import NvmlError
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.usage.containers import Container
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
@@ -64,8 +64,8 @@ def _told(obstacles: Mapping[str, str]) -> str:
 
 
 def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
-    cgroup_root, given = settings.cri.cgroup_root, settings.hami_core
-    path, sha256 = supplied(given.library_path, given.library_sha256, settings.checkpoint.library_dir, LIBRARY)
+    cgroup_root = settings.cri.cgroup_root
+    path, sha256 = hami_core_library(settings)
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
         HamiCore(

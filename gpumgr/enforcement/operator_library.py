@@ -8,11 +8,10 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -30,11 +29,6 @@ _ELF_HEADER_BYTES: Final = 64
 #: The kernel's name of a machine -> e_machine of its programs.
 _ELF_MACHINE: Final = {"x86_64": 62, "aarch64": 183}
 _MACHINE_NAME: Final = {62: "x86-64", 183: "arm64"}
-
-
-#: Beside an installed library: the text that names its version.
-VERSION: Final = "version"
-_SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 class LibraryError(GpumgrError):
@@ -71,19 +65,6 @@ def check(path: Path, sha256: str | None) -> CheckedLibrary:
 def installed_path(folder: Path, sha256: str, name: str) -> Path:
     """The path at which `install` puts a library. Reads no file."""
     return folder / sha256.lower() / name
-
-
-def supplied(path: Path | None, sha256: str | None, folder: Path, name: str) -> tuple[Path | None, str | None]:
-    """The library and its SHA-256: those given or, where neither is, the installed one that the link `name` in `folder` selects.
-
-    `gpumgr install library` and the image hami-core make that link; its text is the SHA-256, a slash and the name.
-    """
-    if path is None and sha256 is None:
-        with suppress(OSError):
-            selected = Path(os.readlink(folder / name))
-            if selected.name == name and _SHA256.fullmatch(str(selected.parent)):
-                return folder / selected, selected.parent.name
-    return path, sha256
 
 
 def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:

@@ -16,7 +16,10 @@ from typing import Any, Final
 
 import pytest
 
-from gpumgr.enforcement.operator_library import check, supplied
+from gpumgr.enforcement.operator_library import check
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings
 
 from .build import alone_in
 from .image_agent import Builder, read_archive
@@ -43,8 +46,9 @@ class Built:
 
     def install(self, node: Path, options: str = "rw") -> str:
         """The image's own command, as the kubelet runs it."""
+        (node / "lib").mkdir(exist_ok=True)
         command = [*self.config["Entrypoint"], *self.config["Cmd"]]
-        return self.builder.run(NAME, command, f"{node}:/library:{options}")
+        return self.builder.run(NAME, command, f"{node / 'lib'}:/library:{options}")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def test_the_labels_are_those_of_the_library(built: Built) -> None:
 
 def test_the_container_puts_the_library_in_place_where_the_agent_finds_it(built: Built, tmp_path: Path) -> None:
     assert built.install(tmp_path) == f"installed {LIBRARY} {default_of('COMMIT')}, SHA-256 {built.sha256}\n"
-    path, sha256 = supplied(None, None, tmp_path, LIBRARY)
+    path, sha256 = hami_core_library(Settings(checkpoint=CheckpointSettings(dir=tmp_path)))
     assert path is not None
     assert check(path, sha256).sha256 == built.sha256
     before = path.stat()
@@ -90,7 +94,7 @@ def test_the_container_puts_the_library_in_place_where_the_agent_finds_it(built:
 def test_a_folder_that_is_mounted_read_only_fails_with_the_reason(built: Built, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="can't be written: mount the node's folder there, writable"):
         built.install(tmp_path, "ro")
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "lib").iterdir()) == []
 
 
 @pytest.mark.skipif(SOURCE is None, reason="GPUMGR_HAMI_CORE does not name a clone of HAMi-core")

@@ -35,7 +35,7 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 _FOLDER: Final = "hami-core"
 #: The files in the folder of the installed library: the library, and the list that preloads it.
-LIBRARY: Final = "libvgpu.so"
+_LIBRARY: Final = "libvgpu.so"
 _PRELOAD: Final = "ld.so.preload"
 #: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
 _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
@@ -99,7 +99,7 @@ class HamiCore(Backend):
         if self._library_sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, self._library_sha256, LIBRARY)
+        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -212,7 +212,7 @@ class HamiCore(Backend):
 
 def _install(path: Path, sha256: str, folder: Path) -> None:
     """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(check(path, sha256), folder, LIBRARY).with_name(_PRELOAD)
+    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
     content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
     try:
         if not preload.is_file() or preload.read_bytes() != content:

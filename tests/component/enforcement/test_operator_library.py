@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, supplied
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
 
 
 @pytest.fixture(scope="module")
@@ -132,32 +132,3 @@ def test_two_libraries_are_installed_side_by_side(library: Path, built: Path, tm
     new = install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
     assert hash_of(old) != hash_of(new)
     assert old.parent.parent == new.parent.parent
-
-
-# -- the installed library, where the settings name none ----------------------------------------------------------------------
-
-
-def test_what_the_link_selects_is_supplied(tmp_path: Path) -> None:
-    for digit in "ab":
-        (tmp_path / ".new").symlink_to(f"{digit * 64}/libvgpu.so")
-        (tmp_path / ".new").replace(tmp_path / "libvgpu.so")
-        assert supplied(None, None, tmp_path, "libvgpu.so") == (installed_path(tmp_path, digit * 64, "libvgpu.so"), digit * 64)
-
-
-@pytest.mark.parametrize(("path", "sha256"), [(Path("/opt/l.so"), "0" * 64), (Path("/opt/l.so"), None), (None, "0" * 64)])
-def test_what_the_settings_name_takes_precedence(path: Path | None, sha256: str | None, tmp_path: Path) -> None:
-    (tmp_path / "libvgpu.so").symlink_to(f"{'a' * 64}/libvgpu.so")
-    assert supplied(path, sha256, tmp_path, "libvgpu.so") == (path, sha256)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [None, "libvgpu.so", f"{'a' * 63}/libvgpu.so", f"{'a' * 64}/other.so", f"../{'a' * 64}/libvgpu.so", "/lib/libvgpu.so"],
-)
-def test_another_link_or_none_selects_nothing(target: str | None, tmp_path: Path) -> None:
-    if target is None:
-        (tmp_path / "libvgpu.so").touch()
-    else:
-        (tmp_path / "libvgpu.so").symlink_to(target)
-    assert supplied(None, None, tmp_path, "libvgpu.so") == (None, None)
-    assert supplied(None, None, tmp_path / "missing", "libvgpu.so") == (None, None)

@@ -13,7 +13,10 @@ from typing import Final
 
 import pytest
 
-from gpumgr.enforcement.operator_library import check, supplied
+from gpumgr.enforcement.operator_library import check
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings
 from tools import PROJECT
 
 LIBRARY: Final = "libvgpu.so"
@@ -79,7 +82,7 @@ def node(tmp_path: Path) -> Path:
 
 def selected(node: Path) -> str:
     """The SHA-256 of the library that the agent would use; it is checked as the agent does."""
-    path, sha256 = supplied(None, None, node, LIBRARY)
+    path, sha256 = hami_core_library(Settings(checkpoint=CheckpointSettings(dir=node.parent)))
     assert path is not None
     return check(path, sha256).sha256
 
@@ -231,7 +234,7 @@ def test_many_runs_at_once(image: Image, libraries: tuple[Path, Path], node: Pat
     other = Image(tmp_path / "other", libraries[1])
     (tmp_path / "etc" / "gpumgr").mkdir(parents=True)
     (tmp_path / "etc" / "gpumgr" / "gpumgr.yaml").write_text("checkpoint: {dir: /node}\n")
-    own = [sys.executable, "-m", "gpumgr", "install", "library", other.folder / LIBRARY, "--root", tmp_path]
+    own: list[str | Path] = [sys.executable, "-m", "gpumgr", "install", "library", other.folder / LIBRARY, "--root", tmp_path]
     commands = [*[each.command(node) for each in (image, other) for _ in range(4)], [*own, "--version", VERSION]]
     running = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
     ended = [(each.communicate()[1], each.returncode) for each in running]

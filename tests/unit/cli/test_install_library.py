@@ -11,8 +11,11 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli.host_settings import CONFIG
 from gpumgr.cli.install import command
-from gpumgr.enforcement.operator_library import LibraryError, supplied
+from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import GpumgrError, InputError
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings
 
 LIB = Path("var/lib/gpumgr/lib")
 NAME = "libvgpu.so"
@@ -47,6 +50,10 @@ def install(library: Path, image: Path, *flags: str) -> Result:
     return CliRunner().invoke(command, ["library", str(library), "--root", str(image), *flags], catch_exceptions=False)
 
 
+def selected(image: Path) -> tuple[Path | None, str | None]:
+    return hami_core_library(Settings(checkpoint=CheckpointSettings(dir=(image / LIB).parent)))
+
+
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -64,7 +71,7 @@ def test_the_library_is_installed_and_selected(library: Path, image: Path) -> No
         "next:",
         "  gpumgr doctor",
     ]
-    assert supplied(None, None, image / LIB, NAME) == (image / LIB / sha256 / NAME, sha256)
+    assert selected(image) == (image / LIB / sha256 / NAME, sha256)
     assert (image / LIB / NAME).read_bytes() == library.read_bytes()
     assert (image / LIB / sha256 / "version").read_text() == "5091a2f\n"
 
@@ -82,7 +89,7 @@ def test_an_upgrade_keeps_the_old_copy(library: Path, image: Path) -> None:
     old = digest(library)
     library.write_bytes(library.read_bytes() + b"newer")
     install(library, image)
-    assert supplied(None, None, image / LIB, NAME)[1] == digest(library)
+    assert selected(image)[1] == digest(library)
     assert digest(image / LIB / old / NAME) == old
     assert sorted(os.listdir(image / LIB)) == sorted([old, digest(library), NAME])
 
