@@ -63,7 +63,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("built")
     for number in (1, 2):
         source = f"int answer_{number}(void) {{ return {number}; }}\n"
-        command = ["cc", "-shared", "-fPIC", "-x", "c", "-o", folder / f"{number}.so", "-"]
+        command: list[str | Path] = ["cc", "-shared", "-fPIC", "-x", "c", "-o", folder / f"{number}.so", "-"]
         subprocess.run(command, check=True, input=source, text=True)
     if LAB is not None:
         shutil.copyfile(Path(LAB) / "bin" / "libvgpu-5091a2f-cu13.so", folder / "1.so")
