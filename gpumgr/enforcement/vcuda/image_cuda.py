@@ -33,20 +33,20 @@ class ImageCheck:
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
-        #: Container id -> what was found, once.
-        self._found: dict[str, Finding | None] = {}
+        #: (container id, whether it uses a GPU) -> what was found. What is read at its start may still be the runtime's environment.
+        self._found: dict[tuple[str, bool], Finding | None] = {}
 
     async def findings(self, running: Sequence[RunningContainer]) -> list[Finding]:
         """`running`: all running containers of the backend."""
         before, self._found = self._found, {}
         for each in running:
-            container = each.container
-            if container.id in before:
-                self._found[container.id] = before[container.id]
+            container, key = each.container, (each.container.id, bool(each.gpu_pids))
+            if key in before:
+                self._found[key] = before[key]
             elif container.pid is not None and container.pid in each.pids:
                 read = partial(self._environment_of, container.pid)
                 with suppress(TimeoutError):  # the next call tries again
-                    self._found[container.id] = _finding(each, await self._calls.call(read, timeout_seconds=_READ_SECONDS))
+                    self._found[key] = _finding(each, await self._calls.call(read, timeout_seconds=_READ_SECONDS))
         return [finding for finding in self._found.values() if finding is not None]
 
 

@@ -96,6 +96,15 @@ async def test_an_image_that_is_old_enough_is_read_once_and_not_reported() -> No
     assert read == [4711]
 
 
+async def test_a_container_is_read_again_when_it_uses_its_gpu() -> None:
+    """At its start its first process may still be the runtime's own."""
+    environments = iter([b"_LIBCONTAINER_INITPIPE=3\0", NEW])
+    check = ImageCheck(lambda _pid: next(environments))
+    assert await check.findings([RUNNING]) == []
+    using = replace(RUNNING, gpu_pids=frozenset({4712}))
+    assert len(await check.findings([using])) == len(await check.findings([using])) == 1
+
+
 async def test_a_first_process_that_is_not_known_or_gone_is_not_read() -> None:
     """Its pid may be that of another process by now."""
     check = ImageCheck(lambda _pid: NEW)
