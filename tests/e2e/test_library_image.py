@@ -97,9 +97,10 @@ def test_a_folder_that_is_mounted_read_only_fails_with_the_reason(built: Built, 
     assert list((tmp_path / "lib").iterdir()) == []
 
 
-@pytest.mark.skipif(SOURCE is None, reason="GPUMGR_HAMI_CORE does not name a clone of HAMi-core")
-@pytest.mark.timeout(600, func_only=True)
-def test_the_whole_build_yields_the_library_whose_sha256_the_dockerfile_states(built: Built) -> None:
-    """A build that yields another one fails."""
-    flags = [f"--volume={SOURCE}:/hami-core:ro", "--build-arg=SOURCE=/hami-core"]
-    built.builder.build_any("gpumgr.invalid/hami-core:whole", IMAGE / "Dockerfile", IMAGE, *flags)
+if SOURCE is not None:
+
+    @pytest.mark.timeout(600, func_only=True)
+    def test_the_whole_build_yields_the_library_whose_sha256_the_dockerfile_states(built: Built) -> None:
+        """A build that yields another one fails."""
+        flags = [f"--volume={SOURCE}:/hami-core:ro", "--build-arg=SOURCE=/hami-core"]
+        built.builder.build_any("gpumgr.invalid/hami-core:whole", IMAGE / "Dockerfile", IMAGE, *flags)

@@ -1,4 +1,4 @@
-"""The CUDA version that an environment declares, whatever else a tenant writes into it; and what is reported of it."""
+"""The CUDA version that an environment declares, beside any other content that a tenant gives it; and what is reported of it."""
 
 import asyncio
 import threading
