@@ -1,4 +1,4 @@
-"""The init container's script of config/image/hami-core, run as a process on folders of its own: what it leaves when it succeeds, fails or is killed."""
+"""The init container's script of config/image/hami-core, run as a process on folders of its own: done, failed, or killed."""
 
 import hashlib
 import os
