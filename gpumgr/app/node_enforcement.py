@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -32,8 +33,9 @@ from gpumgr.errors import DriverFilesError, InputError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
-from gpumgr.proc import HostProcesses
+from gpumgr.proc import HostProcesses, environment
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.usage.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -90,6 +92,14 @@ class NodeEnforcement:
             container_of=self._container_of,
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
+            environment_of=partial(environment, root=proc_root),
+        )
+        self._hami_core = HamiCore(
+            library_path=None,
+            library_sha256=None,
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
         )
         self.limits = Enforcer(
             self._backends(nvml),
@@ -113,18 +123,11 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
 
     def _backends(self, nvml: Nvml) -> list[Backend]:
-        hami_core = HamiCore(
-            library_path=self._settings.hami_core.library_path,
-            library_sha256=self._settings.hami_core.library_sha256,
-            library_dir=self._settings.checkpoint.dir / "lib",
-            run_dir=self._settings.enforcement.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-        )
         memory = DriverMemory(
             nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [memory, hami_core, self.vcuda, self.mps, *unlimited]
+        return [memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
     def limits_in_words(self) -> tuple[tuple[str, str], ...]:
         """(backend, resources that it limits) of new shares, without the operator's overrides."""
@@ -149,6 +152,8 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
+        # A library that was installed since is taken without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
         await self.limits.choose()
         if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
@@ -242,7 +247,7 @@ class NodeEnforcement:
 
     async def _gpu_client(self) -> Path:
         given = self._settings.vcuda.client_path
-        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.library_dir)
 
     # -- callbacks of the backends -----------------------------------------------------------------------------------------
 

@@ -43,9 +43,9 @@ class CheckedLibrary:
     sha256: str
 
 
-def check(path: Path, sha256: str) -> CheckedLibrary:
-    """The library at `path`, if it is readable, made for this machine, and has this SHA-256. The digest of an unchanged file
-    is cached.
+def check(path: Path, sha256: str | None) -> CheckedLibrary:
+    """The library at `path`, if it is readable, made for this machine, and has this SHA-256 (None: any). The digest of an unchanged
+    file is cached.
 
     Raises LibraryError, also for an error of the disk.
     """
@@ -55,7 +55,7 @@ def check(path: Path, sha256: str) -> CheckedLibrary:
             found = _digest(path, FileIdentity.of(os.fstat(file.fileno())))
     except OSError as error:
         raise _unreadable(path, error) from error
-    if found != sha256.lower():
+    if sha256 is not None and found != sha256.lower():
         raise LibraryError(
             f"{path} has SHA-256 {found}, but {sha256.lower()} is set: put the right file there, or set the SHA-256 of the new one"
         )

@@ -42,7 +42,10 @@ class TenantProcess:
         """The answer. Raises TimeoutError, AssertionError if the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             self.send(command)
-        answer = await self.line(timeout_seconds)
+        try:
+            answer = await self.line(timeout_seconds)
+        except TimeoutError:
+            raise TimeoutError(f"no answer to {command!r} within {timeout_seconds:.0f} s: {self.stderr()[-500:]}") from None
         assert answer, f"the process ended at {command!r}: {self.stderr()[-500:]}"
         return answer
 

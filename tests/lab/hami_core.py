@@ -153,7 +153,7 @@ async def kill9(_trial: Trial, node: LabNode) -> None:
     victim = next(slot for slot in region_of(tenant).slots() if slot.pid != 1)
     os.kill(victim.host_pid, signal.SIGKILL)
     await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == GIB + CONTEXT_BYTES, "the driver freed its memory")
-    third = await tenant.another()
+    await tenant.another()
     assert await tenant.main.number("info", "free") == 4 * GIB - 2 * CONTEXT_BYTES
     assert await tenant.main.result(f"alloc {3 * GIB}") == 0
     assert victim.pid not in {slot.pid for slot in region_of(tenant).slots()}

@@ -182,7 +182,7 @@ async def hostpids(_trial: Trial, node: LabNode) -> None:
 async def wronghost(_trial: Trial, node: LabNode) -> None:
     """A sibling's host pid in a slot is put right, so that the limit of cores holds."""
     tenant = await node.tenant("wronghost")
-    other = await tenant.another()
+    await tenant.another()
     region = region_of(tenant)
     sibling = next(slot.host_pid for slot in region.slots() if slot.pid != 1)
     await tamper(tenant.container, _FIRST_SLOT + layout.SLOT_HOSTPID, "i", sibling)
