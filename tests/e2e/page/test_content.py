@@ -36,7 +36,7 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(card).to_contain_text("9 of 100 granted, 25 used")
         await expect(card).to_contain_text("5 of 9 cores, 4.5 of 4.0 GiB")
         await expect(card).to_contain_text("over its memory")
-        await expect(card).to_contain_text("Limits of shares: memory hard (nvml-memory), cores soft (mps)")
+        await expect(card).to_contain_text("Limits: memory hard (nvml-memory), cores soft (mps)")
         await expect(card).to_contain_text("40 °C")
         await expect(
             card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
