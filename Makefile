@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-docs check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv demo test e2e lab bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,9 @@ e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, build
 	@$(PYTHON) -m tests.e2e.build
 	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 $(ARGS)
 
+lab: venv ## real enforcement libraries and MPS programs in containers over a fake GPU; needs root, runc and GPUMGR_LAB (ARGS='SCENARIO...')
+	@$(PYTHON) -m tests.lab $(ARGS)
+
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
 
@@ -35,6 +38,10 @@ bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besid
 
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
 	@$(PYTHON) -m tests.bench --document docs/benchmarks.md
+
+hardware: venv ## measure the limits on this machine's NVIDIA GPU (root, 10 minutes; results in build/hardware)
+	@test "$$(id -u)" = 0 || { echo "make hardware: MPS and cgroups need root" >&2; exit 1; }
+	@$(PYTHON) -m tests.hardware $(ARGS)
 
 # -- keep it right ---------------------------------------------------------------------------------------------------------
 
