@@ -44,7 +44,7 @@ _LISTED_WITHIN_SECONDS: Final = 30.0
 #: The limit of the trial: of any size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
 _AFTER_FAILED_TRIAL: Final = (
-    "gpumgr must run as root and may write there (in a pod: mount it writable), and the driver must keep limits in the dmem controller "
+    "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
     "(take RmMemacctMode out of its module options)"
 )
 

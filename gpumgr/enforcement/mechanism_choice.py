@@ -5,7 +5,7 @@ equally strong ones a library that the operator has configured comes before NVID
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpumgr.allocator.gpu_limits import GpuLimits, Strength, Strengths, describe_limits, gpu_limits
@@ -47,8 +47,8 @@ def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengt
     """`obstacles`: for each backend, why this node can't use it, or None if it can. A backend that the operator names is chosen even
     then: containers are refused with that reason instead of running without limits."""
     named = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
-    able = {name: limits for name, limits in strengths.items() if name not in named}
-    return MechanismChoice(mechanisms=expand(setting, able), obstacles=named, strengths=strengths)
+    node = MechanismChoice(obstacles=named, strengths=strengths)
+    return replace(node, mechanisms=expand(setting, node.able))
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
@@ -57,14 +57,13 @@ def expand(setting: str, able: Strengths) -> Mechanisms:
         return ("nvml-memory", *(["mps"] if "mps" in able else []))
     if setting != "auto":
         return (setting,)
-    first = [name for name in ("nvml-memory",) if name in able]
-    rest = [kind for kind in RESOURCES if not any(kind in able[name] for name in first)]
-    complete = max(
-        (name for name in COMPLETE if name in able),
-        key=lambda name: sum(_RANK[able[name].get(kind, "none")] for kind in rest),
-        default=None,
+    limited = able.get("nvml-memory", {})
+    rest = [kind for kind in RESOURCES if kind not in limited]
+    # The first of equally strong ones.
+    strongest = sorted(
+        (name for name in COMPLETE if name in able), key=lambda name: -sum(_RANK[able[name].get(kind, "none")] for kind in rest)
     )
-    return tuple(first + ([complete] if complete else [])) or NO_MECHANISM
+    return (*(["nvml-memory"] if limited else []), *strongest[:1]) or NO_MECHANISM
 
 
 def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,21 @@ async def test_another_library_than_was_meant(tmp_path: Path) -> None:
     assert found.state == "error"
     assert f"{path} has SHA-256 {digest}, but {'0' * 64} is set" in found.message
     assert found.remedy == "put the right file there, or change vcuda.library_path and library_sha256"
+
+
+@pytest.fixture
+def empty_library(tmp_path: Path) -> Path:
+    path = tmp_path / "libcuda-control.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return path
+
+
+async def test_a_library_without_the_drivers_functions(empty_library: Path) -> None:
+    path = empty_library
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = await look_at_library("vcuda", path, digest, {"auto"})
+    assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
+    assert (await look_at_library("hami-core", path, digest, {"auto"})).state == "ok"
 
 
 async def test_a_library_for_32_bits_or_none_at_all(tmp_path: Path) -> None:
