@@ -10,6 +10,9 @@ from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.node_enforcement import NodeEnforcement
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.mechanism_choice import MechanismChoice
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
@@ -88,3 +91,18 @@ async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_onc
     await enforcement.choose(snapshot(1, 16))
     assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
     assert enforcement.limits.choice.obstacles["hami-core"].startswith("hami_core.library_path and")
+
+
+async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(
+    enforcement: NodeEnforcement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def choose(_self: Enforcer, _gpus: object) -> MechanismChoice:
+        calls.append("chosen")
+        return MechanismChoice()
+
+    monkeypatch.setattr(DriverMemory, "driver_restarted", lambda _: calls.append("restarted"))
+    monkeypatch.setattr(Enforcer, "choose", choose)
+    await enforcement.choose(snapshot(1, 16))
+    assert calls == ["restarted", "chosen"]
