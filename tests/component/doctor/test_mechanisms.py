@@ -146,6 +146,20 @@ async def test_the_right_library(tmp_path: Path) -> None:
     assert (found.state, found.message) == ("ok", f"{path}, SHA-256 {digest[:12]}…")
 
 
+async def test_an_installed_library_has_its_version(tmp_path: Path) -> None:
+    path, digest = library(tmp_path)
+    (tmp_path / "version").write_text("5091a2f\n")
+    found = await look_at_library("hami-core", path, digest, {"auto"})
+    assert (found.state, found.message) == ("ok", f"{path}, SHA-256 {digest[:12]}…, version 5091a2f")
+
+
+async def test_a_library_that_is_needed_and_missing_can_be_installed() -> None:
+    found = await look_at_library("hami-core", None, None, {"hami-core"})
+    assert (found.remedy or "").startswith("install it with `gpumgr install library`, or set hami_core.library_path")
+    found = await look_at_library("vcuda", None, None, {"vcuda"})
+    assert (found.remedy or "").startswith("set vcuda.library_path")
+
+
 async def test_another_library_than_was_meant(tmp_path: Path) -> None:
     path, digest = library(tmp_path)
     found = await look_at_library("vcuda", path, "0" * 64, {"auto"})
