@@ -30,6 +30,7 @@ def install(node: LabNode, library: Path) -> str:
 
 
 async def limited(tenant: Tenant) -> None:
+    await tenant.main.init()
     assert await tenant.main.number("info", "total") == LIMIT_BYTES
     assert await tenant.main.result(f"alloc {6 * GIB}") == 2
 
@@ -39,15 +40,15 @@ def library_of(tenant: Tenant) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def node_without_setting(trial: Trial) -> AsyncIterator[LabNode]:
-    """Raises Skip for a build that gpumgr must refuse."""
+async def unset_node(trial: Trial) -> AsyncIterator[LabNode]:
+    """The settings name the backend and no library."""
     if trial.binary in WRONG:
-        raise Skip("gpumgr refuses this build, see `basic`")
+        raise Skip("gpumgr must refuse this build")
     async with lab_node(trial.run, trial.name, {"enforcement": {"backend": "hami-core"}}) as node:
         yield node
 
 
-@scenario("hami-core", node_without_setting)
+@scenario("hami-core", unset_node)
 async def installed(trial: Trial, node: LabNode) -> None:
     """An installed library limits containers without a setting, and an upgrade leaves running containers alone."""
     other = next(path for name, path in trial.run.files.binaries["hami-core"].items() if name not in (trial.binary, *WRONG))
