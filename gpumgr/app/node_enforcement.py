@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.cri.cgroups import Cgroups
@@ -32,8 +35,9 @@ from gpumgr.errors import DriverFilesError, InputError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
-from gpumgr.proc import HostProcesses
+from gpumgr.proc import HostProcesses, environment
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.usage.containers import Container
 
@@ -93,9 +97,20 @@ class NodeEnforcement:
             container_of=self._container_of,
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
+            environment_of=partial(environment, root=proc_root),
+        )
+        self._hami_core = HamiCore(
+            library_path=None,
+            library_sha256=None,
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
+        )
+        self._memory = DriverMemory(
+            nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
         )
         self.limits = Enforcer(
-            self._backends(nvml),
+            self._backends(),
             # Simulated GPUs have no enforcement by default.
             setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
             overrides=chosen.overrides,
@@ -109,35 +124,21 @@ class NodeEnforcement:
         self._mirror: DriverMirror | None = None
         self._mirrored: str | None = None
         self._mirror_error: str | None = None
-        self._driver_version: str | None = None
+        self._snapshot = EMPTY
         self._annotated: str | None = None
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
         self._nvml = nvml
-        self._gpu_uuids: tuple[str, ...] = ()
         self._next_choice = float("-inf")
 
-    def _backends(self, nvml: Nvml) -> list[Backend]:
-        hami_core = HamiCore(
-            library_path=self._settings.hami_core.library_path,
-            library_sha256=self._settings.hami_core.library_sha256,
-            library_dir=self._settings.checkpoint.dir / "lib",
-            run_dir=self._settings.enforcement.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-        )
-        memory = DriverMemory(
-            nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
-        )
+    def _backends(self) -> list[Backend]:
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [memory, hami_core, self.vcuda, self.mps, *unlimited]
+        return [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
-    def limits_in_words(self) -> tuple[tuple[str, str], ...]:
-        """(backend, resources that it limits) of new shares, without the operator's overrides."""
-        return tuple(
-            (name, f"{kept} of each process" if name == "mps" and self.mps.limits_processes else kept)
-            for name, kept in self.limits.coverage()
-        )
+    def gpu_limits(self) -> Mapping[str, GpuLimits]:
+        """UUID -> limits of new shares on the GPU, without the operator's overrides."""
+        return {gpu.uuid: self.limits.choice.limits(gpu) for gpu in self._snapshot.gpus}
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
@@ -147,8 +148,8 @@ class NodeEnforcement:
 
     async def choose(self, snapshot: NodeSnapshot) -> None:
         """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
-        self._driver_version = snapshot.driver_version
-        self._gpu_uuids = tuple(gpu.uuid for gpu in snapshot.gpus if not gpu.mig_enabled)
+        self._snapshot = snapshot
+        self._memory.driver_restarted()
         await self._mirror_driver()
         await self._choose()
 
@@ -156,8 +157,10 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
-        await self.limits.choose()
-        if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
+        # A library that was installed since is taken without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
+        choice = await self.limits.choose(self._snapshot.gpus)
+        if self._publisher is not None and (description := choice.describe(self._snapshot.gpus)) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
             self._annotated = description
 
@@ -182,7 +185,7 @@ class NodeEnforcement:
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
             now = time.monotonic()
-            if now >= self._next_choice and self._driver_version is not None:
+            if now >= self._next_choice and self._snapshot.driver_version is not None:
                 self._next_choice = now + CHOICE_SECONDS
                 await self._mirror_driver()
                 await self._choose()
@@ -204,7 +207,7 @@ class NodeEnforcement:
 
     async def _mirror_driver(self) -> None:
         """Mirrors the driver's files for /usr/local/nvidia of containers, if the backend vcuda is configured."""
-        library, version = self._settings.vcuda.library_path, self._driver_version
+        library, version = self._settings.vcuda.library_path, self._snapshot.driver_version
         if library is None or version is None or version == self._mirrored:
             return
         try:
@@ -249,7 +252,7 @@ class NodeEnforcement:
 
     async def _gpu_client(self) -> Path:
         given = self._settings.vcuda.client_path
-        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.library_dir)
 
     # -- callbacks of the backends -----------------------------------------------------------------------------------------
 
@@ -261,9 +264,9 @@ class NodeEnforcement:
         """A GPU without allocations and processes, for a try of MPS. Raises NvmlError."""
         ledger = self.agent_state.ledger
         used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
-        for uuid in self._gpu_uuids:
-            if uuid not in used and await self._nvml.processes(uuid) == ():
-                return uuid
+        for gpu in self._snapshot.gpus:
+            if not gpu.mig_enabled and gpu.uuid not in used and await self._nvml.processes(gpu.uuid) == ():
+                return gpu.uuid
         return None
 
     def _choose_soon(self) -> None:

@@ -91,9 +91,9 @@ def control() -> SimControl:
 
 
 def library() -> dict[str, str]:
-    """An operator's library, with its checksum. What a container loads is no part of these tests, so it is an empty one."""
+    """An operator's library, with its checksum. What a container loads is no part of these tests: it exports what the agent asks for."""
     source = build_programs() / "library.c"
-    source.write_text("int library_of_an_operator;\n")
+    source.write_text("int cuInit, cuMemAlloc_v2, nvmlInit;\n")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", LIBRARY, source], check=True)
     return {"library_path": str(LIBRARY), "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}
 

@@ -10,13 +10,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
@@ -42,7 +43,8 @@ _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
+    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
+    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
 )
 
 log = structlog.get_logger(__name__)
@@ -54,7 +56,7 @@ class HamiCore(Backend):
     """
 
     name: BackendName = "hami-core"
-    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(
         self,
@@ -71,6 +73,10 @@ class HamiCore(Backend):
         self._nspid_of, self._clock = nspid_of, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._logged: set[str] = set()
+
+    def supply(self, path: Path | None, sha256: str | None) -> None:
+        """The library of containers that start from now on; running ones keep the copy that they have mounted."""
+        self._library_path, self._library_sha256 = path, sha256
 
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:

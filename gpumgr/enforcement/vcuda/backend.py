@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
@@ -18,9 +19,11 @@ from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import MOST_PIDS
+from gpumgr.enforcement.vcuda.image_cuda import ImageCheck
 from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf, RegistrationBatches
 from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.proc import environment
 from gpumgr.units import Resource
 from gpumgr.unix_socket import path_problem
 from gpumgr.usage.containers import Container
@@ -31,17 +34,20 @@ _log = structlog.get_logger(__name__)
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
 #: What containers find in the place of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
+#: Some of its symbols: of the driver's functions, and of NVML's.
+EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
 class VcudaBackend(Backend):
     """`container_of` returns the container of a process, `pids_of` the processes of a container.
 
-    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it).
+    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it),
+    `environment_of` the environment of a process.
     """
 
     name: BackendName = "vcuda"
-    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class VcudaBackend(Backend):
         pids_of: PidsOf,
         driver_files_obstacle: Callable[[], str | None] = lambda: None,
         has_mounted: HasMounted = has_mounted,
+        environment_of: Callable[[int], bytes] = environment,
     ) -> None:
         self._allocation_dir = allocation_dir
         self._library_path, self._library_sha256 = library_path, library_sha256
@@ -60,6 +67,7 @@ class VcudaBackend(Backend):
         self._slots: dict[AllocationId, ContainerSlot] = {}
         self._batches = RegistrationBatches()
         self._logged: dict[AllocationId | None, str] = {}
+        self._images = ImageCheck(environment_of)
         self._service = RegistrationService(self, container_of, has_mounted)
 
     @property
@@ -71,7 +79,7 @@ class VcudaBackend(Backend):
         if self._library_path is None or self._library_sha256 is None:
             return f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256"
         try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(check, self._library_path, self._library_sha256, exports=EXPORTS)
         except LibraryError as error:
             return str(error)
         if (obstacle := self._driver_files_obstacle()) is not None:
@@ -97,7 +105,8 @@ class VcudaBackend(Backend):
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         known = self._known(running)
-        return await asyncio.to_thread(_findings, known) if known else ()
+        newer = await self._images.findings([each for _, each in known])
+        return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         known = self._known(running)

@@ -104,7 +104,7 @@ async def test_an_older_program_while_containers_use_protocol_3_asks_to_drain_th
     backend = await place.started()
     place.behave(protocols=[2])
     assert "does not support MPS protocol 3" in str(await backend.unavailable())
-    assert backend.protocol == 3
+    assert backend.daemons()[0].config.protocol == 3
 
 
 # -- a daemon of another program ---------------------------------------------------------------------------------------------
