@@ -268,8 +268,7 @@ class Daemon:
         await self._start()
 
     async def _start(self) -> None:
-        own = (self.folder.pipe, self.home.pipe)
-        if (other := await asyncio.to_thread(processes.daemon_of_others, self.uuid, own)) is not None:
+        if (other := await asyncio.to_thread(processes.daemon_of_others, self.uuid)) is not None:
             raise MpsError(
                 f"another program has started an MPS daemon for GPU {self.uuid} (process {other[0]}, pipe folder {other[1]}), and a GPU "
                 f"has one daemon: end it by `echo quit | CUDA_MPS_PIPE_DIRECTORY={other[1]} nvidia-cuda-mps-control` for good"

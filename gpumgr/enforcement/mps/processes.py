@@ -11,7 +11,6 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -77,9 +76,10 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
     return any(folder in environment for folder in folders)
 
 
-def daemon_of_others(uuid: str, own: Collection[Path]) -> tuple[int, str] | None:
+def daemon_of_others(uuid: str) -> tuple[int, str] | None:
     """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes of pods do not count: a
-    tenant can give its process any name. `own`: pipe folders of gpumgr. Reads /proc."""
+    tenant can give its process any name. Nor do those in gpumgr's folders, which it has on record. Reads /proc."""
+    own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():
             continue
@@ -93,7 +93,7 @@ def daemon_of_others(uuid: str, own: Collection[Path]) -> tuple[int, str] | None
             settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
             pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
             visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
-            if Path(pipe) in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
+            if Path(pipe).parts[-3:] in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
                 continue
             if b"kubepods" not in (proc / "cgroup").read_bytes():
                 return int(proc.name), pipe

@@ -143,4 +143,4 @@ async def test_a_daemon_that_is_not_certainly_of_this_gpu_does_not_matter(place:
     backend = await place.agent()
     async with other_daemon("/tmp/elsewhere", CUDA_VISIBLE_DEVICES=visible):
         await backend.start(tenant())
-        assert processes.daemon_of_others(UUID, ()) is None
+        assert processes.daemon_of_others(UUID) is None
