@@ -19,7 +19,7 @@ from .region import Region, raised, tamper
 from .scenario import Skip, Trial, refused, scenario
 
 #: Builds that gpumgr must refuse, with words of the reason.
-WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "cuMemAlloc_v2", "94fff56-cu12": "1.1"}
+WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "does not export", "94fff56-cu12": "its region is not valid"}
 #: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
 _KINDS: Final = ("direct", "dlsym", "proc", "proc1")
 
@@ -70,7 +70,7 @@ async def basic(trial: Trial, node: LabNode) -> None:
     assert await tenant.main.result(f"alloc {4 * GIB}") == 0
     assert await tenant.main.number("info", "free") == GIB - CONTEXT_BYTES
     used = 4 * GIB + CONTEXT_BYTES
-    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
+    await node.measures(tenant.pod, used)
     assert not node.complaints(), f"the agent complains: {node.complaints()}"
 
 
@@ -116,7 +116,7 @@ async def two(trial: Trial, node: LabNode) -> None:
     assert await tenant.main.result(f"alloc {GIB}") == 2
     assert await tenant.main.result(f"alloc {256 * MIB}") == 0
     used = 4 * GIB + 256 * MIB + 2 * CONTEXT_BYTES
-    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used)
+    await node.measures(tenant.pod, used)
     await second.output()
     if await tenant.main.number("info", "free") < 2 * GIB:
         trial.known_limit("cuMemGetInfo counts an ended process until another one needs its memory")
@@ -187,10 +187,10 @@ async def fork(_trial: Trial, node: LabNode) -> None:
     """Fork without exec: the child's memory counts."""
     tenant = await node.tenant("fork")
     assert await tenant.main.result(f"alloc {GIB}") == 0
-    answers = [await tenant.main.ask(f"fork {GIB} 5"), await tenant.main.line()]
+    answers = [await tenant.main.ask(f"fork {GIB} 1000"), await tenant.main.line()]
     child = next(answer for answer in answers if answer.startswith("child"))
     assert child.endswith("-> 0"), child
-    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value >= 2 * GIB + CONTEXT_BYTES)
+    await node.measures(tenant.pod, 2 * GIB + CONTEXT_BYTES)
 
 
 @scenario("hami-core", hami_node)
@@ -220,7 +220,7 @@ async def agent(_trial: Trial, node: LabNode) -> None:
 
 
 @scenario("hami-core", hami_node)
-async def storm(_trial: Trial, node: LabNode) -> None:
+async def storm(trial: Trial, node: LabNode) -> None:
     """40 processes start at once, then half of them are killed."""
     tenant = await node.tenant("storm", blocks=200)
     started = await crowd([tenant], 40)
@@ -234,8 +234,14 @@ async def storm(_trial: Trial, node: LabNode) -> None:
     used = 21 * CONTEXT_BYTES + 20 * 64 * MIB
     await until(lambda: node.gpu_of(tenant.pod).memory_used_bytes == used, "the driver freed the killed processes' memory")
     late = await tenant.another()
-    assert await late.number("info", "free") == 50 * GIB - used - CONTEXT_BYTES
-    await node.measured("gpumgr_container_memory_used_bytes", tenant.pod, lambda value: value == used + CONTEXT_BYTES)
+    free = 50 * GIB - used - CONTEXT_BYTES
+    if await late.number("info", "free") < free:
+        trial.known_limit(
+            "a start frees the memory of at most 10 ended processes, the next allocation that needs it that of others"
+        )
+    assert await late.result(f"alloc {free}") == 0, "the killed processes' memory is not free"
+    assert await late.result("free") == 0
+    await node.measures(tenant.pod, used + CONTEXT_BYTES)
 
 
 @scenario("hami-core", hami_node)

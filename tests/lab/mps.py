@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +27,12 @@ _PROTOCOL_3: Final = 615
 
 @contextlib.asynccontextmanager
 async def mps_node(trial: Trial, protocol: str = "auto") -> AsyncIterator[LabNode]:
-    """The control program and the server are in a folder of their own. The agent's PATH lacks systemd-run: a daemon in a unit would not
+    """Raises Skip for protocol 3 of a driver without it.
+
+    The control program and the server are in a folder of their own. The agent's PATH lacks systemd-run: a daemon in a unit would not
     get the fake libcuda."""
+    if protocol == "3" and int(trial.binary) < _PROTOCOL_3:
+        raise Skip(f"protocol 3 comes with driver r{_PROTOCOL_3}: put its program at {LAB_MPS}/{_PROTOCOL_3}/{CONTROL_PROGRAM}")
     place = trial.run.folder / f"{trial.name}-bin"
     place.mkdir()
     program = shutil.copy(trial.program, place / CONTROL_PROGRAM)
@@ -43,21 +48,6 @@ async def mps_node(trial: Trial, protocol: str = "auto") -> AsyncIterator[LabNod
         "FAKEGPU_STATE": str(folder / "state" / "gpu0"),
     }
     async with lab_node(trial.run, trial.name, settings, environ=environ) as node:
-        yield node
-
-
-@contextlib.asynccontextmanager
-async def node_2(trial: Trial) -> AsyncIterator[LabNode]:
-    async with mps_node(trial, "2") as node:
-        yield node
-
-
-@contextlib.asynccontextmanager
-async def node_3(trial: Trial) -> AsyncIterator[LabNode]:
-    """Raises Skip for a driver without protocol 3."""
-    if int(trial.binary) < _PROTOCOL_3:
-        raise Skip(f"protocol 3 comes with driver r{_PROTOCOL_3}: put its program at {LAB_MPS}/{_PROTOCOL_3}/{CONTROL_PROGRAM}")
-    async with mps_node(trial, "3") as node:
         yield node
 
 
@@ -176,7 +166,7 @@ async def start(trial: Trial, node: LabNode) -> None:
     await ended(trial, node)
 
 
-@scenario("mps", node_2, e2e=True)
+@scenario("mps", partial(mps_node, protocol="2"), e2e=True)
 async def tamper_v2(trial: Trial, node: LabNode) -> None:
     """Protocol 2: root in a container changes limits, starts a server, ends the daemon: put right and reported."""
     tenant = await sleeper(trial, node, "a")
@@ -205,7 +195,7 @@ def namespaces(trial: Trial, node: LabNode, pipe: str) -> dict[str, str]:
     return {row[0]: f"{row[3]},{row[4]}" for row in rows}
 
 
-@scenario("mps", node_3)
+@scenario("mps", partial(mps_node, protocol="3"))
 async def tamper_v3(trial: Trial, node: LabNode) -> None:
     """Protocol 3: root in a container changes and deletes namespaces, ends the daemon: put right and reported."""
     tenant, neighbour = await sleeper(trial, node, "mine"), await sleeper(trial, node, "other", cores=40, blocks=40)

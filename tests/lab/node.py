@@ -243,17 +243,13 @@ class LabNode:
         bad = [line for line in self.log.lines[since:] if line.get("level") in ("warning", "error", "critical")]
         return [json.dumps({key: value for key, value in line.items() if key not in ("timestamp", "logger")}) for line in bad]
 
-    async def metric(self, name: str, pod: SimPod) -> float | None:
-        """The pod's value of a metric with one value for each container, or None."""
-        values = (await self.sim.metrics()).items()
-        return next((value for (each, labels), value in values if each == name and ("pod", pod.name) in labels), None)
-
-    async def measured(self, name: str, pod: SimPod, fits: Callable[[float], object]) -> None:
-        """Returns when the pod's metric has such a value. Raises AssertionError if it does not get one."""
-        value, deadline = None, time.monotonic() + PATIENCE_SECONDS
-        while (value := await self.metric(name, pod)) is None or not fits(value):
-            assert time.monotonic() < deadline, f"{name} of {pod.name} is {value}"
+    async def measures(self, pod: SimPod, memory_bytes: int) -> None:
+        """Returns when the agent's metrics have this memory for the pod. Raises AssertionError if they do not get it."""
+        used, deadline = list[float](), time.monotonic() + PATIENCE_SECONDS
+        while used != [memory_bytes]:
+            assert time.monotonic() < deadline, f"the agent measures {used} bytes of {pod.name} instead of {memory_bytes}"
             await asyncio.sleep(0.2)
+            used = [value for (name, _, _), value in (await self.sim.memory_used()).items() if name == pod.name]
 
 
 async def crowd(tenants: Sequence[Tenant], count: int) -> list[TenantProcess]:

@@ -13,7 +13,8 @@ from .run import Run
 from .scenario import SCENARIOS, Outcome, Scenario, Trial
 
 __all__ = ["SCENARIOS", "hami_core", "hami_core_hostile", "installed_library", "mps", "vcuda"]  # they register their scenarios
-JOBS: Final = 3
+#: Scenarios wait most of their time.
+JOBS: Final = 4
 _LONGEST_SECONDS: Final = 600
 
 

@@ -4,21 +4,16 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from gpumgr.enforcement.hami_core import layout
 
 from .container import PROGRAMS, Container
-
-#: Of a slot: bytes used on the first device (u64).
-_SLOT_USED: Final = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     pid: int
     host_pid: int
-    used_bytes: int
 
 
 class Region:
@@ -46,11 +41,7 @@ class Region:
     def slots(self) -> list[Slot]:
         starts = [layout.slot_at(index) for index in range(max(0, min(self.word(layout.PROC_NUM, "i"), layout.SLOTS)))]
         return [
-            Slot(
-                pid=self.word(start + layout.SLOT_PID, "i"),
-                host_pid=self.word(start + layout.SLOT_HOSTPID, "i"),
-                used_bytes=self.word(start + _SLOT_USED),
-            )
+            Slot(pid=self.word(start + layout.SLOT_PID, "i"), host_pid=self.word(start + layout.SLOT_HOSTPID, "i"))
             for start in starts
         ]
 

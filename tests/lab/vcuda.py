@@ -151,8 +151,9 @@ async def proc(trial: Trial, node: LabNode) -> None:
     assert await newer.main.result("free") == 1, "this build frees memory for CUDA 11.3"
     assert await newer.main.result(f"alloc {4 * GIB}") == 1, "this build has the 64-bit cuMemAlloc for CUDA 11.3"
     trial.known_limit("cuGetProcAddress of CUDA 11.3 gives 32-bit functions; CUDA 12's is missing")
-    newest = await tenant_of(node, "proc", f"{PROGRAMS}/gputest-proc", environ={"NVIDIA_REQUIRE_CUDA": "cuda>=12.4"}, ready=False)
-    assert "cuGetProcAddress_v2" in await newest.main.ask("init")
+    newest = await tenant_of(node, "proc", environ={"NVIDIA_REQUIRE_CUDA": "cuda>=12.4"})
+    program = await newest.container.exec(f"{PROGRAMS}/gputest-proc")
+    assert "no cuGetProcAddress_v2" in await program.line()
     for name in ("proc1", "proc"):
         await node.reported("enforcement_finding", code="broken", holder=f"demo/{name} (main)")
 
