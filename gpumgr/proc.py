@@ -8,9 +8,10 @@ from typing import Final
 
 from gpumgr.allocator.quarantine import Process
 
-__all__ = ["HostProcesses", "Process", "is_running", "mount_tables", "parent_pid", "start_time_ticks"]
+__all__ = ["HostProcesses", "Process", "environment", "is_running", "mount_tables", "parent_pid", "start_time_ticks"]
 
 PROC: Final = Path("/proc")
+_MOST_ENVIRONMENT_BYTES: Final = 1 << 20
 #: Errors of a process that has just ended, or of a zombie, which has no mounts.
 _ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
 
@@ -37,6 +38,19 @@ def parent_pid(pid: int, root: Path = PROC) -> int | None:
     """The pid of the parent process (field 4); None if the process is gone."""
     fields = _stat(pid, root)
     return int(fields[1]) if len(fields) > 1 else None
+
+
+def environment(pid: int, root: Path = PROC) -> bytes:
+    """The environment with which the process was started, `NAME=value` with NULs between, at most 1 MiB of it; empty if it can't be
+    read. The process can change its content, and can make the call hang: its memory is read."""
+    try:
+        descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, _MOST_ENVIRONMENT_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return b""
 
 
 def _stat(pid: int, root: Path) -> list[bytes]:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -34,8 +35,9 @@ from gpumgr.errors import DriverFilesError, InputError
 from gpumgr.kubeapi.publisher.event_texts import NOT_ENFORCED
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
-from gpumgr.proc import HostProcesses
+from gpumgr.proc import HostProcesses, environment
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.usage.containers import Container
 
@@ -93,6 +95,14 @@ class NodeEnforcement:
             container_of=self._container_of,
             pids_of=self.containers.pids,
             driver_files_obstacle=self._files_obstacle,
+            environment_of=partial(environment, root=proc_root),
+        )
+        self._hami_core = HamiCore(
+            library_path=None,
+            library_sha256=None,
+            library_dir=settings.checkpoint.library_dir,
+            run_dir=chosen.run_dir,
+            nspid_of=self._cgroups.nspid_of,
         )
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
@@ -119,15 +129,8 @@ class NodeEnforcement:
         self._freed = asyncio.Event()
 
     def _backends(self) -> list[Backend]:
-        hami_core = HamiCore(
-            library_path=self._settings.hami_core.library_path,
-            library_sha256=self._settings.hami_core.library_sha256,
-            library_dir=self._settings.checkpoint.dir / "lib",
-            run_dir=self._settings.enforcement.run_dir,
-            nspid_of=self._cgroups.nspid_of,
-        )
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [self._memory, hami_core, self.vcuda, self.mps, *unlimited]
+        return [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
     def gpu_limits(self) -> Mapping[str, GpuLimits]:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""
@@ -150,6 +153,8 @@ class NodeEnforcement:
         with contextlib.suppress(TimeoutError):  # a backend checks whether the runtime answers
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
+        # A library that was installed since is taken without a restart of the agent.
+        self._hami_core.supply(*hami_core_library(self._settings))
         choice = await self.limits.choose(self._snapshot.gpus)
         if self._publisher is not None and (description := choice.describe(self._snapshot.gpus)) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
@@ -243,7 +248,7 @@ class NodeEnforcement:
 
     async def _gpu_client(self) -> Path:
         given = self._settings.vcuda.client_path
-        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.dir / "lib")
+        return given if given is not None else await asyncio.to_thread(build_client, self._settings.checkpoint.library_dir)
 
     # -- callbacks of the backends -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.errors import GpumgrError
-from gpumgr.files import replace_file
+from gpumgr.files import replace_file, sync_folder, temporary_of
 
 #: States of `systemctl is-active` of a unit with a process. A Type=notify unit is "activating" until it is READY.
 _RUNNING: Final = frozenset({"active", "activating", "reloading"})
@@ -54,6 +54,21 @@ class Host:
             target = self.place(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, text.encode(errors="surrogateescape"))
+
+    def link(self, path: Path, target: str) -> None:
+        """Makes `path` a link to `target`, atomically, in the place of another link. Raises GpumgrError for another file there."""
+        place = self.place(path)
+        if place.is_symlink() and os.readlink(place) == target:
+            self.actions.append(f"unchanged  {path} -> {target}")
+            return
+        if os.path.lexists(place) and not place.is_symlink():
+            raise GpumgrError(f"{path} is not a link of gpumgr: move it away, and try again")
+        if self._record(f"link       {path} -> {target}"):
+            new = temporary_of(place)
+            new.unlink(missing_ok=True)
+            new.symlink_to(target)
+            new.replace(place)
+            sync_folder(place.parent)
 
     def remove(self, path: Path) -> bool:
         """Removes a file or a link; returns whether it exists."""

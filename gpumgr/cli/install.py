@@ -19,27 +19,24 @@ import click
 import gpumgr
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
+from gpumgr.cli.host_settings import CONFIG, ENVIRONMENT, SHIPPED, host_settings
+from gpumgr.cli.install_library import library
 from gpumgr.cli.sandbox import MARK, Sandbox, drop_in, lasting, quoted
 from gpumgr.errors import GpumgrError
-from gpumgr.settings import Settings, load_settings
+from gpumgr.settings import Settings
 
 UNIT: Final = Path("/etc/systemd/system/gpumgr.service")
-CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 _ENABLED: Final = UNIT.parent / "multi-user.target.wants" / UNIT.name
 #: The last of all drop-ins, after `systemctl edit`'s override.conf: a drop-in before it that resets a list removes none of its entries.
 DROP_IN: Final = Path(f"{UNIT}.d/zz-gpumgr-settings.conf")
-#: The unit's EnvironmentFile=.
-_ENVIRONMENT: Final = Path("/etc/default/gpumgr")
 _OLD: Final = UNIT.with_name(f"{UNIT.name}.old")
 #: What an uninstall keeps: running pods and the next agent depend on it.
 _KEPT: Final = (
     CONFIG.parent,
-    _ENVIRONMENT,
+    ENVIRONMENT,
     *map(Path, ("/var/lib/gpumgr", "/run/gpumgr", "/etc/gpu-manager/vm", "/etc/gpu-manager/vdriver")),
     DROP_IN.parent,
 )
-#: Links to the files of the same names in the source tree; the wheel holds their texts.
-_SHIPPED: Final = Path(__file__).with_name("shipped")
 _WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 #: How the unit names the program, up to its arguments.
 _PROGRAM_IN_UNIT: Final = "ExecStart=/opt/gpumgr/bin/gpumgr "
@@ -91,7 +88,7 @@ def install(host: Host, program: Program) -> list[str]:
     All checks are made before anything is written.
     """
     check_unmasked(host)
-    shipped = (_SHIPPED / UNIT.name).read_text()
+    shipped = (SHIPPED / UNIT.name).read_text()
     sandbox = Sandbox(texts=[shipped, *_drop_ins(host)], resolve=host.resolve)
     places = program.places if host.root is None else [Path(program.command[0])]
     place = next((each for each in places if sandbox.hiding(each) is not None), None)
@@ -104,7 +101,7 @@ def install(host: Host, program: Program) -> list[str]:
         raise GpumgrError(
             f"{host.root} has no {program.command[0]}: install gpumgr in the image first, at the path that it has here"
         )
-    settings = _settings(host)
+    settings = host_settings(host)
     unit, before = unit_text(shipped, program.command), host.text(UNIT)
     allowing = drop_in(sandbox.read_only(settings), sandbox.open_pods(settings), sandbox.lacking(settings))
     if allowing and host.text(DROP_IN) is not None and not _is_ours(host, DROP_IN):
@@ -116,7 +113,7 @@ def install(host: Host, program: Program) -> list[str]:
     if host.path(CONFIG).exists():
         host.actions.append(f"unchanged  {CONFIG}")
     else:
-        host.write(CONFIG, (_SHIPPED / CONFIG.name).read_text())
+        host.write(CONFIG, (SHIPPED / CONFIG.name).read_text())
     host.systemctl("daemon-reload")
     return [*_about_kubeconfig(settings), *sandbox.advice(settings, CONFIG), f"{' '.join(program.command)} doctor", _start(host)]
 
@@ -126,13 +123,6 @@ def _start(host: Host) -> str:
         return f"systemctl --root={host.root} enable gpumgr"
     # Without waiting: READY comes with the kubelet's registration.
     return f"systemctl {'restart' if host.is_running(UNIT.name) else 'enable --now'} --no-block gpumgr"
-
-
-def _settings(host: Host) -> Settings:
-    """The agent's settings from the existing or new file and its environment. Raises InvalidSettingsError."""
-    own = host.path(CONFIG)
-    environ = environment(host.text(_ENVIRONMENT) or "")
-    return load_settings(own if own.exists() else _SHIPPED / CONFIG.name, environ=environ, overrides={})
 
 
 def _about_kubeconfig(settings: Settings) -> list[str]:
@@ -147,17 +137,6 @@ def check_unmasked(host: Host) -> None:
     if (place.is_symlink() and os.readlink(place) == os.devnull) or host.text(UNIT) == "":
         root = "" if host.root is None else f"--root={host.root} "
         raise GpumgrError(f"{UNIT.name} is masked; unmask it first: systemctl {root}unmask gpumgr")
-
-
-def environment(text: str) -> dict[str, str]:
-    """The variables of the unit's EnvironmentFile=. Source: systemd.exec(5)."""
-    lines = (line.strip() for line in text.splitlines())
-    pairs = (line.partition("=")[::2] for line in lines if line and not line.startswith(("#", ";")))
-    return {name.strip(): _unquoted(value.strip()) for name, value in pairs}
-
-
-def _unquoted(value: str) -> str:
-    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _drop_ins(host: Host) -> list[str]:
@@ -203,7 +182,7 @@ def _left(host: Host) -> Iterator[str]:
     if left:
         yield f"rm -r {shlex.join(left)}  # settings and state: not before the last pod with a GPU is gone"
     try:
-        settings = _settings(host)
+        settings = host_settings(host)
     except (GpumgrError, OSError):
         yield f"# what gpumgr wrote in other folders: {CONFIG} has the folders, but is invalid (gpumgr config check {CONFIG})"
         return
@@ -215,13 +194,17 @@ def _left(host: Host) -> Iterator[str]:
 
 @click.group("install")
 def command() -> None:
-    """Install the agent as a service.
+    """Install the agent as a service, or HAMi-core's library.
 
     \b
     Examples:
       gpumgr install systemd
       gpumgr install systemd --dry-run
+      gpumgr install library libvgpu.so
     """
+
+
+command.add_command(library)
 
 
 @command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)

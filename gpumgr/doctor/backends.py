@@ -12,6 +12,7 @@ from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.enforcement.vcuda.backend import EXPORTS
 from gpumgr.errors import MpsError
+from gpumgr.settings.installed_library import VERSION
 from gpumgr.settings.schema import BackendName, MpsSettings
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
@@ -56,10 +57,20 @@ async def look_at_library(backend: BackendName, path: Path | None, sha256: str |
         lacking = f"{section}.{'library_path' if path is None else 'library_sha256'} is not set"
         if path is None and backend not in words:
             return skipped(lacking)
-        return error(lacking, f"set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
+        install = "install it with `gpumgr install library`, or " if backend == "hami-core" else ""
+        return error(lacking, f"{install}set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
     try:
         exports = EXPORTS if backend == "vcuda" else ()
         found = await aside(lambda: operator_library.check(path, sha256, exports=exports))
     except LibraryError as exception:
         return error_of(exception, f"put the right file there, or change {section}.library_path and library_sha256")
-    return ok(f"{found.path}, SHA-256 {found.sha256[:12]}…")
+    return ok(f"{found.path}, SHA-256 {found.sha256[:12]}…{await aside(lambda: _version(path))}")
+
+
+def _version(library: Path) -> str:
+    """The version with which a library was installed; a library elsewhere has none."""
+    try:
+        text = library.with_name(VERSION).read_text(errors="replace")
+    except OSError:
+        return ""
+    return f", version {text.strip()[:200]}"

@@ -22,6 +22,7 @@ from gpumgr.doctor import (
 from gpumgr.doctor.examine import LIMIT_SECONDS, Check
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 
 #: Time limit for a peer's answer; shorter than the check's own limit, so that the check reports which peer did not answer.
 _SECONDS: Final = LIMIT_SECONDS * 0.4
@@ -59,8 +60,8 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     paths = partial(host_paths.look_at_host_paths, of_host, host.proc_root, in_pod=host.in_pod)
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
     cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
-    hami_core, vcuda = settings.hami_core, settings.vcuda
-    first = partial(backends.look_at_library, "hami-core", hami_core.library_path, hami_core.library_sha256, words)
+    vcuda = settings.vcuda
+    first = partial(backends.look_at_library, "hami-core", *hami_core_library(settings), words)
     second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
     control = partial(backends.look_at_mps, mps, words, run_dir=enforcement.run_dir, in_pod=host.in_pod, timeout_seconds=_SECONDS)
     return (

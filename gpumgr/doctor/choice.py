@@ -18,6 +18,7 @@ from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.errors import NvmlError
 from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.usage.containers import Container
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
@@ -68,11 +69,12 @@ def _told(obstacles: Mapping[str, str]) -> str:
 
 def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bool) -> tuple[Backend, ...]:
     cgroup_root = settings.cri.cgroup_root
+    path, sha256 = hami_core_library(settings)
     return (
         DriverMemory(gpus.nvml, cgroup_root=cgroup_root),
         HamiCore(
-            library_path=settings.hami_core.library_path,
-            library_sha256=settings.hami_core.library_sha256,
+            library_path=path,
+            library_sha256=sha256,
             library_dir=scratch,
             run_dir=settings.enforcement.run_dir,
             nspid_of=Cgroups(cgroup_root).nspid_of,

@@ -66,6 +66,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: may be missing.
     gpu_manager_checkpoint: Path = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 
+    @property
+    def library_dir(self) -> Path:
+        """Folder of installed libraries, which containers mount, and of compiled programs."""
+        return self.dir / "lib"
+
 
 class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Off (`--standalone`): no API server; pods are known from the kubelet alone.
@@ -156,7 +161,7 @@ class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: libvgpu.so, built and supplied by the operator.
+    #: libvgpu.so, built and supplied by the operator. Both null: the installed one (`gpumgr install library`, or the chart's image).
     library_path: Path | None = None
     #: Its SHA-256; another file is refused.
     library_sha256: Sha256 | None = None

@@ -2,9 +2,9 @@
 
 `python -m tests.bench.bench_registrations [--rounds N]` prints one JSON object. Each call is that of a process of its own, over a new
 connection, as every process of a container registers once; all begin at one instant. They are in one container, or each in one of its
-own. The processes run before, so that the call alone is timed: by light_client.py, and also by grpcio, which itself takes most of the
-time then. `static_client` is the project's own client, the start of its program included. The same calls to the floor (floor.py) show
-what the callers cost.
+own; `new_container` is the first call of a container that the agent has not seen yet. The processes run before, so that the call alone
+is timed: by light_client.py, and also by grpcio, which itself takes most of the time then. `static_client` is the project's own client,
+the start of its program included. The same calls to the floor (floor.py) show what the callers cost.
 """
 
 import multiprocessing
@@ -83,6 +83,11 @@ class Callers:
             pipe.send((client, socket, at))
         return [float(pipe.recv()) for pipe in pipes]
 
+    def one(self, client: str, n: int, socket: Path) -> float:
+        """Seconds of one call of caller `n`."""
+        self._pipes[n].send((client, socket, time.monotonic()))
+        return float(self._pipes[n].recv())
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.send(None)
@@ -93,14 +98,16 @@ class Callers:
 class Servers:
     """A node in `folder` on which the callers are in `containers` containers, and the server of their sockets."""
 
-    def __init__(self, folder: Path, pids: Sequence[int], containers: int) -> None:
-        self.folder, self._count = folder, containers
+    def __init__(self, folder: Path, pids: Sequence[int], containers: int, *, running: bool = True) -> None:
+        self.folder, self._pids, self._count = folder, pids, containers
         self._places = Places.lay_out(folder / "places")
-        self._cgroups = [
-            str(self._places.put(("bench", f"pod-{n}"), f"uid-{n}", "main", pids[n::containers]).cgroup)
-            for n in range(containers)
-        ]
+        self._cgroups = [self.begin(n) for n in range(containers if running else 0)]
+
+    def begin(self, n: int) -> str:
+        """The container runs from now on; its cgroup."""
+        container = self._places.put(("bench", f"pod-{n}"), f"uid-{n}", "main", self._pids[n :: self._count])
         self._places.publish()
+        return str(container.cgroup)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -162,8 +169,20 @@ def measure(rounds: int) -> dict[str, object]:
             with node.serving():
                 calls = {client: _calls(callers, client, node.sockets(max(AT_ONCE)), rounds) for client in CLIENTS}
                 result[name] = {**calls, "static_client": _programs(node, program, rounds // 4)}
+        node = Servers(folder / "new", callers.pids, max(AT_ONCE), running=False)
+        with node.serving():
+            result["new_container"] = spread(_first_calls(callers, node, rounds))
         callers.close()
     return result
+
+
+def _first_calls(callers: Callers, node: Servers, rounds: int) -> Rounds:
+    """The first call of each of many new containers, one right after the other: the runtime was just asked, which is the longest wait."""
+    seconds: list[float] = []
+    for n, socket in enumerate(node.sockets(min(rounds, max(AT_ONCE)))):
+        node.begin(n)
+        seconds.append(callers.one("light", n, socket))
+    return [seconds]
 
 
 def _calls(callers: Callers, client: str, sockets: Sequence[Path], rounds: int) -> Mapping[str, object]:

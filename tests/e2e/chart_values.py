@@ -50,6 +50,10 @@ SETS: Final[Mapping[str, Values]] = {
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
     },
+    "with the library's image": {
+        "enforcement": {"hamiCore": {"image": "registry.example/gpumgr-hami-core:5091a2f"}},
+        "settings": {"enforcement": {"backend": "hami-core"}},
+    },
     "drained by hand": {"rbac": {"drain": True}, "restartOnConfigChange": False},
     "on the host's network": {
         "hostNetwork": True,
@@ -158,6 +162,7 @@ SETS: Final[Mapping[str, Values]] = {
 #: Blocks that the templates look into.
 BLOCKS: Final = (
     *("image", "settings", "http", "driver", "mps", "gpuManager", "preflight", "serviceAccount", "rbac", "updateStrategy"),
+    *("enforcement", "enforcement.hamiCore"),
     *("probes", "probes.liveness", "metrics", "metrics.service", "metrics.podMonitor", "metrics.serviceMonitor", "metrics.rules"),
 )
 
@@ -310,7 +315,15 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
     ),
     "hami-core without its library": (
         {"settings": {"enforcement": {"backend": "hami-core"}}},
-        "settings.enforcement names hami-core, which refuses every share without its library: set settings.hami_core.library_path too",
+        "settings.enforcement names hami-core, which refuses every share without its library: set settings.hami_core.library_path too, or "
+        "enforcement.hamiCore.image",
+    ),
+    "a library beside the image's": (
+        {
+            "enforcement": {"hamiCore": {"image": "gpumgr-hami-core:5091a2f"}},
+            "settings": {"hami_core": {"library_path": "/opt/l/libvgpu.so"}},
+        },
+        "enforcement.hamiCore.image: settings.hami_core.library_path takes precedence over the image's library; leave one of them out",
     ),
     "vcuda without its library's sum": (
         {"settings": {"enforcement": {"backend": "vcuda"}, "vcuda": {"library_path": "/opt/vcuda/libcuda-control.so"}}},

@@ -87,14 +87,27 @@ class Builder:
         return tree
 
     def build(self, name: str, tree: Path, *flags: str) -> None:
-        """`docker build -t NAME` in this tree. The Dockerfile's base is made first if it is missing: no registry is used."""
+        """`docker build -t NAME` in this tree."""
+        version = f"--build-arg=VERSION={gpumgr.__version__}"
+        self.build_any(name, tree / DOCKERFILE, tree, version, *flags)
+
+    def build_any(self, name: str, dockerfile: Path, context: Path, *flags: str) -> None:
+        """The same of any Dockerfile. Its base is made first if it is missing: no registry of images is used."""
         usual = ["build", "--isolation=chroot", "--format=docker", "--pull-never"]
-        found = re.search(r"^ARG BASE=(\S+)", (tree / DOCKERFILE).read_text(), re.MULTILINE)
+        found = re.search(r"^ARG BASE=(\S+)", dockerfile.read_text(), re.MULTILINE)
         assert found is not None
         if f"{found[1]}\n" not in self._run("images", "--format={{.Name}}:{{.Tag}}"):
             self._run(*usual, f"--tag={found[1]}", _debian(self._folder / "base"))
-        version = f"--build-arg=VERSION={gpumgr.__version__}"
-        self._run(*usual, f"--tag={name}", f"--file={tree / DOCKERFILE}", version, *flags, *self._trust(), tree)
+        self._run(*usual, f"--tag={name}", f"--file={dockerfile}", *flags, *self._trust(), context)
+
+    def run(self, name: str, command: list[str], *volumes: str) -> str:
+        """What the command prints in a container of the image with these volumes. Raises RuntimeError if it fails."""
+        container = self._run("from", "--pull-never", name).strip()
+        try:
+            mounts = [f"--volume={each}" for each in volumes]
+            return self._run("run", "--isolation=chroot", *mounts, container, "--", *command)
+        finally:
+            self._run("rm", container)
 
     def _trust(self) -> list[str]:
         """pip trusts the authorities of this machine. The mount hides the image's own folder, so that nothing of it is in a layer."""

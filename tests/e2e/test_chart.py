@@ -127,7 +127,7 @@ def test_every_folder_of_the_host_has_a_reason_and_a_setting(values: Values, tmp
 def test_every_volume_is_mounted_and_every_mount_has_a_volume(values: Values) -> None:
     spec = pod_spec(render(values))
     volumes = [volume["name"] for volume in spec["volumes"]]
-    for container in spec["containers"] + spec.get("initContainers", []):
+    for container in [each for each in spec["containers"] + spec.get("initContainers", []) if each["name"] != "hami-core"]:
         mounts = [mount["name"] for mount in container["volumeMounts"]]
         assert sorted(mounts) == sorted(volumes)
         assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(mounts)
@@ -485,6 +485,32 @@ def test_the_preflight_sees_the_same_node_as_the_agent() -> None:
     assert preflight["args"] == ["doctor", *container["args"][1:], "--before-start"]
     only = {"name", "args", "ports", "startupProbe", "livenessProbe", "readinessProbe"}
     assert {key: preflight[key] for key in preflight.keys() - only} == {key: container[key] for key in container.keys() - only}
+
+
+def test_the_librarys_image_gets_the_folder_in_which_the_agent_looks_and_nothing_else(tmp_path: Path) -> None:
+    values: Values = {
+        "enforcement": {"hamiCore": {"image": "registry.example/gpumgr-hami-core:5091a2f"}},
+        "preflight": {"enabled": True},
+    }
+    for elsewhere in ({}, {"checkpoint": {"dir": "/run/gpumgr"}, "process": {"lock_path": "/run/gpumgr/lock"}}):
+        text = render({**values, "settings": elsewhere})
+        library, preflight = pod_spec(text)["initContainers"]  # the preflight reports the library
+        assert (library["name"], preflight["name"]) == ("hami-core", "preflight")
+        assert library["image"] == "registry.example/gpumgr-hami-core:5091a2f"
+        assert not {"command", "args", "env"} & library.keys()  # those of the image
+        (mount,) = library["volumeMounts"]
+        (volume,) = (each for each in pod_spec(text)["volumes"] if each["name"] == mount["name"])
+        folder = settings_of(text, tmp_path).checkpoint.library_dir
+        assert (Path(volume["hostPath"]["path"]) / mount["subPath"], mount["mountPath"]) == (folder, "/library")
+        rights = library["securityContext"]
+        assert (rights["privileged"], rights["readOnlyRootFilesystem"], rights["capabilities"]) == (
+            False,
+            True,
+            {"drop": ["ALL"]},
+        )
+    dockerfile = (PROJECT / "config" / "image" / "hami-core" / "Dockerfile").read_text()
+    assert 'CMD ["/library"]' in dockerfile
+    assert "initContainers" not in pod_spec(render())
 
 
 # -- one truth -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import hami_core, mps, vcuda  # noqa: F401 (they register their scenarios)
+from . import hami_core, installed_library, mps, vcuda  # noqa: F401 (they register their scenarios)
 from .files import LabFiles, obstacle
 from .run import Run, open_run
 from .scenario import SCENARIOS, Outcome, Scenario, Trial

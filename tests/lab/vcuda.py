@@ -74,3 +74,14 @@ async def basic(trial: Trial) -> None:
             assert await tenant.main.result(f"{command} {6 * GIB}") == 0
             trial.known_limit(f"{'cuMemCreate' if command == 'create' else 'cuMemAllocAsync'} is not limited")
         await node.reported("container_over_limit")
+
+
+@scenario("vcuda")
+async def newer_cuda(trial: Trial) -> None:
+    """A container with an image of a newer CUDA is reported, and one of a supported CUDA is not."""
+    async with vcuda_node(trial) as node:
+        await (await tenant_of(node, "old", environ={"CUDA_VERSION": "11.2.2"})).main.init()
+        await (await tenant_of(node, "new", environ={"CUDA_VERSION": "12.4.1"})).main.init()
+        line = await node.reported("enforcement_finding", backend="vcuda", code="broken")
+        assert "CUDA 12.4" in str(line["message"]), line
+        assert len(node.complaints()) == 1, node.complaints()

@@ -1,10 +1,11 @@
 """Processes of the host as /proc lists them."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpumgr.proc import HostProcesses
+from gpumgr.proc import HostProcesses, environment
 
 
 def stat_line(state: str, threads: int, started: int, name: str = "python") -> str:
@@ -36,3 +37,20 @@ def test_a_process_that_runs_has_a_start_time(tmp_path: Path, text: str, started
 
 def test_a_process_that_is_gone_has_none(tmp_path: Path) -> None:
     assert HostProcesses(tmp_path).start_time(7) is None
+
+
+def test_an_environment_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "environ").write_bytes(b"A=1\0B=\xff\0")
+    assert environment(7, tmp_path) == b"A=1\0B=\xff\0"
+    (tmp_path / "7" / "environ").write_bytes(b"A" * (3 << 20))
+    assert environment(7, tmp_path) == b"A" * (1 << 20)
+    assert environment(8, tmp_path) == b""
+
+
+def test_the_environment_of_a_real_process() -> None:
+    with subprocess.Popen(["sleep", "60"], env={"CUDA_VERSION": "12.4"}) as process:
+        try:
+            assert environment(process.pid) == b"CUDA_VERSION=12.4\0"
+        finally:
+            process.kill()

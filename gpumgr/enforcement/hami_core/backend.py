@@ -43,7 +43,8 @@ _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "hami_core.library_path and hami_core.library_sha256 are not both set: build libvgpu.so (HAMi-core 1.2 or newer) and set them"
+    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
+    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
 )
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,10 @@ class HamiCore(Backend):
         self._nspid_of, self._clock = nspid_of, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._logged: set[str] = set()
+
+    def supply(self, path: Path | None, sha256: str | None) -> None:
+        """The library of containers that start from now on; running ones keep the copy that they have mounted."""
+        self._library_path, self._library_sha256 = path, sha256
 
     async def unavailable(self) -> str | None:
         if self._library_path is None or self._library_sha256 is None:

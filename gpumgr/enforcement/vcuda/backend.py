@@ -19,9 +19,11 @@ from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import MOST_PIDS
+from gpumgr.enforcement.vcuda.image_cuda import ImageCheck
 from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf, RegistrationBatches
 from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.proc import environment
 from gpumgr.units import Resource
 from gpumgr.unix_socket import path_problem
 from gpumgr.usage.containers import Container
@@ -40,7 +42,8 @@ _CLOSE_GRACE_SECONDS: Final = 1.0
 class VcudaBackend(Backend):
     """`container_of` returns the container of a process, `pids_of` the processes of a container.
 
-    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it).
+    `driver_files_obstacle` returns why containers would get the driver's files without the library in them (None: they get it),
+    `environment_of` the environment of a process.
     """
 
     name: BackendName = "vcuda"
@@ -56,6 +59,7 @@ class VcudaBackend(Backend):
         pids_of: PidsOf,
         driver_files_obstacle: Callable[[], str | None] = lambda: None,
         has_mounted: HasMounted = has_mounted,
+        environment_of: Callable[[int], bytes] = environment,
     ) -> None:
         self._allocation_dir = allocation_dir
         self._library_path, self._library_sha256 = library_path, library_sha256
@@ -63,6 +67,7 @@ class VcudaBackend(Backend):
         self._slots: dict[AllocationId, ContainerSlot] = {}
         self._batches = RegistrationBatches()
         self._logged: dict[AllocationId | None, str] = {}
+        self._images = ImageCheck(environment_of)
         self._service = RegistrationService(self, container_of, has_mounted)
 
     @property
@@ -100,7 +105,8 @@ class VcudaBackend(Backend):
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         known = self._known(running)
-        return await asyncio.to_thread(_findings, known) if known else ()
+        newer = await self._images.findings([each for _, each in known])
+        return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         known = self._known(running)

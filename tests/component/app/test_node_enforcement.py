@@ -65,6 +65,30 @@ async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> 
     await made.close()
 
 
+async def test_an_installed_library_is_given_to_new_containers_without_a_restart(
+    world: World, enforcement: NodeEnforcement, tmp_path: Path
+) -> None:
+    card = world.ledger.gpu_registry.gpus[0]
+    tenant = GpuShare(
+        allocation="a", gpus=(SharedGpu(name=card.name, uuid=card.uuid, cores=30),), pod=("team", "web"), container="main"
+    )
+    hami_core = enforcement.limits.backends["hami-core"]
+
+    def mounted() -> str:
+        (found,) = (
+            each.host_path for each in hami_core.prepare(tenant, "core").mounts if each.container_path.endswith("libvgpu.so")
+        )
+        return found
+
+    (tmp_path / "lib").mkdir()
+    for digit in "ab":
+        (tmp_path / "lib" / "libvgpu.so").unlink(missing_ok=True)
+        (tmp_path / "lib" / "libvgpu.so").symlink_to(f"{digit * 64}/libvgpu.so")
+        await enforcement._choose()
+        assert mounted() == str(tmp_path / "lib" / (digit * 64) / "libvgpu.so")
+        assert f"can't read the library {mounted()}" in (await hami_core.unavailable() or "")
+
+
 async def test_a_container_without_limits_is_reported_once_for_all_its_starts(world: World, enforcement: NodeEnforcement) -> None:
     world.pods.views["team", "web"] = PodView(namespace="team", name="web", uid="uid-7")
     card = world.ledger.gpu_registry.gpus[0]
@@ -90,7 +114,7 @@ async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_onc
     assert enforcement.gpu_limits() == {gpu.uuid: GpuLimits() for gpu in node.gpus}
     await enforcement.choose(snapshot(1, 16))
     assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
-    assert enforcement.limits.choice.obstacles["hami-core"].startswith("hami_core.library_path and")
+    assert enforcement.limits.choice.obstacles["hami-core"].startswith("no libvgpu.so is installed")
 
 
 async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(

@@ -118,7 +118,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (hami_core.library_path")
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "warning"
@@ -144,6 +144,20 @@ async def test_the_right_library(tmp_path: Path) -> None:
     path, digest = library(tmp_path)
     found = await look_at_library("hami-core", path, digest, {"auto"})
     assert (found.state, found.message) == ("ok", f"{path}, SHA-256 {digest[:12]}…")
+
+
+async def test_an_installed_library_has_its_version(tmp_path: Path) -> None:
+    path, digest = library(tmp_path)
+    (tmp_path / "version").write_text("5091a2f\n")
+    found = await look_at_library("hami-core", path, digest, {"auto"})
+    assert (found.state, found.message) == ("ok", f"{path}, SHA-256 {digest[:12]}…, version 5091a2f")
+
+
+async def test_a_library_that_is_needed_and_missing_can_be_installed() -> None:
+    found = await look_at_library("hami-core", None, None, {"hami-core"})
+    assert (found.remedy or "").startswith("install it with `gpumgr install library`, or set hami_core.library_path")
+    found = await look_at_library("vcuda", None, None, {"vcuda"})
+    assert (found.remedy or "").startswith("set vcuda.library_path")
 
 
 async def test_another_library_than_was_meant(tmp_path: Path) -> None:

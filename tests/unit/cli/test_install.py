@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpumgr.cli.host import Host
-from gpumgr.cli.install import CONFIG, DROP_IN, UNIT, Program, check_possible, command, environment, install, uninstall, unit_text
+from gpumgr.cli.host_settings import CONFIG, environment
+from gpumgr.cli.install import DROP_IN, UNIT, Program, check_possible, command, install, uninstall, unit_text
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.settings import InvalidSettingsError
 

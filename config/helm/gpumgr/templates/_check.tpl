@@ -48,13 +48,20 @@
 {{- if $there -}}yes{{- end -}}
 {{- end -}}
 
-{{/* A backend with a library needs its path and SHA-256: the agent loads no library without them. */}}
+{{/* A backend with a library needs its path and SHA-256, or the image that brings it: the agent loads no library without them. */}}
 {{- define "gpumgr.checkLibraries" -}}
+{{- $image := .Values.enforcement.hamiCore.image -}}
+{{- range $key := list "library_path" "library_sha256" -}}
+{{- if and $image (include "gpumgr.setting" (list $ "hami_core" $key)) -}}
+{{- fail (printf "enforcement.hamiCore.image: settings.hami_core.%s takes precedence over the image's library; leave one of them out" $key) -}}
+{{- end -}}
+{{- end -}}
 {{- range $mechanism, $section := dict "hami-core" "hami_core" "vcuda" "vcuda" -}}
-{{- if include "gpumgr.names" (list $ $mechanism) -}}
+{{- if and (include "gpumgr.names" (list $ $mechanism)) (not (and $image (eq $mechanism "hami-core"))) -}}
 {{- range $key := list "library_path" "library_sha256" -}}
 {{- if not (include "gpumgr.setting" (list $ $section $key)) -}}
-{{- fail (printf "settings.enforcement names %s, which refuses every share without its library: set settings.%s.%s too" $mechanism $section $key) -}}
+{{- $remedy := eq $mechanism "hami-core" | ternary ", or enforcement.hamiCore.image" "" -}}
+{{- fail (printf "settings.enforcement names %s, which refuses every share without its library: set settings.%s.%s too%s" $mechanism $section $key $remedy) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

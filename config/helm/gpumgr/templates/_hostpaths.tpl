@@ -130,6 +130,14 @@ gives the name; it is writable if one of them must be, is created if one of them
 {{- toYaml $folders -}}
 {{- end -}}
 
+{{/* Name of the volume with this mount point: (list . "/var/lib/gpumgr"). */}}
+{{- define "gpumgr.volumeAt" -}}
+{{- $at := index . 1 -}}
+{{- range include "gpumgr.hostFolders" (index . 0) | fromYamlArray -}}
+{{- if eq .at $at -}}{{- .name -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The volumes, each with its setting and reason. */}}
 {{- define "gpumgr.hostVolumes" -}}
 {{- range include "gpumgr.hostFolders" . | fromYamlArray }}

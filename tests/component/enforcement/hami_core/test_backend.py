@@ -5,7 +5,8 @@ import shutil
 import signal
 import stat
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,10 @@ def content(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
+def statuses(mounts: Iterable[Mount]) -> list[os.stat_result]:
+    return [os.stat(each.host_path) for each in mounts]
+
+
 def mode(path: str | Path) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
 
@@ -149,6 +154,23 @@ async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) ->
         await bare.start(tenant())
     with pytest.raises(Refusal, match=r"hami_core\.library_path"):
         bare.prepare(tenant(), "core")
+
+
+async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_running_ones(
+    tmp_path: Path, library: Path, backend: HamiCore
+) -> None:
+    await backend.start(tenant())
+    mounts = backend.prepare(tenant(), "core").mounts
+    before = statuses(mounts)
+    newer = tmp_path / "newer.so"
+    newer.write_bytes(content(library) + b"newer")
+    backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
+    await backend.start(tenant("b" * 16))
+    answer = backend.prepare(tenant("b" * 16), "core")
+    assert content(answer.mounts[0].host_path) == content(newer)
+    assert content(answer.mounts[1].host_path) == b"/usr/local/vgpu/libvgpu.so\n"
+    assert statuses(mounts) == before
+    assert await backend.observe([running()]) == []
 
 
 async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Path, library: Path) -> None:

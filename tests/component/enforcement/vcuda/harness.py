@@ -47,6 +47,7 @@ class Node:
     places: dict[int, Container | None] = field(default_factory=dict)
     mounted: set[str] = field(default_factory=set)
     driver_files_obstacle: str | None = None
+    environments: dict[int, bytes] = field(default_factory=dict)
     looks: int = 0
 
     async def container_of(self, pid: int) -> Container | None:
@@ -65,6 +66,7 @@ class Node:
             container_of=self.container_of,
             pids_of=self.pids_of,
             driver_files_obstacle=lambda: self.driver_files_obstacle,
+            environment_of=lambda pid: self.environments.get(pid, b""),
             has_mounted=lambda _pid, allocation: allocation in self.mounted,
         )
 

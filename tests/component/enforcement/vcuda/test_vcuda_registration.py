@@ -221,3 +221,14 @@ async def test_too_many_processes_are_reported(node: Node, backend: VcudaBackend
     (finding,) = await backend.observe([running])
     assert finding.code == "broken"
     assert "1500 processes and pids.config holds 1024" in finding.message
+
+
+async def test_an_image_with_a_newer_cuda_is_reported(node: Node, backend: VcudaBackend) -> None:
+    node.environments[4711] = b"CUDA_VERSION=12.4.1\0"
+    running = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(4711,))
+    (finding,) = await backend.observe([running])
+    assert (finding.code, "has CUDA 12.4" in finding.message) == ("broken", True)
+    node.environments.clear()
+    assert await backend.observe([running]) == [finding]
+    await backend.cleanup(ALLOCATION)
+    assert await backend.observe([running]) == ()

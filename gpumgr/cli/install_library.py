@@ -1,0 +1,100 @@
+"""`gpumgr install library`: the operator's libvgpu.so for the backend hami-core, on this host or in an image of one.
+
+The result is that of the init container of config/image/hami-core (install.sh there): the library in a folder named by its SHA-256,
+and a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was created.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.host import Host
+from gpumgr.cli.host_settings import CONFIG, host_settings
+from gpumgr.enforcement.operator_library import check, install, installed_path, make_folder
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.files import FileIdentity
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import LIBRARY, VERSION
+
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "not done: the library can't be used or written, or the user is not root",
+    2: "wrong usage, or the settings file that is there is wrong",
+}
+_MOST_VERSION_CHARACTERS: Final = 200
+
+
+def install_library(host: Host, settings: Settings, source: Path, *, sha256: str | None, version: str) -> list[str]:
+    """Installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; the former selection stays."""
+    if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
+        raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
+    checked = check(source, sha256)
+    folder = settings.checkpoint.library_dir
+    installed = installed_path(folder, checked.sha256, LIBRARY)
+    with _alone(host.path(folder)):
+        before = FileIdentity.at(host.path(installed))
+        after = FileIdentity.at(install(checked, host.path(folder), LIBRARY))
+        host.actions.append(f"{'unchanged ' if before == after else 'write     '} {installed}")
+        host.write(installed.with_name(VERSION), f"{version}\n")
+        host.link(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
+    return [*_about(settings), "gpumgr doctor"]
+
+
+def _about(settings: Settings) -> Iterator[str]:
+    """What in the settings prevents the use of the installed library."""
+    if settings.hami_core.library_path is not None or settings.hami_core.library_sha256 is not None:
+        yield f"remove hami_core.library_path and hami_core.library_sha256 from {CONFIG}: they take precedence over what is installed"
+    if settings.enforcement.backend not in ("auto", "hami-core"):
+        yield f"set enforcement.backend in {CONFIG} to hami-core or auto: it is {settings.enforcement.backend}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for other installations into the folder, those of the init container too. Raises OSError."""
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@click.command("library", cls=ExitingCommand, exit_codes=_EXIT_CODES)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--sha256", help="What sha256sum prints for the right file; another file is refused.")
+@click.option("--version", default="unknown", help="What `gpumgr doctor` shows, such as the commit from which it was built.")
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+    help="Folder of a host's image.",
+)
+def library(file: Path, sha256: str | None, version: str, root: Path | None) -> None:
+    """Install HAMi-core's libvgpu.so for the backend hami-core, in the folder `lib` below checkpoint.dir.
+
+    A running agent gives it to new containers within a minute; running containers keep theirs. hami_core.library_path, if it is set,
+    takes precedence.
+
+    \b
+    Examples:
+      gpumgr install library libvgpu.so
+      gpumgr install library libvgpu.so --sha256 18f884bf... --version 5091a2f
+      gpumgr install library libvgpu.so --root /mnt/image
+    """
+    if root is None and os.geteuid() != 0:
+        raise GpumgrError("only root may install a library: run it with sudo")
+    host = Host(root=root)
+    try:
+        following = install_library(host, host_settings(host), file, sha256=sha256, version=version)
+    except OSError as error:
+        raise GpumgrError(f"{error.filename or 'a file'} can't be written: {error.strerror or error}") from error
+    finally:
+        click.echo("".join(f"{line}\n" for line in host.actions), nl=False)
+    click.echo("\nnext:")
+    click.echo("\n".join(f"  {line}" for line in following))

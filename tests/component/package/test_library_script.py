@@ -1,0 +1,248 @@
+"""The init container's script of config/image/hami-core, run as a process on folders of its own: done, failed, or killed."""
+
+import hashlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from gpumgr.enforcement.operator_library import check
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings
+from tools import PROJECT
+
+LIBRARY: Final = "libvgpu.so"
+#: HAMi-core's own library, where the lab has one.
+LAB: Final = os.environ.get("GPUMGR_LAB")
+VERSION: Final = "5091a2fbe1816df1265490f771346730f29e2c8d"
+Done = subprocess.CompletedProcess[str]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Image:
+    """The files of the image in a folder."""
+
+    def __init__(self, folder: Path, source: Path, version: str = VERSION) -> None:
+        self.folder = folder
+        folder.mkdir()
+        shutil.copyfile(PROJECT / "config" / "image" / "hami-core" / "install.sh", folder / "install.sh")
+        shutil.copyfile(source, folder / LIBRARY)
+        (folder / LIBRARY).chmod(0o755)
+        self.sha256 = digest(folder / LIBRARY)
+        (folder / f"{LIBRARY}.sha256").write_text(f"{self.sha256}  {LIBRARY}\n")
+        (folder / "version").write_text(f"{version}\n")
+
+    def command(self, node: Path) -> list[str | Path]:
+        return ["/bin/sh", self.folder / "install.sh", node]
+
+    def run(self, node: Path, *, before: Sequence[str | Path] = ()) -> Done:
+        return subprocess.run([*before, *self.command(node)], capture_output=True, text=True, check=False)
+
+    def replacing(self, name: str, script: str, folder: Path) -> list[str]:
+        """A prefix of the command with which the program `name` is `script`."""
+        folder.mkdir()
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+        return ["env", f"PATH={folder}:{os.environ['PATH']}"]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two shared libraries; the first is HAMi-core's, where the lab is."""
+    folder = tmp_path_factory.mktemp("built")
+    for number in (1, 2):
+        source = f"int answer_{number}(void) {{ return {number}; }}\n"
+        command: list[str | Path] = ["cc", "-shared", "-fPIC", "-x", "c", "-o", folder / f"{number}.so", "-"]
+        subprocess.run(command, check=True, input=source, text=True)
+    if LAB is not None:
+        shutil.copyfile(Path(LAB) / "bin" / "libvgpu-5091a2f-cu13.so", folder / "1.so")
+    return folder / "1.so", folder / "2.so"
+
+
+@pytest.fixture
+def image(libraries: tuple[Path, Path], tmp_path: Path) -> Image:
+    return Image(tmp_path / "image", libraries[0])
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    return tmp_path / "node" / "lib"
+
+
+def selected(node: Path) -> str:
+    """The SHA-256 of the library that the agent would use; it is checked as the agent does."""
+    path, sha256 = hami_core_library(Settings(checkpoint=CheckpointSettings(dir=node.parent)))
+    assert path is not None
+    return check(path, sha256).sha256
+
+
+def names(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*")}
+
+
+def complete(*images: Image) -> set[str]:
+    return {LIBRARY} | {f"{each.sha256}{name}" for each in images for name in ("", f"/{LIBRARY}", "/version")}
+
+
+def test_the_agent_finds_what_was_installed(image: Image, node: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        done = image.run(node)
+    finally:
+        os.umask(before)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"installed {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n", "")
+    assert selected(node) == image.sha256
+    assert names(node) == complete(image)
+    assert stat.S_IMODE((node / LIBRARY).stat().st_mode) == stat.S_IMODE((node / image.sha256).stat().st_mode) == 0o755
+    assert (node / image.sha256 / "version").read_text() == f"{VERSION}\n"
+
+
+def test_done_again_nothing_changes(image: Image, node: Path) -> None:
+    image.run(node)
+    before = (node / LIBRARY).stat(), (node / LIBRARY).lstat()
+    done = image.run(node)
+    assert (done.returncode, done.stdout) == (0, f"unchanged {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n")
+    assert ((node / LIBRARY).stat(), (node / LIBRARY).lstat()) == before
+
+
+def test_an_upgrade_and_the_way_back_keep_the_copies_that_containers_have_mounted(
+    image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path
+) -> None:
+    image.run(node)
+    mounted = (node / image.sha256 / LIBRARY).stat()
+    newer = Image(tmp_path / "newer", libraries[1], "newer")
+    assert newer.run(node).returncode == 0
+    assert selected(node) == newer.sha256
+    # A newer file on the node is no reason to keep it: the image that was rolled out decides.
+    assert image.run(node).returncode == 0
+    assert selected(node) == image.sha256
+    assert (node / image.sha256 / LIBRARY).stat() == mounted
+    assert names(node) == complete(image, newer)
+
+
+def test_another_version_of_the_same_library_is_recorded(image: Image, node: Path) -> None:
+    image.run(node)
+    (image.folder / "version").write_text("v2\n")
+    assert image.run(node).returncode == 0
+    assert (node / image.sha256 / "version").read_text() == "v2\n"
+
+
+def test_a_damaged_copy_is_replaced_and_not_written_to(image: Image, node: Path) -> None:
+    image.run(node)
+    target = node / image.sha256 / LIBRARY
+    with target.open("rb") as mapped:
+        target.chmod(0o600)
+        assert image.run(node).returncode == 0
+        with target.open("ab") as file:
+            file.write(b"x")
+        assert image.run(node).returncode == 0
+        assert hashlib.file_digest(mapped, "sha256").hexdigest() == image.sha256  # the first file, which a container may map
+    assert selected(node) == image.sha256
+    assert stat.S_IMODE(target.stat().st_mode) == 0o755
+
+
+def test_an_image_with_another_library_than_its_label_states_installs_nothing(image: Image, node: Path) -> None:
+    with (image.folder / LIBRARY).open("ab") as file:
+        file.write(b"x")
+    done = image.run(node)
+    assert done.returncode == 1
+    assert f"does not have the SHA-256 that its label states, {image.sha256}: pull or build the image again" in done.stderr
+    assert not node.exists()
+
+
+def test_a_copy_that_is_not_what_was_read_is_not_selected(
+    image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path
+) -> None:
+    old = Image(tmp_path / "old", libraries[1])
+    old.run(node)
+    broken = image.replacing("cp", '/bin/cp "$@"; echo x >> "$2"', tmp_path / "bin")
+    done = image.run(node, before=broken)
+    assert (done.returncode, "after the copy" in done.stderr) == (1, True)
+    assert selected(node) == old.sha256
+    assert not (node / image.sha256 / LIBRARY).exists()
+    assert image.run(node).returncode == 0
+    assert names(node) == complete(old, image)
+
+
+def test_a_copy_that_is_killed_is_begun_again(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
+    old = Image(tmp_path / "old", libraries[1])
+    old.run(node)
+    half = image.replacing("cp", 'head -c 1000 "$1" > "$2"; kill -9 $PPID', tmp_path / "bin")
+    done = image.run(node, before=half)
+    assert done.returncode == -signal.SIGKILL
+    assert (node / image.sha256 / f".{LIBRARY}.new").exists()
+    assert selected(node) == old.sha256
+    assert image.run(node).returncode == 0
+    assert selected(node) == image.sha256
+    assert names(node) == complete(old, image)
+
+
+def test_a_full_disk_leaves_what_was_selected(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
+    old = Image(tmp_path / "old", libraries[1])
+    old.run(node)
+    full = image.replacing("cp", 'echo "cp: No space left on device" >&2; exit 1', tmp_path / "bin")
+    done = image.run(node, before=full)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "can't be written: make room in the node's folder" in done.stderr
+    assert selected(node) == old.sha256
+
+
+def test_a_folder_that_cannot_be_written(image: Image, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = image.run(tmp_path / "file" / "lib")
+    assert (done.returncode, "can't be made: mount the node's folder there, writable" in done.stderr) == (1, True)
+    node = tmp_path / "read-only"
+    node.mkdir()
+    refused = image.replacing("mkdir", f'case "$*" in *{image.sha256}) exit 1; esac; exec /bin/mkdir "$@"', tmp_path / "bin")
+    done = image.run(node, before=refused)
+    assert (done.returncode, "can't be written: mount the node's folder there, writable" in done.stderr) == (1, True)
+    assert names(node) == set()
+
+
+def test_a_file_of_the_operators_is_not_replaced(image: Image, node: Path) -> None:
+    node.mkdir(parents=True)
+    (node / LIBRARY).write_text("mine")
+    done = image.run(node)
+    assert (done.returncode, "is not a link of gpumgr: move it away" in done.stderr) == (1, True)
+    assert (node / LIBRARY).read_text() == "mine"
+    assert names(node) == {LIBRARY}
+
+
+def test_a_link_that_leads_elsewhere_is_replaced(image: Image, node: Path, tmp_path: Path) -> None:
+    node.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (node / LIBRARY).symlink_to(tmp_path / "elsewhere")
+    assert image.run(node).returncode == 0
+    assert selected(node) == image.sha256
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_many_runs_at_once(image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path) -> None:
+    """Of both libraries, and of this program's own command, which takes the same lock."""
+    other = Image(tmp_path / "other", libraries[1])
+    (tmp_path / "etc" / "gpumgr").mkdir(parents=True)
+    (tmp_path / "etc" / "gpumgr" / "gpumgr.yaml").write_text("checkpoint: {dir: /node}\n")
+    own: list[str | Path] = [sys.executable, "-m", "gpumgr", "install", "library", other.folder / LIBRARY, "--root", tmp_path]
+    commands = [*[each.command(node) for each in (image, other) for _ in range(4)], [*own, "--version", VERSION]]
+    running = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for each in commands]
+    ended = [(each.communicate()[1], each.returncode) for each in running]
+    assert ended == [("", 0)] * len(commands)
+    assert selected(node) in {image.sha256, other.sha256}
+    assert names(node) == complete(image, other)
+
+
+def test_one_argument(image: Image) -> None:
+    done = subprocess.run(image.command(Path("a"))[:-1], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "install.sh: usage: install.sh FOLDER\n")

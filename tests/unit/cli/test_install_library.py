@@ -1,0 +1,145 @@
+"""`gpumgr install library` on the folder of an image: what it writes, and when it refuses."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpumgr.cli.host_settings import CONFIG
+from gpumgr.cli.install import command
+from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.settings import Settings
+from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings
+
+LIB = Path("var/lib/gpumgr/lib")
+NAME = "libvgpu.so"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("built") / "built.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return path
+
+
+@pytest.fixture
+def library(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(built, tmp_path / "new.so"))
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    (tmp_path / "image").mkdir()
+    return tmp_path / "image"
+
+
+def configure(image: Path, text: str) -> None:
+    path = image / CONFIG.relative_to("/")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def install(library: Path, image: Path, *flags: str) -> Result:
+    """Raises what the command raised."""
+    return CliRunner().invoke(command, ["library", str(library), "--root", str(image), *flags], catch_exceptions=False)
+
+
+def selected(image: Path) -> tuple[Path | None, str | None]:
+    return hami_core_library(Settings(checkpoint=CheckpointSettings(dir=(image / LIB).parent)))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_library_is_installed_and_selected(library: Path, image: Path) -> None:
+    sha256 = digest(library)
+    done = install(library, image, "--sha256", sha256.upper(), "--version", "5091a2f")
+    folder = Path("/") / LIB
+    assert done.exit_code == 0
+    assert done.output.splitlines() == [
+        f"write      {folder}/{sha256}/{NAME}",
+        f"write      {folder}/{sha256}/version",
+        f"link       {folder}/{NAME} -> {sha256}/{NAME}",
+        "",
+        "next:",
+        "  gpumgr doctor",
+    ]
+    assert selected(image) == (image / LIB / sha256 / NAME, sha256)
+    assert (image / LIB / NAME).read_bytes() == library.read_bytes()
+    assert (image / LIB / sha256 / "version").read_text() == "5091a2f\n"
+
+
+def test_done_again_nothing_changes(library: Path, image: Path) -> None:
+    install(library, image)
+    before = (image / LIB / NAME).stat()
+    done = install(library, image)
+    assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["unchanged"] * 3
+    assert (image / LIB / NAME).stat() == before
+
+
+def test_an_upgrade_keeps_the_old_copy(library: Path, image: Path) -> None:
+    install(library, image)
+    old = digest(library)
+    library.write_bytes(library.read_bytes() + b"newer")
+    install(library, image)
+    assert selected(image)[1] == digest(library)
+    assert digest(image / LIB / old / NAME) == old
+    assert sorted(os.listdir(image / LIB)) == sorted([old, digest(library), NAME])
+
+
+def test_another_file_than_was_meant_is_refused_and_changes_nothing(library: Path, image: Path) -> None:
+    with pytest.raises(LibraryError, match="has SHA-256"):
+        install(library, image, "--sha256", "0" * 64)
+    library.write_text("no library")
+    with pytest.raises(LibraryError, match="is not an ELF file"):
+        install(library, image)
+    with pytest.raises(LibraryError, match="can't read the library"):
+        install(library.with_name("missing"), image)
+    assert not (image / LIB).exists()
+
+
+def test_a_file_of_the_operators_is_not_replaced(library: Path, image: Path) -> None:
+    (image / LIB).mkdir(parents=True)
+    (image / LIB / NAME).write_text("mine")
+    with pytest.raises(GpumgrError, match="is not a link of gpumgr: move it away"):
+        install(library, image)
+    assert (image / LIB / NAME).read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_is_named(library: Path, image: Path) -> None:
+    (image / LIB).parent.mkdir(parents=True)
+    (image / LIB).touch()
+    with pytest.raises(GpumgrError, match="lib can't be written: "):
+        install(library, image)
+
+
+def test_settings_that_stand_against_it_are_named(library: Path, image: Path) -> None:
+    configure(
+        image, "hami_core: {library_path: /opt/l/libvgpu.so}\nenforcement: {backend: mps}\ncheckpoint: {dir: /data/gpumgr}\n"
+    )
+    said = install(library, image).output
+    assert "remove hami_core.library_path and hami_core.library_sha256 from /etc/gpumgr/gpumgr.yaml" in said
+    assert "set enforcement.backend in /etc/gpumgr/gpumgr.yaml to hami-core or auto: it is mps" in said
+    assert (image / "data/gpumgr/lib" / NAME).is_symlink()
+    configure(image, "checkpoint: {dir: 1}\n")
+    with pytest.raises(InputError):
+        install(library, image)
+
+
+@pytest.mark.parametrize("version", ["a\nb", "\x1b[31m", "v" * 201])
+def test_a_version_that_no_line_can_show(version: str, library: Path, image: Path) -> None:
+    with pytest.raises(InputError, match="at most 200 printable characters"):
+        install(library, image, "--version", version)
+
+
+def test_only_root_installs_on_this_host(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(GpumgrError, match="only root may install a library"):
+        CliRunner().invoke(command, ["library", str(library)], catch_exceptions=False)
