@@ -134,7 +134,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (hami_core.library_path")
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "warning"
