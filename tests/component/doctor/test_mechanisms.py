@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -59,7 +60,8 @@ def program(folder: Path, text: str) -> MpsSettings:
 async def test_the_agents_try_of_a_daemon_is_shown(tmp_path: Path, failure: str | None, state: State, said: str) -> None:
     mps = program(tmp_path, NEW)
     tried = probe.identify(Path(mps.control_program), 3, launcher.best_method())
-    probe.write_result(tmp_path, probe.ProbeResult(program=tried, boot="b", failure=failure))
+    tried_before = probe.ProbeResult(program=tried, boot="b", failure=failure)
+    (tmp_path / probe.RESULT_NAME).write_bytes(msgspec.json.encode(tried_before))
     result = await look_at_mps(mps, ["auto"], **HERE | {"state_dir": tmp_path})
     assert (result.state, said in result.message) == (state, True)
     (tmp_path / "mps-control").touch()
@@ -134,7 +136,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (hami_core.library_path")
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "warning"
