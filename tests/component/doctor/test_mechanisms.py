@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -59,7 +60,8 @@ def program(folder: Path, text: str) -> MpsSettings:
 async def test_the_agents_try_of_a_daemon_is_shown(tmp_path: Path, failure: str | None, state: State, said: str) -> None:
     mps = program(tmp_path, NEW)
     tried = probe.identify(Path(mps.control_program), 3, launcher.best_method())
-    probe.write_result(tmp_path, probe.ProbeResult(program=tried, boot="b", failure=failure))
+    tried_before = probe.ProbeResult(program=tried, boot="b", failure=failure)
+    (tmp_path / probe.RESULT_NAME).write_bytes(msgspec.json.encode(tried_before))
     result = await look_at_mps(mps, ["auto"], **HERE | {"state_dir": tmp_path})
     assert (result.state, said in result.message) == (state, True)
     (tmp_path / "mps-control").touch()
