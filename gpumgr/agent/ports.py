@@ -50,6 +50,10 @@ class Pods(Protocol):
 class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
+    async def settle(self) -> None:
+        """To be called before `terms` of a new container: waits for tries of mechanisms that began with the agent."""
+        ...
+
     def terms(self, pod: PodView | None, *, share: bool) -> Terms:
         """For a container of this pod (None: the pod is not certain)."""
         ...

@@ -173,6 +173,7 @@ class Agent:
 
     async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
         agent_state, resource = self.agent_state, record.resource
+        await self._enforcement.settle()
         async with agent_state.lock:
             if not device_ids:
                 raise Refusal("invalid_request", f"the kubelet asked to allocate no {resource} ids at all")

@@ -86,6 +86,8 @@ class NodeEnforcement:
             exclusive_process=settings.mps.exclusive_process,
             idle_seconds=settings.mps.idle_seconds,
             clock=time.monotonic,
+            idle_gpu=self._idle_gpu,
+            on_probed=self._choose_soon,
             in_pod="KUBERNETES_SERVICE_HOST" in os.environ,
         )
         self.vcuda = VcudaBackend(
@@ -127,6 +129,8 @@ class NodeEnforcement:
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
+        self._nvml = nvml
+        self._next_choice = float("-inf")
 
     def _backends(self) -> list[Backend]:
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
@@ -171,7 +175,7 @@ class NodeEnforcement:
 
     async def run(self) -> None:
         """Removes leftovers and repeats the choice of backends, until cancelled."""
-        next_prune = next_choice = time.monotonic()
+        next_prune = self._next_choice = time.monotonic()
         wait = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
@@ -181,8 +185,8 @@ class NodeEnforcement:
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
             now = time.monotonic()
-            if now >= next_choice and self._snapshot.driver_version is not None:
-                next_choice = now + CHOICE_SECONDS
+            if now >= self._next_choice and self._snapshot.driver_version is not None:
+                self._next_choice = now + CHOICE_SECONDS
                 await self._mirror_driver()
                 await self._choose()
             if now >= next_prune and self._mirror is not None:
@@ -255,6 +259,19 @@ class NodeEnforcement:
     async def _container_of(self, pid: int) -> Container | None:
         started = self._processes.start_time(pid)
         return None if started is None else await self.containers.container_of(pid, started)
+
+    async def _idle_gpu(self) -> str | None:
+        """A GPU without allocations and processes, for a try of MPS. Raises NvmlError."""
+        ledger = self.agent_state.ledger
+        used = {ledger.gpu_registry.by_name[name].uuid for each in ledger.allocations.values() for name in each.gpus}
+        for gpu in self._snapshot.gpus:
+            if not gpu.mig_enabled and gpu.uuid not in used and await self._nvml.processes(gpu.uuid) == ():
+                return gpu.uuid
+        return None
+
+    def _choose_soon(self) -> None:
+        self._next_choice = float("-inf")
+        self._freed.set()
 
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
         """Adds to the history that a container runs without limits, once for all of its starts."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
-from gpumgr.enforcement.mps import launcher
+from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
@@ -20,9 +20,10 @@ _ONE_USER: Final = "let the containers that share a GPU run under one user id, o
 
 
 async def look_at_mps(
-    mps: MpsSettings, words: Collection[str], *, run_dir: Path, in_pod: bool, timeout_seconds: float
+    mps: MpsSettings, words: Collection[str], *, run_dir: Path, state_dir: Path, in_pod: bool, timeout_seconds: float
 ) -> CheckResult:
-    """`words`: the backends that the settings name, "auto" included. `in_pod`: MPS is the host's, and its `run_dir` must be mounted."""
+    """`words`: the backends that the settings name, "auto" included. `in_pod`: MPS is the host's, and its `run_dir` must be mounted.
+    `state_dir` has the result of the agent's try of a daemon; the doctor starts none."""
     if not {"auto", "nvml-memory", "mps"} & set(words):
         return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
     how = launcher.best_method(in_pod=in_pod)
@@ -39,11 +40,18 @@ async def look_at_mps(
             "set mps.protocol to auto, or install driver r615 or newer",
         )
     newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features.protocols) else 2
+    try:
+        tried = await aside(lambda: probe.last_try(state_dir, program, newest, how))
+    except OSError:
+        tried = None
+    if tried is not None and tried.failure is not None:
+        return (error if "mps" in words else warning)(tried.failure, "see the agent's log; it tries again every 10 minutes")
     multiuser = newest in features.multiuser_options
     users = "one server for all users" if multiuser else "a server for one user at a time"
     known = "; ".join(CAVEATS[newest])
     where = ", daemons are units of the host's systemd" if in_pod else ""
-    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}"
+    works = ", a daemon was tried and works" if tried is not None else ""
+    message = f"{program} speaks protocol {protocols} ({newest} is used), {users}{where}{works}"
     if not multiuser:
         return warning(f"{message}: containers of other users wait; mind: {known}", _ONE_USER)
     return ok(f"{message}; mind: {known}")

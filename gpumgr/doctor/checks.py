@@ -63,7 +63,15 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     vcuda = settings.vcuda
     first = partial(backends.look_at_library, "hami-core", *hami_core_library(settings), words)
     second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
-    control = partial(backends.look_at_mps, mps, words, run_dir=enforcement.run_dir, in_pod=host.in_pod, timeout_seconds=_SECONDS)
+    control = partial(
+        backends.look_at_mps,
+        mps,
+        words,
+        run_dir=enforcement.run_dir,
+        state_dir=settings.checkpoint.dir,
+        in_pod=host.in_pod,
+        timeout_seconds=_SECONDS,
+    )
     return (
         Check("driver", driver, gpus.IF_HUNG),
         Check("nvml", partial(gpus.look_at_nvml, seen), gpus.IF_HUNG),

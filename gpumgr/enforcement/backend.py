@@ -57,6 +57,10 @@ class Backend:
         """Why this node can't use it and what to do; None if it can."""
         return None
 
+    async def settle(self) -> bool:
+        """Waits until a try of the mechanism that `unavailable` has begun ends; returns whether there was one."""
+        return False
+
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         """The answer to Allocate of this resource: that of the cores has everything except what depends on the memory's size. Pure:
         it depends on the tenant alone. Raises Refusal."""

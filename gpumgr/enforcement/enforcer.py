@@ -76,10 +76,12 @@ class Enforcer:
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
         self._logged: dict[tuple[str, str], str] = {}
+        self._gpus: Sequence[Gpu] = ()
         self._reported: tuple[Mechanisms, str] | None = None
 
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
         """Determines the mechanisms of new containers on these GPUs; allocations keep those that they have. Logs a changed result."""
+        self._gpus = gpus
         obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
         self.choice = choice = choose_mechanisms(self._setting, obstacles, strengths)
@@ -94,6 +96,10 @@ class Enforcer:
         return choice
 
     # -- the agent's port --------------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        if any([await backend.settle() for backend in self.backends.values()]):
+            await self.choose(self._gpus)
 
     def terms(self, pod: PodView | None, *, share: bool) -> Terms:
         if not share:

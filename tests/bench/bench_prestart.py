@@ -153,7 +153,9 @@ class Node:
 
     def _asked(self) -> int:
         """Commands that MPS daemons got so far."""
-        return sum(len(log.read_text().splitlines()) for log in self._run_dir.glob("mps/*/log/control.log"))
+        return sum(
+            len(re.findall(r"\] (?:Cmd:|Received)", log.read_text())) for log in self._run_dir.glob("mps/*/log/control.log")
+        )
 
 
 def _files(path: Path) -> Iterator[Path]:

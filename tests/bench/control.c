@@ -20,14 +20,21 @@ static int is_talk(int argc, char **argv)
     return 1;
 }
 
-static FILE *connection(void)
+static int connect_to(const char *name)
 {
     struct sockaddr_un to = {.sun_family = AF_UNIX};
     const char *folder = getenv("CUDA_MPS_PIPE_DIRECTORY");
     int fd = socket(AF_UNIX, SOCK_SEQPACKET, 0);
 
-    snprintf(to.sun_path, sizeof to.sun_path, "%s/control_privileged", folder ? folder : "/tmp/nvidia-mps");
-    if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to)) {
+    snprintf(to.sun_path, sizeof to.sun_path, "%s/%s", folder ? folder : "/tmp/nvidia-mps", name);
+    return fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to) ? -1 : fd;
+}
+
+static FILE *connection(void)
+{
+    int fd = connect_to("control_privileged");
+
+    if (fd < 0 && (fd = connect_to("control")) < 0) {
         puts("Cannot find MPS control daemon process");
         exit(1);
     }

@@ -1,7 +1,7 @@
 """Backend "mps"."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,16 +12,16 @@ from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
-from gpumgr.enforcement.mps import findings, injection, launcher, processes
+from gpumgr.enforcement.mps import findings, injection, launcher, probe, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, ProtocolSetting, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.control import ControlProgram
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
-from gpumgr.enforcement.mps.records import DaemonRecords, read_protocol, write_protocol
+from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
-from gpumgr.errors import MpsError, MpsTransientError, Refusal
+from gpumgr.errors import GpumgrError, MpsError, MpsTransientError, Refusal
 from gpumgr.units import Resource
 from gpumgr.unix_socket import MAX_PATH_BYTES
 
@@ -29,6 +29,8 @@ from gpumgr.unix_socket import MAX_PATH_BYTES
 _CHECKS: Final = 2
 #: Number of processes of a container for which the user is read: the driver does not list a process that waits for MPS.
 _USERS_OF: Final = 16
+#: The kubelet ends PreStartContainer after 30 s.
+_SETTLE_SECONDS: Final = 15.0
 
 log = structlog.get_logger(__name__)
 
@@ -37,9 +39,12 @@ class Mps(Backend):
     """`limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
     mechanism nvml-memory gets both limits, of the same size, since answers to the kubelet must not depend on it.
 
-    `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `obstacle` returns what else the node
-    lacks (MIG, GPUs older than Volta). `in_pod`: the agent runs in a pod and MPS on the host. `transient`: the last reason of
-    `unavailable` may disappear by itself.
+    `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `in_pod`: the agent runs in a pod and
+    MPS on the host. `transient`: the last reason of `unavailable` may disappear by itself. `idle_gpu` returns the UUID of a GPU without
+    allocations and processes, on which a daemon may be tried, or None; `on_probed` is called after a try.
+
+    The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
+    and no container starts on a shared GPU or gets a whole one before it has ended.
     """
 
     name: BackendName = "mps"
@@ -59,7 +64,8 @@ class Mps(Backend):
         check_seconds: float = 5.0,
         timeout_seconds: float = 5.0,
         method: launcher.LaunchMethod | None = None,
-        obstacle: Callable[[], str | None] = lambda: None,
+        idle_gpu: Callable[[], Awaitable[str | None]] | None = None,
+        on_probed: Callable[[], None] = lambda: None,
         in_pod: bool = False,
     ) -> None:
         self.limits: Mapping[Resource, Strength] = dict.fromkeys(limits, "soft")
@@ -67,33 +73,79 @@ class Mps(Backend):
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
-        self._method, self._obstacle = method or launcher.best_method(in_pod=in_pod), obstacle
+        self._method = method or launcher.best_method(in_pod=in_pod)
+        self._idle_gpu, self._on_probed = idle_gpu, on_probed
+        self._probing: asyncio.Task[None] | None = None
+        self._next_probe = float("-inf")
         self._keep = True
         self._supervisor: Supervisor | None = None
         self.transient = False
         self._outside: dict[tuple[AllocationId, int], int] = {}
+        #: The containers of the last observations, also exempt ones.
+        self._latest: dict[AllocationId, RunningContainer] = {}
 
     # -- what the node can carry -------------------------------------------------------------------------------------------
 
     async def open(self, *, keep_protocol: bool) -> None:
         """The first call. `keep_protocol`: the ledger has allocations of this backend, so the protocol on record stays."""
         self._keep = keep_protocol
-        if (reason := await self.unavailable()) is not None:
+        if (reason := await self._prepared()) is not None:
             log.info("mps_unavailable", reason=reason)
 
     async def unavailable(self) -> str | None:
+        """Begins a try if one is due; until it has ended the last result counts, without one what the program's help says."""
+        reason = await self._prepared()
+        return reason if reason is not None else await self._probed()
+
+    async def _prepared(self) -> str | None:
         reason = await self._find_obstacle()
         if reason is not None and self._supervisor is None:
             await asyncio.to_thread(self._resume)
         return reason
+
+    async def _probed(self) -> str | None:
+        """Why the last try failed; None if it did not, or without one. Raises OSError."""
+        program = await asyncio.to_thread(self._identify)
+        result = await asyncio.to_thread(probe.read_result, self._state_dir)
+        if result is not None and result.program != program:
+            result = None
+        done = result is not None and result.of_this_boot and (result.failure is None or self._clock() < self._next_probe)
+        if not done and self._probing is None and self._idle_gpu is not None:
+            self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
+        return result.failure if result is not None else None
+
+    def _identify(self) -> str:
+        """Raises OSError."""
+        config = self._ready().config
+        return probe.identify(config.control.program, config.protocol, self._method)
+
+    async def _probe(self, program: str, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
+        try:
+            uuid = await idle_gpu()
+            if uuid is None or self._ready().has_daemon(uuid):
+                return
+            self._next_probe = self._clock() + probe.RETRY_SECONDS
+            failure = await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
+            log.info("mps_probed", gpu=uuid, works=failure is None, reason=failure)
+            result = probe.ProbeResult(program=program, boot=boot_id(), failure=failure)
+            await asyncio.to_thread(probe.write_result, self._state_dir, result)
+            self._on_probed()
+        except (GpumgrError, OSError) as error:
+            log.warning("mps_not_probed", reason=str(error))
+        finally:
+            self._probing = None
+
+    async def settle(self) -> bool:
+        if self._probing is None:
+            return False
+        await asyncio.wait({self._probing}, timeout=_SETTLE_SECONDS)
+        return True
 
     async def _find_obstacle(self) -> str | None:
         self.transient = False
         if (length := socket_path_bytes(self._root)) > MAX_PATH_BYTES:
             excess = length - MAX_PATH_BYTES
             return f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
-        if (reason := self._obstacle()) is not None:
-            return reason
         try:
             control = await find_control_program(
                 self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
@@ -181,6 +233,7 @@ class Mps(Backend):
         gpu = tenant.only_gpu("MPS")
         if not gpu.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
+        await self.settle()
         daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
             try:
@@ -205,6 +258,7 @@ class Mps(Backend):
         """Before a container gets these GPUs exclusively: ends idle daemons and their EXCLUSIVE_PROCESS mode, in which one process only
         could use the GPU. Raises Refusal if the mode can't be restored.
         """
+        await self.settle()
         for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
@@ -234,7 +288,11 @@ class Mps(Backend):
 
     def _judge(self, daemons: Sequence[Daemon], running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Reads files of processes: call it on a thread."""
-        views = {daemon.uuid: (daemon, _view(daemon), frozenset(daemon.folder.allocations())) for daemon in daemons}
+        kept_by = {daemon.uuid: frozenset(daemon.folder.allocations()) for daemon in daemons}
+        everyone = frozenset().union(*kept_by.values())
+        self._latest |= {each.tenant.allocation: each for each in running}
+        self._latest = {name: each for name, each in self._latest.items() if name in everyone}
+        views = {daemon.uuid: (daemon, self._view(daemon, kept_by[daemon.uuid]), kept_by[daemon.uuid]) for daemon in daemons}
         seen: dict[tuple[AllocationId, int], int] = {}
         found: list[Finding] = []
         for each in running:
@@ -251,9 +309,32 @@ class Mps(Backend):
             waiting = each.pids[:_USERS_OF] if findings.unserved(each, view) else ()
             users = {user for pid in waiting if (user := processes.user_of(pid)) is not None}
             found += findings.judge(each, view, users, lasting)
-        others = {name for *_, kept in views.values() for name in kept} - {each.tenant.allocation for each in running}
+        others = everyone - {each.tenant.allocation for each in running}
         self._outside = {key: at for key, at in self._outside.items() if key[0] in others} | seen
         return found
+
+    def _view(self, daemon: Daemon, allocations: Collection[AllocationId]) -> findings.View:
+        """Reads files of processes."""
+        users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
+        tampering = daemon.tampering
+        suspects = self._suspects(allocations, root_only=tampering.root_only) if tampering is not None else []
+        return findings.View(
+            protocol=daemon.config.protocol,
+            multiuser=daemon.config.multiuser_option is not None,
+            trouble=daemon.trouble,
+            tampered=tampering.what if tampering else None,
+            suspects=tuple(each.describe() for each in suspects),
+            concerned=(tampering.concerned if tampering else frozenset()) | {each.allocation for each in suspects},
+            server_user=users[0] if users else None,
+            clients=daemon.clients,
+        )
+
+    def _suspects(self, allocations: Collection[AllocationId], *, root_only: bool) -> list[GpuShare]:
+        """The containers on a GPU that have processes; `root_only`: processes of root, by the host's user ids."""
+        there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
+        return [
+            each.tenant for each in there if (any(processes.user_of(pid) == 0 for pid in each.pids) if root_only else each.pids)
+        ]
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
         if self._supervisor is not None:
@@ -271,21 +352,12 @@ class Mps(Backend):
         return {daemon.uuid: daemon.restarts for daemon in self.daemons()}
 
     async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait({self._probing})
         if self._supervisor is not None:
             await self._supervisor.close()
 
 
 def _share(gpu: SharedGpu) -> Share:
     return Share(cores=gpu.cores, memory_bytes=gpu.memory_bytes)
-
-
-def _view(daemon: Daemon) -> findings.View:
-    users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
-    return findings.View(
-        protocol=daemon.config.protocol,
-        multiuser=daemon.config.multiuser_option is not None,
-        trouble=daemon.trouble,
-        tampered=daemon.tampered,
-        server_user=users[0] if users else None,
-        clients=daemon.clients,
-    )

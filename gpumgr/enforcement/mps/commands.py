@@ -20,12 +20,18 @@ PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 
 #: The one server of a daemon in protocol 3. Names there: lower-case letters, digits and "_", 64 at most.
 SERVER: Final = "gpu"
+#: Every server has this namespace, without limits. Its clients connect to `<pipe>/gpu/control` or `<pipe>/gpu/default/control`, which
+#: containers do not have.
+DEFAULT_NAMESPACE: Final = "default"
 _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
 _MULTIUSER: Final = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
 #: Refusals of protocol 2, the exit status of which is 0. Seen with drivers 470 to 615.
-_REFUSAL: Final = re.compile(r"^(?:Unknown command|Server \d+ not found|Invalid|Error|Failed)\b.*", re.MULTILINE | re.IGNORECASE)
+_REFUSAL: Final = re.compile(
+    r"^(?:Unknown command|Server \d+ not found|Insufficient privilege|Not enough privilege|Invalid|Error|Failed).*",
+    re.MULTILINE | re.IGNORECASE,
+)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -38,10 +44,11 @@ CAVEATS: Final[Mapping[MpsProtocol, tuple[str, ...]]] = {
     2: (
         "limits hold for each process, not for the container",
         "a process that drops its own gets the largest of its GPU (with an exempt container on it: all of it)",
-        "root in a container can change those of all, until they are corrected seconds later",
+        "any container can change those of all, until they are corrected seconds later",
         *_COMMON_CAVEATS,
     ),
     3: (
+        "root in a container can change the limits of all and end the daemon, until that is corrected a second later",
         "it is not documented whether memory is limited for each process or for the container",
         "a process that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU it can't see loses its memory limit",
         *_COMMON_CAVEATS,

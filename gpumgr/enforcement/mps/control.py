@@ -3,9 +3,15 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +23,12 @@ from gpumgr.proc import start_time_ticks
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
 _NOT_RUN: Final = (126, 127)
+#: Of a program's output.
+_MAX_BYTES: Final = 1 << 20
+#: How often a running program's time limit is checked.
+_SLICE_SECONDS: Final = 0.1
+#: Not asyncio's own: a thread waits for a program that hangs until the time limit, one for each GPU.
+_THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 
 
@@ -57,37 +69,27 @@ class ControlProgram:
     async def run(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
         """Runs a program that leaves a process in the background, which may keep the output open: it goes to a file. Raises MpsError."""
         with output.open("wb") as file:
-            process = await _spawn(
-                argv, environment, stdout=file.fileno(), stderr=file.fileno(), stdin=asyncio.subprocess.DEVNULL
-            )
-            async with self._limited(process, argv):
-                await process.wait()
-        if process.returncode:
+            status, _ = await self._execute(argv, environment, "", file.fileno())
+        if status:
             output_text = shown(await asyncio.to_thread(output.read_text, errors="replace"))
-            raise MpsError(f"{' '.join(argv)!r} ended with status {process.returncode}: {output_text}; see {output.parent}")
+            raise MpsError(f"{' '.join(argv)!r} ended with status {status}: {output_text}; see {output.parent}")
 
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
         """Runs a command where the program is: exit status, and what it printed on both channels. Raises MpsTransientError."""
-        pipe = asyncio.subprocess.PIPE
-        process = await _spawn([*self._before, *argv], environment, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
-        async with self._limited(process, argv, text):
-            printed, _ = await process.communicate(text.encode())
-        return process.returncode or 0, printed.decode(errors="replace")
+        return await self._execute([*self._before, *argv], environment, text, subprocess.PIPE)
 
-    @contextlib.asynccontextmanager
-    async def _limited(self, process: asyncio.subprocess.Process, argv: Sequence[str], text: str = "") -> AsyncIterator[None]:
-        """Ends the process with the block, and the block after the time limit. Raises MpsTransientError."""
+    async def _execute(self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int) -> tuple[int, str]:
+        """On a thread: asyncio's processes cost half as much again. Returns when the program has ended, also if it is cancelled."""
+        stop = threading.Event()
+        limited = partial(_run, argv, environment, text, output, self._timeout_seconds, stop)
+        work = asyncio.get_running_loop().run_in_executor(_THREADS, limited)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                yield
-        except TimeoutError:
-            command = text.strip() or " ".join(argv[1:])
-            raise MpsTransientError(
-                f"{argv[0]} did not end `{command}` within {self._timeout_seconds:g} s; "
-                "check whether the driver answers (nvidia-smi) and what the kernel's log says"
-            ) from None
-        finally:
-            await _end(process)
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait({work})
+            work.exception()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +114,64 @@ class DaemonClient:
             raise
 
 
-async def _spawn(
-    argv: Sequence[str], environment: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
-) -> asyncio.subprocess.Process:
-    """In a session of its own, so that no signal to the agent's session reaches it, and without the agent's CUDA_ variables."""
+def _run(
+    argv: Sequence[str], environment: Mapping[str, str], text: str, output: int, limit_seconds: float, stop: threading.Event
+) -> tuple[int, str]:
+    """Exit status and output. The program runs in a session of its own, so that no signal to the agent's session reaches it, and without
+    the agent's CUDA_ variables. It and the processes of its session are killed after the time limit and at `stop`; a daemon that has left
+    the session stays. Raises MpsTransientError."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
+    given = {**inherited, **environment}
+    deadline = time.monotonic() + limit_seconds
     try:
-        return await asyncio.create_subprocess_exec(
-            *argv, env={**inherited, **environment}, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        process = subprocess.Popen(
+            argv, env=given, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     except OSError as error:
         raise MpsTransientError(
             f"can't run {argv[0]}: {error.strerror or error}; is NVIDIA's driver installed completely?"
         ) from error
+    assert process.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(text.encode())
+        printed = _read(process.stdout.fileno(), deadline, stop) if process.stdout is not None else b""
+        while process.poll() is None:
+            _check(deadline, stop)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SLICE_SECONDS)
+    except TimeoutError:
+        command = text.strip() or " ".join(argv[1:])
+        raise MpsTransientError(
+            f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
+            "check whether the driver answers (nvidia-smi) and what the kernel's log says"
+        ) from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    return process.returncode, printed.decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kills the process and those of its session. A daemon that has left the session stays."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+def _read(descriptor: int, deadline: float, stop: threading.Event) -> bytes:
+    """All output, at most _MAX_BYTES: of more, the rest is dropped. Raises TimeoutError."""
+    printed = bytearray()
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    while True:
+        _check(deadline, stop)
+        if waiting.poll(_SLICE_SECONDS * 1000):
+            if not (more := os.read(descriptor, 1 << 16)):
+                return bytes(printed)
+            printed += more[: _MAX_BYTES - len(printed)]
+
+
+def _check(deadline: float, stop: threading.Event) -> None:
+    """Raises TimeoutError."""
+    if stop.is_set() or time.monotonic() >= deadline:
+        raise TimeoutError
 
 
 def shown(output: str) -> str:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
@@ -50,10 +50,20 @@ class DaemonConfig:
     clock: Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class Tampering:
+    """What a container did through the daemon's control socket. `concerned`: the containers whose limits it changed. `root_only`: only a
+    process of root can do it."""
+
+    what: Literal["limits changed", "namespaces made", "daemon ended"]
+    concerned: frozenset[AllocationId]
+    root_only: bool
+
+
 @dataclass(slots=True)
 class Daemon:
     """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks.
-    `tampered`: at the last check its limits were not those that were set."""
+    `tampering`: found at the last check or since."""
 
     uuid: str
     home: GpuFolder
@@ -63,7 +73,7 @@ class Daemon:
     servers: tuple[int, ...] = ()
     clients: Mapping[int, str | None] = field(default_factory=dict)
     trouble: str | None = None
-    tampered: bool = False
+    tampering: Tampering | None = None
     restarts: int = 0
     checks: int = 0
     idle_since: float | None = None
@@ -74,6 +84,7 @@ class Daemon:
     _bounds: limits.BoundKeeper = field(default_factory=limits.BoundKeeper)
     #: What was set last at this process, which is not set twice; the checks notice a change.
     _set_shares: dict[AllocationId, Share] = field(default_factory=dict)
+    _set_namespaces: dict[AllocationId, limits.NamespaceLimits] = field(default_factory=dict)
     _set_process: Process | None = None
     _set_bound: limits.Bound | None = None
 
@@ -138,6 +149,7 @@ class Daemon:
             return
         if self.config.protocol == 3:
             await limits.drop_namespace(self._client, allocation)
+            self._set_namespaces.pop(allocation, None)
         else:
             await self._limit({})
 
@@ -154,28 +166,46 @@ class Daemon:
         if self.config.protocol == 3:
             new = {name: share for name, share in shares.items() if not self._is_set(name, share)}
             if new:
-                await limits.limit_namespaces(self._client, self.folder, new, limit_memory=self.config.limit_memory)
+                limited = await limits.limit_namespaces(self._client, self.folder, new, limit_memory=self.config.limit_memory)
                 self._set_shares.update(new)
-        elif (bound := self._bound()) is not None and bound != self._set_bound:
+                self._set_namespaces.update(limited)
+        elif (
+            bound := limits.largest(self.folder.shares().values(), limit_memory=self.config.limit_memory)
+        ) and bound != self._set_bound:
             await self._bounds.put(self._client, bound)
             self._set_bound = bound
 
     def _is_set(self, allocation: AllocationId, share: Share) -> bool:
         return self._set_shares.get(allocation) == share and (self.folder.namespace(allocation) / "control").exists()
 
-    def _bound(self) -> limits.Bound | None:
-        return limits.largest(self.folder.shares().values(), limit_memory=self.config.limit_memory)
+    async def _restore_limits(self) -> Tampering | None:
+        """Corrects limits that a container changed. Raises MpsError, OSError."""
+        shares = await asyncio.to_thread(self.folder.shares)
+        found = await self._restore_namespaces(shares) if self.config.protocol == 3 else await self._restore_bound(shares)
+        if found is not None:
+            log.warning("mps_limits_changed", gpu=self.uuid, what=found.what, containers=sorted(found.concerned), put_right=True)
+        return found
 
-    async def _restore_bound(self) -> bool:
-        """Corrects a bound that a container changed; returns whether one did. Raises MpsError, OSError."""
-        if self.config.protocol == 3 or (bound := await asyncio.to_thread(self._bound)) is None:
-            return False
-        changed = await self._bounds.restore(self._client, bound, self.servers)
-        if changed:
-            log.warning(
-                "mps_limits_changed", gpu=self.uuid, by="a process that reached the daemon's control socket", put_right=True
-            )
-        return changed
+    async def _restore_bound(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
+        bound = limits.largest(shares.values(), limit_memory=self.config.limit_memory)
+        if bound is None or not await self._bounds.restore(self._client, bound, self.servers):
+            return None
+        # Drivers 535 and 550 accept a server's limits from every user.
+        return Tampering("limits changed", frozenset(shares), root_only=False)
+
+    async def _restore_namespaces(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
+        """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too."""
+        found = await limits.compare_namespaces(self._client, shares, self._set_namespaces, limit_memory=self.config.limit_memory)
+        for name in found.foreign:
+            await limits.drop_namespace(self._client, name)
+        made = found.foreign - self._set_namespaces.keys()
+        self._set_namespaces = {name: limit for name, limit in self._set_namespaces.items() if name in shares}
+        for name in found.changed | found.unchecked:
+            self._set_shares.pop(name, None)
+        await self._limit({name: shares[name] for name in found.changed | found.unchecked}, anew=False)
+        if not found.changed and not made:
+            return None
+        return Tampering("limits changed" if found.changed else "namespaces made", found.changed, root_only=True)
 
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
@@ -196,10 +226,10 @@ class Daemon:
         return True
 
     async def check(self) -> None:
-        """Checks it once, restarts it if it has ended, and corrects its limits; sets `trouble` and `tampered`."""
+        """Checks it once, restarts it if it has ended, and corrects its limits; sets `trouble` and `tampering`."""
         try:
             if await self.adopt():
-                self.tampered = await self._restore_bound()
+                self.tampering = await self._restore_limits()
             elif self.folder.allocations():
                 await self._restart()
             self.trouble = None
@@ -210,6 +240,20 @@ class Daemon:
                 log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
             self.trouble = str(error)
 
+    async def guard(self) -> None:
+        """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
+        has ended or refuses is checked at once."""
+        if self.trouble is not None or not self.folder.allocations():
+            return None
+        try:
+            found = await self._restore_limits() if self.pid is not None else None
+        except (MpsError, OSError):
+            return await self.check()
+        if self.pid is None:
+            return await self.check()
+        self.tampering = found or self.tampering
+        return None
+
     async def _restart(self) -> None:
         now = self.config.clock()
         if now < self._not_before:
@@ -217,10 +261,18 @@ class Daemon:
         self._failures += 1
         self._not_before = now + min(2.0**self._failures, _LONGEST_PAUSE_SECONDS)
         self.restarts += 1
-        log.warning("mps_daemon_restarting", gpu=self.uuid, before=self.process and self.process[0], restarts=self.restarts)
+        before = self.process and self.process[0]
+        log.warning("mps_daemon_restarting", gpu=self.uuid, before=before, restarts=self.restarts)
+        if before is not None and await asyncio.to_thread(self.folder.ended_by_command, before):
+            self.tampering = Tampering("daemon ended", frozenset(self.folder.allocations()), root_only=True)
         await self._start()
 
     async def _start(self) -> None:
+        if (other := await asyncio.to_thread(processes.daemon_of_others, self.uuid)) is not None:
+            raise MpsError(
+                f"another program has started an MPS daemon for GPU {self.uuid} (process {other[0]}, pipe folder {other[1]}), and a GPU "
+                f"has one daemon: end it by `echo quit | CUDA_MPS_PIPE_DIRECTORY={other[1]} nvidia-cuda-mps-control` for good"
+            )
         self.folder.make()
         await self._set_mode()
         self._end_servers(without_clients=True)

@@ -2,24 +2,34 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.commands import MpsProtocol
 
+_DONE: Final = {
+    "limits changed": "a container changed the limits",
+    "namespaces made": "a container made namespaces",
+    "daemon ended": "a container ended the daemon",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: of the running server, None if none runs.
 
-    `multiuser`: the server serves clients of all users. `tampered`: the limits were not those that were set.
+    `multiuser`: the server serves clients of all users. `tampered`: what a container did through the control socket; `suspects`: the
+    containers that may have done it; `concerned`: they, and those whose limits it changed.
     """
 
     protocol: MpsProtocol
     multiuser: bool
     trouble: str | None = None
-    tampered: bool = False
+    tampered: str | None = None
+    suspects: tuple[str, ...] = ()
+    concerned: frozenset[AllocationId] = frozenset()
     server_user: int | None = None
     clients: Mapping[int, AllocationId | None] = field(default_factory=dict)
 
@@ -45,13 +55,8 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
         text = f"MPS on GPU {gpu} does not work at present, CUDA programs that {who} starts now fail: {view.trouble}"
         yield Finding(allocation=tenant.allocation, code="broken", message=text)
         return
-    if view.tampered:
-        text = (
-            f"the limits of MPS on GPU {gpu} were changed through its daemon's control socket, which root in a container that shares "
-            "the GPU can reach; gpumgr corrected them, and programs that started before that keep theirs until they end: run containers as "
-            "another user than root, or install driver r615 or newer and drain the node once"
-        )
-        yield Finding(allocation=tenant.allocation, code="tampered", message=text)
+    if view.tampered is not None and tenant.allocation in view.concerned:
+        yield Finding(allocation=tenant.allocation, code="tampered", message=_tampered(view, view.tampered, gpu))
     if unserved(running, view) and users and view.server_user not in users:
         shown = ", ".join(map(str, sorted(users)))
         text = (
@@ -65,6 +70,25 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
             "with mps.exclusive_process on it could not use the GPU"
         )
         yield Finding(allocation=tenant.allocation, code="unregistered", message=text)
+
+
+def _tampered(view: View, what: str, gpu: str) -> str:
+    match view.suspects:
+        case ():
+            who = "a process that has ended"
+        case (one,):
+            who = f"{one}, of which alone a process could do it"
+        case several:
+            who = f"one of {', '.join(several)}"
+    remedy = (
+        "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
+        if view.protocol == 3
+        else "install driver r615 or newer, where only root can do this, and drain the node once"
+    )
+    return (
+        f"{_DONE[what]} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected that, programs that started "
+        f"before keep their limits: {remedy}"
+    )
 
 
 def lost(tenant: GpuShare) -> Finding:

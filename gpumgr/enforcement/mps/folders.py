@@ -19,6 +19,7 @@ from gpumgr.enforcement.mps.commands import SERVER
 from gpumgr.files import replace_file
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
+_TAIL_BYTES: Final = 4096
 _UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
 
@@ -70,6 +71,17 @@ class GpuFolder:
             links = [name for name in below if os.path.islink(os.path.join(folder, name))]
             for name in (*names, *links):
                 os.unlink(os.path.join(folder, name))
+
+    def ended_by_command(self, pid: int) -> bool:
+        """Whether the log of this daemon ends as after the command `quit`; a crash or a signal writes no such line. Containers do not
+        have the log. Raises OSError."""
+        try:
+            with (self.log / "control.log").open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                tail = file.read(_TAIL_BYTES)
+        except FileNotFoundError:
+            return False
+        return re.search(rb"Control\s+(?:\w+\s+)?%d\] Exit with status 0" % pid, tail) is not None
 
     def remove(self) -> None:
         """Removes the folder, in which `shm` must not be a mount. Raises OSError."""

@@ -1,8 +1,8 @@
 """Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 a namespace for each container.
 
-The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. Root in a container can reach the
-daemon's control socket and change it. So the daemon's answer right after the bound was set is compared with its later answers, as text:
-drivers differ in how they print a number.
+The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. A container reaches the daemon's
+control socket, by which it can change limits (in protocol 3 only as root). So the daemon's answer right after limits were set is compared
+with its later answers, as text: drivers differ in how they print a number.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +13,9 @@ from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.control import DaemonClient
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.errors import MpsError, MpsTransientError
+
+#: A namespace's limits of memory and cores as the daemon prints them.
+NamespaceLimits = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,26 +94,63 @@ async def _answers(daemon: DaemonClient, bound: Bound, queried: Sequence[int | N
 
 async def limit_namespaces(
     daemon: DaemonClient, folder: GpuFolder, shares: Mapping[AllocationId, Share], *, limit_memory: bool
-) -> None:
-    """Creates missing namespaces, sets their limits and checks them: a namespace without limits gets the whole GPU. Raises MpsError."""
+) -> Mapping[AllocationId, NamespaceLimits]:
+    """Creates missing namespaces, sets their limits and checks them: a namespace without limits gets the whole GPU. Returns the daemon's
+    answers. Raises MpsError."""
     # A run of the program costs milliseconds: a namespace without a socket is created without a listing first.
     sockets = {name: folder.namespace(name) / "control" for name in shares}
     existing: Collection[str] = ()
     if any(socket.exists() for socket in sockets.values()):
         existing = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
-    memory = {name: share.memory_bytes if limit_memory else None for name, share in shares.items()}
     for name, share in shares.items():
         if name not in existing:
             await daemon.run(commands.create_namespace(name))
-        await daemon.run(commands.limit_namespace(name, share.cores, memory[name]))
+        await daemon.run(commands.limit_namespace(name, share.cores, share.memory_bytes if limit_memory else None))
     found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
     for name, share in shares.items():
-        limited = name in found and commands.within(found[name], share.cores, memory[name])
+        limited = name in found and _granted(found[name], share, limit_memory=limit_memory)
         if not limited or not sockets[name].exists():
             raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {folder.log}")
+    return {name: found[name] for name in shares}
 
 
-async def drop_namespace(daemon: DaemonClient, name: AllocationId) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """How the namespaces of a daemon differ from those that gpumgr made. `changed`: limits changed, or deleted. `unchecked`: missing or
+    not too high, and the daemon's answer after they were set is not known (the agent has restarted). `foreign`: made by others."""
+
+    changed: frozenset[AllocationId]
+    unchecked: frozenset[AllocationId]
+    foreign: frozenset[str]
+
+
+async def compare_namespaces(
+    daemon: DaemonClient,
+    shares: Mapping[AllocationId, Share],
+    answers: Mapping[AllocationId, NamespaceLimits],
+    *,
+    limit_memory: bool,
+) -> Differences:
+    """By one run of the control program. Raises MpsError."""
+    found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
+    same = {name for name in shares if name in found and answers.get(name) == found[name]}
+    unchecked = {
+        name
+        for name in shares.keys() - answers.keys()
+        if name not in found or _granted(found[name], shares[name], limit_memory=limit_memory)
+    }
+    return Differences(
+        changed=frozenset(shares.keys() - same - unchecked),
+        unchecked=frozenset(unchecked),
+        foreign=frozenset(found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}),
+    )
+
+
+def _granted(limits: NamespaceLimits, share: Share, *, limit_memory: bool) -> bool:
+    return commands.within(limits, share.cores, share.memory_bytes if limit_memory else None)
+
+
+async def drop_namespace(daemon: DaemonClient, name: str) -> None:
     """Raises MpsError."""
     if name in commands.parse_namespaces(await daemon.run(commands.list_namespaces())):
         await daemon.run(commands.delete_namespace(name))

@@ -76,6 +76,30 @@ def uses_pipe_folder(pid: int, pipe: Path) -> bool:
     return any(folder in environment for folder in folders)
 
 
+def daemon_of_others(uuid: str) -> tuple[int, str] | None:
+    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes of pods do not count: a
+    tenant can give its process any name. Nor do those in gpumgr's folders, which it has on record. Reads /proc."""
+    own = ("mps", uuid, "pipe"), ("mps", "probe", "pipe")
+    for proc in PROC.iterdir():
+        if not proc.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            program, *words = (proc / "cmdline").read_bytes().split(b"\0")
+            if os.path.basename(program) != b"nvidia-cuda-mps-control" or not {b"-d", b"-f", b"--daemon", b"--foreground"} & {
+                *words
+            }:
+                continue
+            lines = (proc / "environ").read_bytes().split(b"\0")
+            settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
+            pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+            visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
+            if Path(pipe).parts[-3:] in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
+                continue
+            if b"kubepods" not in (proc / "cgroup").read_bytes():
+                return int(proc.name), pipe
+    return None
+
+
 def children(pid: int) -> tuple[int, ...]:
     """Children of all its threads; servers are children of the daemon."""
     found: list[int] = []

@@ -35,7 +35,7 @@ class DaemonRecords:
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
-        self._root, self._boot = root, _BOOT.read_text().strip()
+        self._root, self._boot = root, boot_id()
         names = sorted(os.listdir(root)) if root.is_dir() else []
         found = {name: self._read(root / name) for name in names if _UUID.match(name)}
         self._known = {uuid: record for uuid, record in found.items() if record is not None}
@@ -72,6 +72,11 @@ class DaemonRecords:
         except msgspec.MsgspecError:
             return None
         return record if record.boot == self._boot else None
+
+
+def boot_id() -> str:
+    """Raises OSError."""
+    return _BOOT.read_text().strip()
 
 
 def read_protocol(state_dir: Path) -> MpsProtocol | None:

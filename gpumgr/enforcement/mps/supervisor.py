@@ -1,7 +1,7 @@
 """All daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root` has one folder for each GPU; `records` list the existing ones, also those elsewhere.
 
-    A daemon is checked every `check_seconds`, and ends `idle_seconds` after its last container.
+    A daemon is checked every `check_seconds`, in protocol 3 its namespaces at every tick; it ends `idle_seconds` after its last container.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class Supervisor:
         """The one object of this GPU. Also called on a thread, by `own_pids`."""
         return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.config))
 
+    def has_daemon(self, uuid: str) -> bool:
+        """Whether the GPU has a daemon of containers, or had one that is not removed yet. Reads no file."""
+        return self._records.of(uuid) is not None
+
     def daemons(self) -> Sequence[Daemon]:
         """The daemons that have a record, also of an earlier start of the agent. Reads no file."""
         return [self.of(uuid) for uuid in self._records.uuids()]
@@ -60,12 +64,15 @@ class Supervisor:
         # A few in each tick, the longest waiting first: each check runs programs.
         for daemon in sorted(due, key=lambda d: checked_at[d.uuid])[: -(-len(daemons) // int(max(1, self._check_seconds)))]:
             self._checked_at[daemon.uuid] = now
-            self._begin(daemon)
+            self._begin(daemon, self._check)
+        for daemon in daemons if self.config.protocol == 3 else ():
+            if daemon.uuid not in self._tasks:
+                self._begin(daemon, self._guard)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
-    def _begin(self, daemon: Daemon) -> None:
-        task = asyncio.create_task(self._check(daemon), name=f"mps {daemon.uuid}")
+    def _begin(self, daemon: Daemon, work: Callable[[Daemon], Coroutine[None, None, None]]) -> None:
+        task = asyncio.create_task(work(daemon), name=f"mps {daemon.uuid}")
         self._tasks[daemon.uuid] = task
         task.add_done_callback(lambda done: self._ended(daemon, done))
 
@@ -73,6 +80,10 @@ class Supervisor:
         self._tasks.pop(daemon.uuid, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("mps_daemon_not_checked", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
+
+    async def _guard(self, daemon: Daemon) -> None:
+        async with daemon.lock:
+            await daemon.guard()
 
     async def _check(self, daemon: Daemon) -> None:
         async with daemon.lock:

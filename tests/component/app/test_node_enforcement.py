@@ -114,7 +114,7 @@ async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_onc
     assert enforcement.gpu_limits() == {gpu.uuid: GpuLimits() for gpu in node.gpus}
     await enforcement.choose(snapshot(1, 16))
     assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
-    assert enforcement.limits.choice.obstacles["hami-core"].startswith("hami_core.library_path and")
+    assert enforcement.limits.choice.obstacles["hami-core"].startswith("no libvgpu.so is installed")
 
 
 async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(

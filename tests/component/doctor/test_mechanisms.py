@@ -14,6 +14,7 @@ from gpumgr.doctor.backends import look_at_library, look_at_mps
 from gpumgr.doctor.choice import look_at_choice
 from gpumgr.doctor.examine import State
 from gpumgr.doctor.gpus import SharedNvml
+from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
@@ -28,7 +29,7 @@ case "$*" in
 esac
 """
 OLD = "#!/bin/sh\necho 'usage: nvidia-cuda-mps-control [-d]'\nexit 1\n"
-HERE: dict[str, Any] = {"run_dir": Path("/run/gpumgr"), "in_pod": False, "timeout_seconds": 5}
+HERE: dict[str, Any] = {"run_dir": Path("/run/gpumgr"), "state_dir": Path("/nonexistent"), "in_pod": False, "timeout_seconds": 5}
 HUNG = "#!/bin/sh\nexec sleep 60\n"
 #: e_machine of this host's programs.
 MACHINE = {"x86_64": 62, "aarch64": 183}[platform.machine()]
@@ -49,6 +50,21 @@ def program(folder: Path, text: str) -> MpsSettings:
     path.write_text(text)
     path.chmod(0o755)
     return MpsSettings(control_program=str(path))
+
+
+@pytest.mark.parametrize(
+    ("failure", "state", "said"),
+    [(None, "ok", ", a daemon was tried and works"), ("an MPS daemon was tried and does not work: no GPU", "warning", "no GPU")],
+)
+async def test_the_agents_try_of_a_daemon_is_shown(tmp_path: Path, failure: str | None, state: State, said: str) -> None:
+    mps = program(tmp_path, NEW)
+    tried = probe.identify(Path(mps.control_program), 3, launcher.best_method())
+    probe.write_result(tmp_path, probe.ProbeResult(program=tried, boot="b", failure=failure))
+    result = await look_at_mps(mps, ["auto"], **HERE | {"state_dir": tmp_path})
+    assert (result.state, said in result.message) == (state, True)
+    (tmp_path / "mps-control").touch()
+    changed = await look_at_mps(program(tmp_path, NEW + "\n"), ["auto"], **HERE | {"state_dir": tmp_path})
+    assert "tried" not in changed.message
 
 
 @pytest.mark.parametrize(
@@ -118,7 +134,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (hami_core.library_path")
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
     found = await look_at_choice(settings, gpus, in_pod=False)
     assert found.state == "warning"

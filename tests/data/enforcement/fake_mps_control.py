@@ -4,8 +4,9 @@
 Standard library only; fake_mps_daemon.py lies beside it. Beside NVIDIA's own options and commands it knows
 
     fake_mps_control.py attach     attaches as a CUDA program would (CUDA_MPS_PIPE_DIRECTORY and limits in the environment), prints
-                                   one JSON line with what it got, and stays until its standard input ends. FAKE_MPS_AS_USER: the
-                                   user id that the daemon takes it for.
+                                   one JSON line with what it got, and stays until its standard input ends.
+
+FAKE_MPS_AS_USER is the user id that the daemon takes a client or a command for,
 
 and FAKE_MPS_BEHAVIOUR names a JSON file, read at every step (it may change meanwhile):
 
@@ -111,10 +112,11 @@ def talk(words: Sequence[str]) -> None:
     if (text := behaviour("garbage", None)) is not None:
         print(text)
         return
-    connection = _connect("control_privileged")
+    connection = _connect("control_privileged") or _connect("control")
     if connection is None:
         _fail("Cannot find MPS control daemon process")
-    connection.sendall(json.dumps({"words": words}).encode() + b"\n")
+    request = {"words": words, "as_user": os.environ.get("FAKE_MPS_AS_USER")}
+    connection.sendall(json.dumps(request).encode() + b"\n")
     answer = connection.makefile(buffering=1 << 20).readline()  # the rest of a packet is lost
     if not answer:
         _fail("Connection to the control daemon was lost")
@@ -139,7 +141,7 @@ def attach() -> None:
 def start(protocol: int, multiuser: bool, *, foreground: bool) -> NoReturn:
     if (text := behaviour("refuse_start", None)) is not None:
         _fail(text)
-    if _connect("control_privileged") is not None:
+    if _connect("control") is not None:
         _fail("An instance of this daemon is already running")
     os.makedirs(PIPE, exist_ok=True)
     os.makedirs(LOG, exist_ok=True)

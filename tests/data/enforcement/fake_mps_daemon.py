@@ -1,5 +1,6 @@
 """The daemon of fake_mps_control.py, which starts it: listens in the pipe folder, obeys commands, serves clients."""
 
+import contextlib
 import json
 import os
 import re
@@ -85,11 +86,12 @@ class Daemon:
         settings = {key: value for key, value in os.environ.items() if key.startswith("CUDA_")}
         facts = {"argv": sys.argv, "env": settings, "shm": [shm.st_dev, shm.st_ino]}
         (LOG / "fake.json").write_text(json.dumps(facts))
-        (PIPE / "control_lock").touch()
         if not (PIPE / "log").exists():
             os.mkfifo(PIPE / "log")
         self._listen(PIPE / "control", "default")
-        self._listen(PIPE / "control_privileged", "default")
+        if self.protocol == 2:
+            (PIPE / "control_lock").touch()
+            self._listen(PIPE / "control_privileged", "default")
         if behaviour("pid_file", True):
             _PID_FILE.write_text(f"{os.getpid()}\n")
         os.write(tell, b"1")
@@ -97,17 +99,25 @@ class Daemon:
         self._ended.wait()
         for server in self.servers.values():
             server.end()
-        for name in ("control", "control_privileged", _PID_FILE.name):
-            (PIPE / name).unlink(missing_ok=True)
+        self._log("Exit with status 0")
+        (PIPE / "log").unlink()
+        if self.protocol == 2:  # the sockets stay, in protocol 3 the pid file too
+            _PID_FILE.unlink(missing_ok=True)
+
+    def _log(self, text: str) -> None:
+        with (LOG / "control.log").open("a") as log:
+            log.write(f"[{time.strftime('%F %T')}.000 Control{' INFO' if self.protocol == 3 else ''} {os.getpid():5}] {text}\n")
 
     def _listen(self, path: Path, namespace: str) -> socket.socket:
+        """`namespace` is empty for connections to control_privileged."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))
         path.chmod(0o666)
         listener.listen(16)
-        threading.Thread(target=self._accept, args=(listener, namespace), daemon=True).start()
+        place = namespace if path.name == "control" else ""
+        threading.Thread(target=self._accept, args=(listener, place), daemon=True).start()
         return listener
 
     def _accept(self, listener: socket.socket, namespace: str) -> None:
@@ -128,19 +138,33 @@ class Daemon:
             self._attach(connection, pid, int(request["as_user"] or user), namespace, request["attach"])
             return
         words = request["words"]
-        with (LOG / "control.log").open("a") as log:
-            log.write(" ".join(words) + "\n")
+        self._log(("Cmd:" if self.protocol == 2 else "Received command: ") + " ".join(words))
         if words[0] in behaviour("crash", []):
             os._exit(139)
         with self._lock:
             try:
+                self._check_privileges(words, int(request.get("as_user") or user), privileged=not namespace)
                 status, text = 0, self.obey(words)
             except Refused as refused:
                 # Refusals of protocol 2 have the exit status 0.
-                status, text = (0 if self.protocol == 2 else 1), str(refused)
+                status, text = 0, str(refused)
+                if self.protocol == 3:
+                    status, text = 1, f"Error: {refused}\nFailed to execute {' '.join(words[:2]).upper()}"
         connection.sendall(json.dumps({"status": status, "text": text}).encode() + b"\n")
-        if words[0] == "quit":
+        if words[0] == "quit" and "privilege" not in text:
             self._ended.set()
+
+    def _check_privileges(self, words: Sequence[str], user: int, *, privileged: bool) -> None:
+        """In protocol 2 the socket matters: a running server's limits can be set through both. In protocol 3 the user matters."""
+        if self.protocol == 2 and not privileged and words[0] == "quit":
+            raise Refused("Not enough privilege to execute quit command")
+        if self.protocol == 2 and not privileged and words[0].startswith("set_default_"):
+            raise Refused(
+                f"Insufficient privileges for UID {user}. Control deamon settings can only be modified by the user started it or by the "
+                "root user."
+            )
+        if self.protocol == 3 and user not in (0, os.getuid()) and "list" not in words:
+            raise Refused(f"Insufficient privileges for UID {user}. '{' '.join(words[:2]).upper()}' requires root.")
 
     # -- clients ---------------------------------------------------------------------------------------------------------------
 
@@ -183,7 +207,7 @@ class Daemon:
 
     def obey(self, words: Sequence[str]) -> str:
         if words[0] == "quit":
-            return ""
+            return "Quit accepted; shutting down the MPS control daemon." if self.protocol == 3 else ""
         if "pinned_mem" in words[0] and not behaviour("knows_memory_limits", True):
             raise Refused(f'Unknown command "{words[0]}"')
         if self.protocol == 2:
@@ -209,16 +233,16 @@ class Daemon:
             case ["set_default_device_pinned_mem_limit", "0", value]:
                 self.defaults.memory = _size(value)
             case ["get_default_device_pinned_mem_limit", "0"] if behaviour("tells_limits", True):
-                return _shown(self.defaults.memory)
+                return _shown(self.defaults.memory) if self.defaults.memory else ""
             case ["set_active_thread_percentage", pid, value]:
                 self._known(pid).limits.percentage = float(value)
-                return f"{float(value)}"
             case ["set_device_pinned_mem_limit", pid, "0", value]:
                 self._known(pid).limits.memory = _size(value)
             case ["get_active_thread_percentage", pid] if behaviour("tells_limits", True) is True:
                 return f"{self._known(pid).limits.percentage}"
             case ["get_device_pinned_mem_limit", pid, "0"] if behaviour("tells_limits", True) is True:
-                return _shown(self._known(pid).limits.memory)
+                memory = self._known(pid).limits.memory
+                return _shown(memory) if memory else ""
             case _:
                 raise Refused(f'Unknown command "{command}"')
         return ""
@@ -228,18 +252,21 @@ class Daemon:
         match words:
             case ["server", "create", name]:
                 self._create_server(name, options.get("uid", "0"), options.get("allowed-devices", "-"))
+                return f"Adding server '{name}'" + (" [multiuser enabled]" if self.multiuser else "")
             case ["server", "list"]:
                 servers = self.servers.values()
-                return _rendered(((s.name, s.user, s.pid, "Ready", PIPE / s.name, s.devices, "-") for s in servers), style)
+                return _rendered(((s.name, s.user, s.pid, "Busy", PIPE / s.name, s.devices, "-") for s in servers), style)
             case ["namespace", "create", name]:
                 self._create_namespace(owner, name)
             case ["namespace", "delete", name]:
                 self._delete_namespace(owner, name, "force" in options)
+                return f"Namespace '{name}' deleted from server '{owner}'" + (" (forced)" if "force" in options else "")
             case ["namespace", "list"]:
                 self._known(owner)
                 return _rendered(self._namespace_rows(owner), style)
             case ["namespace", "set", name]:
                 self._limit(self._namespace(owner, name).limits, options)
+                return f"Database updated for server '{owner}' namespace '{name}'"
             case ["namespace", "get", name, of, key]:
                 limits = self._namespace(of, name).limits
                 folder, shown = str(PIPE / of / name), _shown(limits.memory)
@@ -279,7 +306,8 @@ class Daemon:
             raise Refused("Namespace has active clients")
         namespace.listener.close()
         (PIPE / owner / name / "control").unlink()
-        (PIPE / owner / name).rmdir()
+        with contextlib.suppress(OSError):
+            (PIPE / owner / name).rmdir()
         del self.namespaces[owner, name]
 
     def _limit(self, limits: Limits, options: dict[str, str]) -> None:
@@ -291,15 +319,15 @@ class Daemon:
             limits.memory = _size(options["pinned-memory-limit"])
 
     def _namespace_rows(self, owner: str) -> Iterable[Sequence[object]]:
-        yield "default", owner, "Ready", "-", "100.00", 0, PIPE / owner / "default"
         for (of, name), namespace in self.namespaces.items():
             if of == owner:
                 limits = namespace.limits
-                yield name, owner, "Ready", _shown(limits.memory), f"{limits.percentage:.2f}", 0, PIPE / owner / name
+                yield name, owner, "Busy", _shown(limits.memory), f"{limits.percentage:.2f}", 0, PIPE / owner / name
+        yield "default", owner, "Busy", "unlimited", "100.00", 0, PIPE / owner / "default"
 
     def _known(self, name: str) -> Server:
         if name not in self.servers:
-            raise Refused(f"Server {name} not found")
+            raise Refused(f"Server {name} not found" if self.protocol == 2 else f"Server '{name}' not found")
         return self.servers[name]
 
     def _namespace(self, owner: str, name: str) -> Namespace:
@@ -310,7 +338,7 @@ class Daemon:
 
 def _check_name(name: str) -> None:
     if not re.fullmatch("[a-z0-9_]{1,64}", name):
-        raise Refused(f"Invalid name: {name}")
+        raise Refused(f"Invalid namespace name '{name}'")
 
 
 def _size(text: str) -> int:
@@ -319,7 +347,7 @@ def _size(text: str) -> int:
 
 def _shown(value: int | None) -> str:
     if value is None:
-        return "-"
+        return "unlimited"
     return f"{value >> 30}G" if value % (1 << 30) == 0 else f"{value >> 20}M"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -145,7 +146,8 @@ class Place:
 
     def heard(self) -> list[str]:
         """Commands that the daemon got."""
-        return (self.folder.log / "control.log").read_text().splitlines()
+        lines = (self.folder.log / "control.log").read_text().splitlines()
+        return [found[1] for line in lines if (found := re.search(r"\] (?:Cmd:|Received command: )(.*)", line))]
 
     async def attach(self, backend: Backend, tenant: GpuShare, **other: str) -> tuple[int, Mapping[str, Any]]:
         """A CUDA program of this tenant: its pid, and what it got."""

@@ -53,6 +53,13 @@ async def test_a_daemon_without_a_pid_file_and_with_a_full_queue_is_not_started_
         (daemon,) = backend.daemons()
         assert (daemon.pid, daemon.restarts, daemon.trouble is None) == (pid, 0, False)
     os.kill(pid, signal.SIGCONT)
+    await until(lambda: accepts_connections(place))
+
+
+def accepts_connections(place: Place) -> bool:
+    with contextlib.suppress(MpsError):
+        return processes.find_daemon(place.folder.pipe) is not None
+    return False
 
 
 async def test_an_idle_daemon_that_hangs_is_taken_away(place: Place) -> None:

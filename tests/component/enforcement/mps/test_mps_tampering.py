@@ -1,18 +1,21 @@
-"""A tenant that changes what its daemon keeps, in protocol 2: root in a container reaches the control socket."""
+"""A tenant that changes what its daemon keeps: a container reaches the control socket."""
 
 import os
+from collections.abc import Mapping
 
 import pytest
 
 from gpumgr.enforcement.mps import commands
+from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.control import ControlProgram
+from gpumgr.errors import MpsError
 from gpumgr.proc import start_time_ticks
-from tests.component.enforcement.mps.place import GIB, Place, running, tenant
+from tests.component.enforcement.mps.place import GIB, Place, running, tenant, until
 
 
 async def say(place: Place, *lines: str) -> None:
     """To the daemon, as a container's process would."""
-    control = ControlProgram(place.program, timeout_seconds=5.0)
+    control = ControlProgram(place.program, timeout_seconds=30.0)
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(place.folder.pipe)}
     for line in lines:
         await control.query(commands.Command(text=f"{line}\n"), environment)
@@ -94,3 +97,113 @@ async def test_limits_are_written_to_a_driver_that_does_not_report_them(place: P
     await place.pass_time(backend)
     assert (got["percentage"], got["memory"]) == (30, 3 * GIB)
     assert await backend.observe([running(tenant(), os.getpid())]) == []
+
+
+# -- protocol 3: root in a container reaches all namespaces through the socket of its own ----------------------------------
+
+
+async def in_container(place: Place, *words: str, allocation: str = "a1", user: int = 0) -> None:
+    """Runs the control program with the folder that the container has. Raises MpsError."""
+    control = ControlProgram(place.program, timeout_seconds=30.0)
+    folder = place.folder.namespace(allocation)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_PROTOCOL_VERSION": "3", "FAKE_MPS_AS_USER": str(user)}
+    await control.query(commands.Command(words=words), environment)
+
+
+async def namespaces(backend: Mps) -> Mapping[str, tuple[str, str]]:
+    (daemon,) = backend.daemons()
+    return commands.parse_namespaces(await daemon._client.run(commands.list_namespaces()))
+
+
+@pytest.mark.parametrize(
+    ("words", "concerned"),
+    [
+        (("namespace", "set", "a1", "--server=gpu", "--active-thread-percentage=100", "--pinned-memory-limit=60G"), {"a1"}),
+        (("namespace", "set", "b2", "--server=gpu", "--active-thread-percentage=1"), {"b2"}),
+        (("namespace", "set", "b2", "--server=gpu", "--pinned-memory-limit=1M"), {"b2"}),
+        (("namespace", "delete", "b2", "--server=gpu", "--force"), {"b2"}),
+        (("namespace", "delete", "a1", "--server=gpu", "--force"), {"a1"}),
+        (("namespace", "create", "mine", "--server=gpu"), set()),
+        (("namespace", "create", "0123456789abcdef", "--server=gpu"), set()),
+    ],
+)
+async def test_namespaces_are_restored_within_a_second_and_the_container_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], concerned: set[str]
+) -> None:
+    root, other = 4194301, 4194302
+    monkeypatch.setattr("gpumgr.enforcement.mps.processes.user_of", {root: 0, other: 1000}.get)
+    backend = await place.agent()
+    await backend.start(tenant("a1"))
+    await backend.start(tenant("b2", cores=10, memory_bytes=GIB))
+    granted = {"a1": ("3G", "30.00"), "b2": ("1G", "10.00"), "default": ("unlimited", "100.00")}
+    await place.pass_time(backend)
+    assert await namespaces(backend) == granted
+    look = [running(tenant("a1"), root), running(tenant("b2"), other)]
+    assert await backend.observe(look) == []
+    await in_container(place, *words)
+    assert await namespaces(backend) != granted
+    await place.pass_time(backend, 1.0)
+    assert await namespaces(backend) == granted
+    assert (place.folder.namespace("b2") / "control").exists()
+    found = await backend.observe(look)
+    assert {finding.allocation for finding in found} == {"a1"} | concerned
+    assert all("by demo/pod-a1 (main), of which alone a process could do it" in finding.message for finding in found)
+    assert {finding.code for finding in found} == {"tampered"}
+    await place.pass_time(backend)
+    assert await backend.observe(look) == []
+
+
+async def test_a_second_costs_one_run_of_the_control_program(place: Place) -> None:
+    backend = await place.started()
+    await place.pass_time(backend)
+    before = len(place.heard())
+    await place.pass_time(backend, 1.0)
+    assert place.heard()[before:] == ["namespace list --server=gpu --format=csv,noheader"]
+    await backend.cleanup("a1")
+    before = len(place.heard())
+    await place.pass_time(backend, 1.0)
+    assert place.heard()[before:] == []
+
+
+async def test_an_agent_that_has_restarted_reports_raised_limits_and_only_these(place: Place) -> None:
+    old = await place.started()
+    await old.start(tenant("b2", cores=10, memory_bytes=GIB))
+    await old.close()
+    new = await place.agent()
+    await new.recover([tenant("a1"), tenant("b2", cores=10, memory_bytes=GIB)])
+    assert await new.observe([running(tenant("a1"), os.getpid())]) == []
+    await new.close()
+    await in_container(place, "namespace", "set", "a1", "--server=gpu", "--active-thread-percentage=90")
+    last = await place.agent()
+    await last.recover([tenant("a1"), tenant("b2", cores=10, memory_bytes=GIB)])
+    assert [finding.allocation for finding in await last.observe([running(tenant("a1"), os.getpid())])] == ["a1"]
+    assert (await namespaces(last))["a1"] == ("3G", "30.00")
+
+
+async def test_a_daemon_that_a_container_ends_is_restarted_within_a_second_and_reported(place: Place) -> None:
+    backend = await place.started()
+    await place.pass_time(backend)
+    pid = place.daemon_pid()
+    assert pid is not None
+    await in_container(place, "-q")
+    await until(lambda: start_time_ticks(pid) is None)
+    await place.pass_time(backend, 1.0)
+    assert place.daemon_pid() not in (None, pid)
+    (finding,) = await backend.observe([running(tenant(), 4194301)])
+    assert (finding.code, "a container ended the daemon of MPS" in finding.message) == ("tampered", True)
+
+
+async def test_a_daemon_that_crashed_was_not_ended_by_a_container(place: Place) -> None:
+    backend = await place.started()
+    await place.pass_time(backend)
+    await place.kill_daemon()
+    await place.pass_time(backend, 1.0)
+    assert place.daemon_pid() is not None
+    assert await backend.observe([running(tenant(), 4194301)]) == []
+
+
+async def test_another_user_can_change_nothing(place: Place) -> None:
+    await place.started()
+    words = ("namespace", "set", "a1", "--server=gpu", "--active-thread-percentage=100")
+    with pytest.raises(MpsError, match="Insufficient privileges for UID 1000"):
+        await in_container(place, *words, user=1000)

@@ -1,6 +1,9 @@
 """Findings of checks of running containers."""
 
 from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
 
 from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import View, judge, lost, processes_outside, unserved
@@ -43,10 +46,25 @@ def test_users_are_checked_only_if_the_container_may_wait() -> None:
     assert not unserved(RUNNING, View(protocol=2, multiuser=False, server_user=0, clients={10: None}))
 
 
-def test_changed_limits_are_reported() -> None:
-    (finding,) = findings_of(View(protocol=2, multiuser=True, tampered=True, clients={11: None}))
+@pytest.mark.parametrize(
+    ("suspects", "who"),
+    [
+        ((), "by a process that has ended;"),
+        (("demo/evil (main)",), "by demo/evil (main), of which alone a process could do it;"),
+        (("demo/a (main)", "demo/b (main)"), "by one of demo/a (main), demo/b (main);"),
+    ],
+)
+def test_tampering_is_reported_with_the_containers_that_may_have_done_it(suspects: tuple[str, ...], who: str) -> None:
+    view = View(protocol=3, multiuser=True, tampered="limits changed", suspects=suspects, concerned=frozenset({"a1"}))
+    (finding,) = findings_of(replace(view, clients={11: "a1"}))
     assert finding.code == "tampered"
-    assert "the limits of MPS on GPU 0fe1c342 were changed through its daemon's control socket" in finding.message
+    assert "a container changed the limits of MPS on GPU 0fe1c342 through its daemon's control socket" in finding.message
+    assert who in finding.message
+
+
+def test_tampering_is_reported_to_the_containers_that_it_concerns() -> None:
+    view = View(protocol=3, multiuser=True, tampered="limits changed", concerned=frozenset({"b2"}), clients={11: "a1"})
+    assert findings_of(view) == []
 
 
 def test_an_error_of_the_daemon_is_the_only_finding() -> None:
