@@ -1,6 +1,5 @@
 """Tenants with limits: agents with other settings, pods that have the tenants' programs at hand, and where their files are."""
 
-import hashlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.sim.control import SimControl
+from tests.libvgpu import build
 
 from .agent import Agent
 from .cluster import Cluster
@@ -91,11 +91,8 @@ def control() -> SimControl:
 
 
 def library() -> dict[str, str]:
-    """An operator's library, with its checksum. What a container loads is no part of these tests, so it is an empty one."""
-    source = build_programs() / "library.c"
-    source.write_text("int library_of_an_operator;\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", LIBRARY, source], check=True)
-    return {"library_path": str(LIBRARY), "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}
+    """An operator's library, with its checksum. What a container loads is no part of these tests: it limits nothing."""
+    return {"library_path": str(LIBRARY), "library_sha256": build(LIBRARY)}
 
 
 def gpu_index(node: Node, name: str) -> int:

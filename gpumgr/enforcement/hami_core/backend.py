@@ -23,8 +23,9 @@ from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
+from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
-from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
 from gpumgr.files import replace_file
 from gpumgr.units import Resource
@@ -78,10 +79,8 @@ class HamiCore(Backend):
         self._library_path, self._library_sha256 = path, sha256
 
     async def unavailable(self) -> str | None:
-        if self._library_path is None or self._library_sha256 is None:
-            return _UNSET
         try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(self._usable_library)
         except LibraryError as error:
             return str(error)
         return None
@@ -159,12 +158,19 @@ class HamiCore(Backend):
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _start(self, tenant: GpuShare) -> None:
+    def _usable_library(self) -> CheckedLibrary:
+        """Raises LibraryError."""
         if self._library_path is None or self._library_sha256 is None:
             raise LibraryError(_UNSET)
+        library = check(self._library_path, self._library_sha256)
+        if (reason := refusal(library)) is not None:
+            raise LibraryError(reason)
+        return library
+
+    def _start(self, tenant: GpuShare) -> None:
         wanted = seed.limits(tenant.gpus)
         with _INSTALLING:
-            _install(self._library_path, self._library_sha256, self._library_dir)
+            _install(self._usable_library(), self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -210,9 +216,9 @@ class HamiCore(Backend):
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
 
 
-def _install(path: Path, sha256: str, folder: Path) -> None:
-    """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+def _install(library: CheckedLibrary, folder: Path) -> None:
+    """Installs the operator's library with the list that preloads it. Blocks. Raises LibraryError."""
+    preload = install(library, folder, _LIBRARY).with_name(_PRELOAD)
     content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
     try:
         if not preload.is_file() or preload.read_bytes() != content:

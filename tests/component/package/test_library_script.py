@@ -17,6 +17,7 @@ from gpumgr.enforcement.operator_library import check
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
+from tests.libvgpu import build
 from tools import PROJECT
 
 LIBRARY: Final = "libvgpu.so"
@@ -62,9 +63,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two shared libraries; the first is HAMi-core's, where the lab is."""
     folder = tmp_path_factory.mktemp("built")
     for number in (1, 2):
-        source = f"int answer_{number}(void) {{ return {number}; }}\n"
-        command: list[str | Path] = ["cc", "-shared", "-fPIC", "-x", "c", "-o", folder / f"{number}.so", "-"]
-        subprocess.run(command, check=True, input=source, text=True)
+        build(folder / f"{number}.so", f"-Wl,-soname,libvgpu.so.{number}")
     if LAB is not None:
         shutil.copyfile(Path(LAB) / "bin" / "libvgpu-5091a2f-cu13.so", folder / "1.so")
     return folder / "1.so", folder / "2.so"

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -29,14 +28,15 @@ from tests.component.enforcement.hami_core.harness import (
     running,
     tenant,
 )
+from tests.libvgpu import build
 from tests.shares import TWO_GPUS, gpu_share
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library for this host, in place of the operator's."""
+    """In place of the operator's."""
     path = tmp_path_factory.mktemp("library") / "libvgpu.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    build(path)
     return path
 
 
@@ -181,6 +181,18 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
     with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* has SHA-256 .* is set: put the right file there"):
+        await backend.start(tenant())
+    assert not (tmp_path / "lib").exists()
+    assert not region_of(tmp_path).exists()
+
+
+async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_start(tmp_path: Path) -> None:
+    mine = tmp_path / "libvgpu.so"
+    build(mine, "-DHIDDEN")
+    backend = make_backend(tmp_path, mine)
+    reason = await backend.unavailable() or ""
+    assert "it does not export cuInit" in reason
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* it does not export cuInit"):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
