@@ -68,7 +68,7 @@ class HamiCore(Backend):
         nspid_of: NspidOf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._library_path, self._library_sha256, self._library_dir = library_path, library_sha256, library_dir
+        self._library, self._library_dir = (library_path, library_sha256), library_dir
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._clock = nspid_of, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
@@ -76,7 +76,7 @@ class HamiCore(Backend):
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
-        self._library_path, self._library_sha256 = path, sha256
+        self._library = path, sha256
 
     async def unavailable(self) -> str | None:
         try:
@@ -95,10 +95,11 @@ class HamiCore(Backend):
                     if not gpu.whole
                 }
             )
-        if self._library_sha256 is None:
+        _, sha256 = self._library
+        if sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
+        library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -160,9 +161,10 @@ class HamiCore(Backend):
 
     def _usable_library(self) -> CheckedLibrary:
         """Raises LibraryError."""
-        if self._library_path is None or self._library_sha256 is None:
+        path, sha256 = self._library
+        if path is None or sha256 is None:
             raise LibraryError(_UNSET)
-        library = check(self._library_path, self._library_sha256)
+        library = check(path, sha256)
         if (reason := refusal(library)) is not None:
             raise LibraryError(reason)
         return library
