@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 # The interpreter of a new environment, if not the first suitable one in PATH: make test VENV=.venv-3.13 INTERPRETER=python3.13
 INTERPRETER ?=
-# Further arguments for demo, test, e2e and bench: make test ARGS='-k ledger'
+# Further arguments for demo, test, e2e, lab and bench: make test ARGS='-k ledger'
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -25,7 +25,7 @@ test: venv ## unit, property, component and agent tests on all cores: no root, n
 e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds Kubernetes and containerd with Go
 	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
 	@$(PYTHON) -m tests.e2e.build
-	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 $(ARGS)
+	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 -rs $(ARGS)
 
 lab: venv ## real enforcement libraries and MPS programs in containers over a fake GPU; needs root, runc and GPUMGR_LAB (ARGS='SCENARIO...')
 	@$(PYTHON) -m tests.lab $(ARGS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.history import HistoryEntry
 
 
@@ -26,7 +27,8 @@ class StrangersRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. `row` is its row in the topology, `index` NVML's index."""
+    """One GPU. `row` is its row in the topology, `index` NVML's index. `limits` are those of new shares; None: the driver does not list
+    the GPU."""
 
     uuid: str
     name: str
@@ -49,6 +51,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     power_watts: float | None = None
     strangers: StrangersRow | None = None
+    limits: GpuLimits | None = None
 
 
 class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,13 +91,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-class Mechanism(msgspec.Struct, frozen=True, kw_only=True):
-    """An enforcement mechanism, and what it limits ("cores", "memory", "cores and memory")."""
-
-    mechanism: str
-    keeps: str
-
-
 class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     gpus: tuple[int, ...] = ()
@@ -128,7 +124,7 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries without their candidates, newest first.
 
-    In `levels` the diagonal is X, as in `nvidia-smi topo -m`.
+    In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is the text of all GPUs' limits; each has its own in `gpus`.
     """
 
     node: str = ""
@@ -138,7 +134,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     cuda_version: str | None = None
     ready: bool = True
     not_ready: tuple[str, ...] = ()
-    enforcement: tuple[Mechanism, ...] = ()
+    limits: str = ""
     tree: TreeNode | None = None
     nvlinks: tuple[NvLinks, ...] = ()
     levels: tuple[tuple[str, ...], ...] = ()

@@ -6,6 +6,7 @@ from typing import Final
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.topology.devices import NodeSample
 from gpumgr.units import GpuName
 from gpumgr.usage.node_use import AllocationOnGpu, NodeUse
@@ -42,9 +43,9 @@ class NodeReport:
     `reasons`: UUID -> why a GPU accepts no new containers, as one of REASONS. It applies only to GPUs that are unschedulable in `view`,
     and may be incomplete.
 
-    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `enforcement`
-    has each mechanism that new shares get, with what it limits ("cores", "memory", "cores and memory"); an allocation has its own
-    mechanisms. `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
+    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`
+    has the limits of new shares on each GPU that the driver lists, by UUID; an allocation has its own mechanisms.
+    `vcuda_registrations` (by result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
 
     `registered`: resource -> whether the kubelet has it from this agent. `not_ready`: sentences why the node can't accept pods with
     GPUs now. `cordons` are by UUID. `outbox` None: there is no API server. `connections` counts the web server's open connections,
@@ -70,7 +71,7 @@ class NodeReport:
     reasons: Mapping[str, str] = field(default_factory=dict)
     use: NodeUse | None = None
     over: frozenset[AllocationOnGpu] = frozenset()
-    enforcement: tuple[tuple[str, str], ...] = ()
+    gpu_limits: Mapping[str, GpuLimits] = field(default_factory=dict)
     vcuda_registrations: Mapping[str, int] = field(default_factory=dict)
     mps_daemon_restarts: Mapping[str, int] = field(default_factory=dict)
 

@@ -227,7 +227,7 @@ class Components:
             self.agent_state,
             self._processes,
             device_root=None if self._hardware.simulated else str(self.settings.container.device_root),
-            before_snapshot=lambda snapshot: self.enforcement.choose(snapshot.driver_version),
+            before_snapshot=self.enforcement.choose,
             on_sample=self._evaluate,
         )
 

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import structlog
 
+from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.cri.cgroups import Cgroups
@@ -36,6 +38,7 @@ from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses, environment
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
+from gpumgr.topology.devices import NodeSnapshot
 from gpumgr.usage.containers import Container
 
 log = structlog.get_logger(__name__)
@@ -101,8 +104,11 @@ class NodeEnforcement:
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
         )
+        self._memory = DriverMemory(
+            nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
+        )
         self.limits = Enforcer(
-            self._backends(nvml),
+            self._backends(),
             # Simulated GPUs have no enforcement by default.
             setting="none" if simulated and chosen.backend == "auto" else chosen.backend,
             overrides=chosen.overrides,
@@ -116,25 +122,19 @@ class NodeEnforcement:
         self._mirror: DriverMirror | None = None
         self._mirrored: str | None = None
         self._mirror_error: str | None = None
-        self._driver_version: str | None = None
+        self._snapshot = EMPTY
         self._annotated: str | None = None
         self._agent_state: AgentState | None = None
         self.recovered = False
         self._freed = asyncio.Event()
 
-    def _backends(self, nvml: Nvml) -> list[Backend]:
-        memory = DriverMemory(
-            nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable
-        )
+    def _backends(self) -> list[Backend]:
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
-        return [memory, self._hami_core, self.vcuda, self.mps, *unlimited]
+        return [self._memory, self._hami_core, self.vcuda, self.mps, *unlimited]
 
-    def limits_in_words(self) -> tuple[tuple[str, str], ...]:
-        """(backend, resources that it limits) of new shares, without the operator's overrides."""
-        return tuple(
-            (name, f"{kept} of each process" if name == "mps" and self.mps.limits_processes else kept)
-            for name, kept in self.limits.coverage()
-        )
+    def gpu_limits(self) -> Mapping[str, GpuLimits]:
+        """UUID -> limits of new shares on the GPU, without the operator's overrides."""
+        return {gpu.uuid: self.limits.choice.limits(gpu) for gpu in self._snapshot.gpus}
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
@@ -142,9 +142,10 @@ class NodeEnforcement:
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
 
-    async def choose(self, driver_version: str | None) -> None:
+    async def choose(self, snapshot: NodeSnapshot) -> None:
         """The driver lists GPUs, at the start or after a change: chooses the backends that this node supports."""
-        self._driver_version = driver_version
+        self._snapshot = snapshot
+        self._memory.driver_restarted()
         await self._mirror_driver()
         await self._choose()
 
@@ -154,8 +155,8 @@ class NodeEnforcement:
                 await self.containers.refresh()
         # A library that was installed since is taken without a restart of the agent.
         self._hami_core.supply(*hami_core_library(self._settings))
-        await self.limits.choose()
-        if self._publisher is not None and (description := self.limits.describe()) != self._annotated:
+        choice = await self.limits.choose(self._snapshot.gpus)
+        if self._publisher is not None and (description := choice.describe(self._snapshot.gpus)) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
             self._annotated = description
 
@@ -180,7 +181,7 @@ class NodeEnforcement:
             due = await self.limits.tend(lambda: self.agent_state.ledger.allocations.keys())
             wait = CLEAN_UP_SECONDS if due is None else min(max(due, MIN_CLEAN_UP_SECONDS), CLEAN_UP_SECONDS)
             now = time.monotonic()
-            if now >= next_choice and self._driver_version is not None:
+            if now >= next_choice and self._snapshot.driver_version is not None:
                 next_choice = now + CHOICE_SECONDS
                 await self._mirror_driver()
                 await self._choose()
@@ -202,7 +203,7 @@ class NodeEnforcement:
 
     async def _mirror_driver(self) -> None:
         """Mirrors the driver's files for /usr/local/nvidia of containers, if the backend vcuda is configured."""
-        library, version = self._settings.vcuda.library_path, self._driver_version
+        library, version = self._settings.vcuda.library_path, self._snapshot.driver_version
         if library is None or version is None or version == self._mirrored:
             return
         try:

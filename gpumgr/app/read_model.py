@@ -92,7 +92,7 @@ class ReadModel:
             reasons=reasons,
             use=components.memory_watcher.use,
             over=components.memory_watcher.over,
-            enforcement=components.enforcement.limits_in_words(),
+            gpu_limits=components.enforcement.gpu_limits(),
             vcuda_registrations=dict(components.enforcement.vcuda.registrations),
             mps_daemon_restarts=components.enforcement.mps.restarts(),
         )

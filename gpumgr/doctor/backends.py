@@ -10,6 +10,7 @@ from gpumgr.enforcement.mps import launcher
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.operator_library import LibraryError
+from gpumgr.enforcement.vcuda.backend import EXPORTS
 from gpumgr.errors import MpsError
 from gpumgr.settings.installed_library import VERSION
 from gpumgr.settings.schema import BackendName, MpsSettings
@@ -49,7 +50,8 @@ async def look_at_mps(
 
 
 async def look_at_library(backend: BackendName, path: Path | None, sha256: str | None, words: Collection[str]) -> CheckResult:
-    """The operator's library of a backend: it exists, is an ELF file for this machine, and has the configured hash."""
+    """The operator's library of a backend: it exists, is an ELF file for this machine, has the configured hash, and exports what programs
+    look for."""
     section = backend.replace("-", "_")
     if path is None or sha256 is None:
         lacking = f"{section}.{'library_path' if path is None else 'library_sha256'} is not set"
@@ -58,7 +60,8 @@ async def look_at_library(backend: BackendName, path: Path | None, sha256: str |
         install = "install it with `gpumgr install library`, or " if backend == "hami-core" else ""
         return error(lacking, f"{install}set {section}.library_path and {section}.library_sha256 (`sha256sum` prints it)")
     try:
-        found = await aside(lambda: operator_library.check(path, sha256))
+        exports = EXPORTS if backend == "vcuda" else ()
+        found = await aside(lambda: operator_library.check(path, sha256, exports=exports))
     except LibraryError as exception:
         return error_of(exception, f"put the right file there, or change {section}.library_path and library_sha256")
     return ok(f"{found.path}, SHA-256 {found.sha256[:12]}…{await aside(lambda: _version(path))}")

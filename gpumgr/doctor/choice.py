@@ -37,8 +37,12 @@ async def look_at_choice(settings: Settings, gpus: SharedNvml, *, in_pod: bool) 
                 )
             except NvmlError as exception:
                 obstacles[backend.name] = str(exception)
-    choice = choose_mechanisms(settings.enforcement.backend, obstacles)
-    return judge_choice(settings.enforcement.backend, choice, choice.describe({each.name: each.limits for each in backends}))
+    choice = choose_mechanisms(settings.enforcement.backend, obstacles, {each.name: each.limits for each in backends})
+    try:
+        seen = (await gpus.snapshot()).gpus
+    except NvmlError:
+        seen = ()
+    return judge_choice(settings.enforcement.backend, choice, choice.describe(seen))
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:

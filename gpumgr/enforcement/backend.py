@@ -5,10 +5,11 @@ it runs; `cleanup` when its allocation is gone and it has no process. The agent 
 is on disk or in separate processes, and `recover` takes it over.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
@@ -46,10 +47,11 @@ class RunningContainer:
 
 class Backend:
     """One mechanism; what it does not need, it inherits. No method blocks the event loop for longer than a small file takes. Coroutines
-    run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what it can limit."""
+    run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what it limits on
+    this node, and how strongly; it may change with each `unavailable`."""
 
     name: BackendName
-    limits: frozenset[Resource]
+    limits: Mapping[Resource, Strength]
 
     async def unavailable(self) -> str | None:
         """Why this node can't use it and what to do; None if it can."""

@@ -17,14 +17,18 @@ Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dm
 """
 
 import asyncio
+import os
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
@@ -37,6 +41,12 @@ from gpumgr.units import Resource
 _RECHECK_SECONDS: Final = 10.0
 #: A started container is listed within a second or two; one that is not listed after this time is searched for in /proc.
 _LISTED_WITHIN_SECONDS: Final = 30.0
+#: The limit of the trial: of any size that the driver does not round.
+_TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
+_AFTER_FAILED_TRIAL: Final = (
+    "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
+    "(take RmMemacctMode out of its module options)"
+)
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +54,8 @@ log = structlog.get_logger(__name__)
 class MemoryLimits(Protocol):
     """The driver's functions. All raise NvmlError; `cgroup` is the full path of the cgroup's folder."""
 
-    async def memory_limits_supported(self) -> str | None:
-        """Why the driver can't limit the memory of cgroups, and what to do; None if it can."""
+    async def gpu_with_memory_limits(self) -> str:
+        """The UUID of a GPU on which the driver seems to limit the memory of cgroups."""
         ...
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None: ...
@@ -86,7 +96,7 @@ class DriverMemory(Backend):
     """
 
     name: BackendName = "nvml-memory"
-    limits: frozenset[Resource] = frozenset({"memory"})
+    limits: Mapping[Resource, Strength] = {"memory": "hard"}
 
     def __init__(
         self,
@@ -103,16 +113,43 @@ class DriverMemory(Backend):
         self._listed: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
         self._unplaced: frozenset[str] = frozenset()  # ... and those of them with an unknown cgroup
         self._unlisted: dict[AllocationId, _Unlisted] = {}
+        self._tried = False
+
+    def driver_restarted(self) -> None:
+        """The driver may have been loaded again: the next `unavailable` tries its limits again."""
+        self._tried = False
 
     async def unavailable(self) -> str | None:
+        """Also tries a limit: once, if it succeeds."""
+        of_cgroups, of_driver, uuid = self._cgroup_obstacle(), None, ""
         try:
-            of_driver = await self._driver.memory_limits_supported()
+            uuid = await self._driver.gpu_with_memory_limits()
         except NvmlError as error:
             of_driver = str(error)
         of_runtime = self._runtime_obstacle()
         if of_runtime is not None:
             of_runtime = f"the cgroups of containers can't be found: {of_runtime}"
-        return "; ".join(obstacle for obstacle in (self._cgroup_obstacle(), of_driver, of_runtime) if obstacle) or None
+        if (obstacles := [each for each in (of_cgroups, of_driver, of_runtime) if each]) or self._tried:
+            return "; ".join(obstacles) or None
+        try:
+            with self._new_cgroup() as cgroup:
+                obstacle = await self._put(uuid, cgroup, _TRIAL)
+        except (NvmlError, OSError) as error:
+            obstacle = str(error)
+        self._tried = obstacle is None
+        return obstacle and f"a limit on a new cgroup below {self._cgroup_root} fails: {obstacle}; {_AFTER_FAILED_TRIAL}"
+
+    @contextmanager
+    def _new_cgroup(self) -> Iterator[str]:
+        """A cgroup without processes, for as long as the block runs. Raises OSError."""
+        enabled = self._cgroup_root / "cgroup.subtree_control"
+        if "dmem" not in enabled.read_text(encoding="ascii").split():
+            enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
+        cgroup = tempfile.mkdtemp(dir=self._cgroup_root, prefix="gpumgr-trial-")
+        try:
+            yield cgroup
+        finally:
+            os.rmdir(cgroup)
 
     def _cgroup_obstacle(self) -> str | None:
         try:
@@ -205,10 +242,8 @@ class DriverMemory(Backend):
         before = await self._driver.memory_limit(limit.uuid, cgroup)
         if before == wanted:
             return None
-        await self._driver.set_memory_limit(limit.uuid, cgroup, wanted.soft_bytes, wanted.hard_bytes)
-        found = await self._driver.memory_limit(limit.uuid, cgroup)
-        if found != wanted:
-            return f"the driver accepted it and reports {_text_of(found)}; more than that may be in use already"
+        if (obstacle := await self._put(limit.uuid, cgroup, wanted)) is not None:
+            return f"{obstacle}; more than that may be in use already"
         log.info(
             "memory_limited",
             allocation=limit.allocation,
@@ -218,6 +253,12 @@ class DriverMemory(Backend):
             before=_text_of(before),
         )
         return None
+
+    async def _put(self, uuid: str, cgroup: str, limit: MemoryLimit) -> str | None:
+        """Sets a limit and reads it back; returns why it is not in force. Raises NvmlError."""
+        await self._driver.set_memory_limit(uuid, cgroup, limit.soft_bytes, limit.hard_bytes)
+        found = await self._driver.memory_limit(uuid, cgroup)
+        return None if found == limit else f"the driver accepted it and reports {_text_of(found)}"
 
     def remains(self) -> Collection[AllocationId]:
         return {*tuple(self._unlisted), *(limit.allocation for limit in tuple(self._limits.values()))}

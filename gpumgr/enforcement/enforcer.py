@@ -27,6 +27,7 @@ from gpumgr.enforcement.mechanism_choice import (
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.files import replace_file
+from gpumgr.topology.devices import Gpu
 from gpumgr.units import RESOURCES, Resource
 
 log = structlog.get_logger(__name__)
@@ -75,24 +76,22 @@ class Enforcer:
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
         self._logged: dict[tuple[str, str], str] = {}
+        self._reported: tuple[Mechanisms, str] | None = None
 
-    async def choose(self) -> MechanismChoice:
-        """Determines the mechanisms of new containers; allocations keep those that they have."""
-        before = self.choice
+    async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
+        """Determines the mechanisms of new containers on these GPUs; allocations keep those that they have. Logs a changed result."""
         obstacles = dict(zip(self.backends, await asyncio.gather(*map(_obstacle, self.backends.values())), strict=True))
-        self.choice = choose_mechanisms(self._setting, obstacles)
-        if self.choice.mechanisms != before.mechanisms or not before.obstacles:
-            lost = {name: self.choice.obstacles[name] for name in self.choice.mechanisms if name in self.choice.obstacles}
-            level = log.warning if lost or self.choice.mechanisms == NO_MECHANISM else log.info
+        strengths = {name: backend.limits for name, backend in self.backends.items()}
+        self.choice = choice = choose_mechanisms(self._setting, obstacles, strengths)
+        limits = choice.describe(gpus)
+        if (choice.mechanisms, limits) != self._reported:
+            self._reported = choice.mechanisms, limits
+            lost = {name: choice.obstacles[name] for name in choice.mechanisms if name in choice.obstacles}
+            level = log.warning if lost or choice.mechanisms == NO_MECHANISM else log.info
             broken = {"broken": lost} if lost else {}
-            level("enforcement", uses=self.describe(), because=f"enforcement.backend is {self._setting}", **broken)
-        return self.choice
-
-    def describe(self) -> str:
-        return self.choice.describe({name: backend.limits for name, backend in self.backends.items()})
-
-    def coverage(self) -> tuple[tuple[str, str], ...]:
-        return self.choice.coverage({name: backend.limits for name, backend in self.backends.items()})
+            because = f"enforcement.backend is {self._setting}"
+            level("enforcement", uses="+".join(choice.mechanisms), limits=limits, because=because, **broken)
+        return choice
 
     # -- the agent's port --------------------------------------------------------------------------------------------------
 
@@ -103,8 +102,7 @@ class Enforcer:
         if override is None:
             return Terms(mechanisms=self.choice.mechanisms, cdi=self._inject_by_cdi)
         subject, setting = override
-        able = [name for name in self.backends if name not in self.choice.obstacles]
-        mechanisms = mechanisms_for(setting, able, self.choice.mechanisms)
+        mechanisms = mechanisms_for(setting, self.choice.able, self.choice.mechanisms)
         return Terms(mechanisms=mechanisms, exemption=subject, cdi=self._inject_by_cdi)
 
     def answer(

@@ -1,63 +1,69 @@
 """The mechanisms that a share gets: the node's choice and the operator's overrides. Nothing that a pod's owner can write counts.
 
-`auto` uses the driver's own memory limits where the driver has them. For the rest it uses a library that the operator has configured,
-else NVIDIA's Multi-Process Service, else nothing.
+`auto` uses the driver's own memory limits where the node has them. For the rest it uses the mechanism with the strongest limits; of
+equally strong ones a library that the operator has configured comes before NVIDIA's Multi-Process Service.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from gpumgr.allocator.gpu_limits import GpuLimits, Strength, Strengths, describe_limits, gpu_limits
 from gpumgr.allocator.pods import PodView
-from gpumgr.units import RESOURCES, Resource
+from gpumgr.topology.devices import Gpu
+from gpumgr.units import RESOURCES
 
 Mechanisms = tuple[str, ...]
 
 NO_MECHANISM: Mechanisms = ("none",)
-_WORDS: Final[Mapping[Resource, str]] = {"core": "cores", "memory": "memory"}
-#: Those that limit cores and memory, in the order in which `auto` tries them.
-COMPLETE: Sequence[str] = ("hami-core", "vcuda", "mps")
+#: Those that limit cores and memory. Of equally strong ones `auto` takes the first.
+COMPLETE: Final = ("hami-core", "vcuda", "mps")
+_RANK: Final[Mapping[Strength, int]] = {"none": 0, "soft": 1, "hard": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MechanismChoice:
-    """The mechanisms of this node. `obstacles`: why it can't use the others, by name."""
+    """The mechanisms of this node. `obstacles`: why it can't use the others, by name. `strengths`: the limits of all of them."""
 
     mechanisms: Mechanisms = NO_MECHANISM
     obstacles: Mapping[str, str] = field(default_factory=dict)
+    strengths: Strengths = field(default_factory=dict)
 
-    def coverage(self, limits: Mapping[str, frozenset[Resource]]) -> tuple[tuple[str, str], ...]:
-        """(mechanism, what it limits here); what an earlier one limits is left out. `limits`: what each can limit."""
-        result: list[tuple[str, str]] = []
-        taken: set[Resource] = set()
-        for name in self.mechanisms:
-            mine = [kind for kind in RESOURCES if kind in limits.get(name, frozenset()) and kind not in taken]
-            taken |= set(mine)
-            result.append((name, " and ".join(_WORDS[kind] for kind in mine) or "nothing"))
-        return tuple(result)
+    @property
+    def able(self) -> Strengths:
+        """Those that the node can use."""
+        return {name: limits for name, limits in self.strengths.items() if name not in self.obstacles}
 
-    def describe(self, limits: Mapping[str, frozenset[Resource]]) -> str:
-        """For the log and the node's annotation: "nvml-memory (memory) + mps (cores)"."""
-        return " + ".join(name if kept == "nothing" else f"{name} ({kept})" for name, kept in self.coverage(limits))
+    def limits(self, gpu: Gpu) -> GpuLimits:
+        """The limits of new shares on the GPU, without the operator's overrides."""
+        return gpu_limits(gpu, self.mechanisms, self.strengths, self.obstacles)
+
+    def describe(self, gpus: Iterable[Gpu]) -> str:
+        """For the log, the node's annotation and `gpumgr doctor`; without GPUs only the mechanisms."""
+        return describe_limits((gpu.index, self.limits(gpu)) for gpu in gpus) or "+".join(self.mechanisms)
 
 
-def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None]) -> MechanismChoice:
+def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengths: Strengths) -> MechanismChoice:
     """`obstacles`: for each backend, why this node can't use it, or None if it can. A backend that the operator names is chosen even
     then: containers are refused with that reason instead of running without limits."""
-    able = [name for name, obstacle in obstacles.items() if obstacle is None]
     named = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
-    return MechanismChoice(mechanisms=expand(setting, able), obstacles=named)
+    node = MechanismChoice(obstacles=named, strengths=strengths)
+    return replace(node, mechanisms=expand(setting, node.able))
 
 
-def expand(setting: str, able: Sequence[str]) -> Mechanisms:
+def expand(setting: str, able: Strengths) -> Mechanisms:
     """The mechanisms for one value of enforcement.backend, the one for memory alone first. `able`: those that the node can use."""
     if setting == "nvml-memory":
         return ("nvml-memory", *(["mps"] if "mps" in able else []))
     if setting != "auto":
         return (setting,)
-    first = ["nvml-memory"] if "nvml-memory" in able else []
-    complete = next((name for name in COMPLETE if name in able), None)
-    return tuple(first + ([complete] if complete else [])) or NO_MECHANISM
+    limited = able.get("nvml-memory", {})
+    rest = [kind for kind in RESOURCES if kind not in limited]
+    # The first of equally strong ones.
+    strongest = sorted(
+        (name for name in COMPLETE if name in able), key=lambda name: -sum(_RANK[able[name].get(kind, "none")] for kind in rest)
+    )
+    return (*(["nvml-memory"] if limited else []), *strongest[:1]) or NO_MECHANISM
 
 
 def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:
@@ -69,7 +75,7 @@ def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, st
     return None
 
 
-def mechanisms_for(setting: str, able: Sequence[str], node: Mechanisms) -> Mechanisms:
+def mechanisms_for(setting: str, able: Strengths, node: Mechanisms) -> Mechanisms:
     """The mechanisms of a share with an override. A GPU of MPS gives contexts through its daemon only, so a container without limits
     uses the daemon without limits."""
     mechanisms = expand(setting, able)

@@ -10,7 +10,8 @@ import os
 import platform
 import shutil
 import stat
-from collections.abc import Iterator
+import struct
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -29,6 +30,12 @@ _ELF_HEADER_BYTES: Final = 64
 #: The kernel's name of a machine -> e_machine of its programs.
 _ELF_MACHINE: Final = {"x86_64": 62, "aarch64": 183}
 _MACHINE_NAME: Final = {62: "x86-64", 183: "arm64"}
+#: Offsets of e_shoff (8 bytes) and e_shnum (2 bytes); a section header (its type, offset, size and sh_link are fields 1, 4, 5 and 6); the
+#: type of the table of exported symbols; and a symbol: name, binding and type, visibility, section (0: not defined here), value, size.
+_SECTIONS_AT, _SECTION_COUNT_AT = 40, 60
+_SECTION: Final = struct.Struct("<IIQQQQIIQQ")
+_DYNSYM: Final = 11
+_SYMBOL: Final = struct.Struct("<IBBHQQ")
 
 
 class LibraryError(GpumgrError):
@@ -43,21 +50,26 @@ class CheckedLibrary:
     sha256: str
 
 
-def check(path: Path, sha256: str | None) -> CheckedLibrary:
-    """The library at `path`, if it is readable, made for this machine, and has this SHA-256 (None: any). The digest of an unchanged
-    file is cached.
+def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> CheckedLibrary:
+    """The library at `path`, if it is readable, made for this machine, has this SHA-256 (None: any), and exports these symbols. Digest and
+    symbols of an unchanged file are cached.
 
     Raises LibraryError, also for an error of the disk.
     """
     try:
         with _reading(path) as file:
             _check_elf(path, file.read(_ELF_HEADER_BYTES))
-            found = _digest(path, FileIdentity.of(os.fstat(file.fileno())))
+            identity = FileIdentity.of(os.fstat(file.fileno()))
+            found = _digest(path, identity)
     except OSError as error:
         raise _unreadable(path, error) from error
     if sha256 is not None and found != sha256.lower():
         raise LibraryError(
             f"{path} has SHA-256 {found}, but {sha256.lower()} is set: put the right file there, or set the SHA-256 of the new one"
+        )
+    if exports and (missing := sorted(set(exports) - _exported(path, identity))):
+        raise LibraryError(
+            f"{path} does not export {', '.join(missing)}, so it would not limit programs: put a build that exports them there"
         )
     return CheckedLibrary(path=path, sha256=found)
 
@@ -138,6 +150,26 @@ def _digest(path: Path, identity: FileIdentity) -> str:
         if FileIdentity.of(os.fstat(file.fileno())) != identity:
             raise LibraryError(f"{path} changes while it is read; move a complete file there instead of writing to it")
     return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=32)
+def _exported(path: Path, identity: FileIdentity) -> frozenset[str]:  # noqa: ARG001
+    """The symbols that other programs can use, cached while the file's identity stays the same. Raises LibraryError."""
+    with _reading(path) as file:
+        content = file.read()
+    try:
+        (start,) = struct.unpack_from("<Q", content, _SECTIONS_AT)
+        (count,) = struct.unpack_from("<H", content, _SECTION_COUNT_AT)
+        sections = [_SECTION.unpack_from(content, start + n * _SECTION.size) for n in range(count)]
+        found = set()
+        for _, kind, _, _, offset, size, link, *_ in sections:
+            strings = sections[link][4]
+            for name, info, _, section, _, _ in _SYMBOL.iter_unpack(content[offset : offset + size] if kind == _DYNSYM else b""):
+                if section and info >> 4:  # defined, and not local
+                    found.add(content[strings + name : content.index(b"\0", strings + name)].decode(errors="replace"))
+    except (struct.error, IndexError, OverflowError, ValueError) as error:
+        raise LibraryError(f"{path} has a damaged table of symbols: build the library again") from error
+    return frozenset(found)
 
 
 def _is_installed(target: Path, sha256: str) -> bool:

@@ -1,7 +1,8 @@
 """Backend "none": no limits, which is reported. The operator chose it, or the node can use no other mechanism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.units import Resource
@@ -12,7 +13,7 @@ ReportUnlimited = Callable[[GpuShare, str], None]
 
 class Unlimited(Backend):
     name: BackendName = "none"
-    limits: frozenset[Resource] = frozenset()
+    limits: Mapping[Resource, Strength] = {}
 
     def __init__(self, report: ReportUnlimited) -> None:
         self._report = report

@@ -26,9 +26,6 @@ _DROPPED: Final = counter(
     "api_queue_dropped_total", "Events that were dropped, because there were too many or their pod is unknown."
 )
 _WRITES: Final = counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome")
-_MECHANISMS: Final = gauge(
-    "enforcement_info", "The mechanisms that enforce the limits of new shares; always 1.", "backend", "limits"
-)
 _RETRIES: Final = counter(
     "eviction_retries_total", "Eviction requests after the first for a pod, for example while its PodDisruptionBudget refuses it."
 )
@@ -39,7 +36,7 @@ _RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons tha
 FAMILIES: Final = (
     *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED, _DISCONNECTS),
     *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES),
-    *(_MECHANISMS, _FREE, _REGISTRATIONS, _RESTARTS),
+    *(_FREE, _REGISTRATIONS, _RESTARTS),
 )
 
 #: Kinds of writes to the API server and their outcomes; others are counted as "other".
@@ -80,7 +77,6 @@ def _api_server(outbox: OutboxState) -> Iterator[RenderedFamily]:
 
 
 def _mechanisms(report: NodeReport) -> Iterator[RenderedFamily]:
-    yield render(_MECHANISMS, {label_text(_MECHANISMS.labels, each): 1 for each in report.enforcement})
     free = [s for s in current_shares(report.view.ledger) if not s.anonymous and not _enforced(s.mechanisms)]
     yield render(_FREE, {"": len(free)})
     results = report.vcuda_registrations.items()

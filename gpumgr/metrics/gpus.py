@@ -17,6 +17,11 @@ from gpumgr.usage.node_use import GpuUse
 _INFO: Final = gauge(
     "gpu_info", "Description of the GPU; always 1.", "node", "gpu", "index", "minor", "model", "pci_bus_id", "numa", "driver"
 )
+_LIMITS: Final = gauge(
+    "gpu_enforcement_info",
+    "How strongly the limits of new shares are enforced (hard, soft, none), and by which mechanism; always 1.",
+    *("gpu", "memory", "memory_by", "cores", "cores_by"),
+)
 _TOTAL: Final = gauge("gpu_memory_total_bytes", "Memory of the GPU.", "gpu")
 _HEALTHY: Final = gauge("gpu_healthy", "1 if new containers may be placed on the GPU.", "gpu")
 _REASON: Final = gauge(
@@ -77,7 +82,7 @@ _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[GpuUse], float]], ...]] = (
 )
 
 FAMILIES: Final = (
-    *(_INFO, _TOTAL, _HEALTHY, _REASON, _NOT_READABLE, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
+    *(_INFO, _LIMITS, _TOTAL, _HEALTHY, _REASON, _NOT_READABLE, _CORDONED, _LINKS, _CORES, _MEMORY, _SHARERS),
     *(family for family, _ in _SAMPLED),
     *(family for family, _ in _UNACCOUNTED),
 )
@@ -112,6 +117,8 @@ def _hardware(report: NodeReport, node: str) -> Iterator[RenderedFamily]:
         infos[label_text(_INFO.labels, (node, card.uuid, *("" if fact is None else str(fact) for fact in facts)))] = 1
     yield render(_INFO, infos)
     yield render(_TOTAL, {_gpu(gpu.uuid): gpu.memory_bytes for gpu in shown.values()})
+    limits = ((uuid, each.memory, each.memory_by, each.cores, each.cores_by) for uuid, each in report.gpu_limits.items())
+    yield render(_LIMITS, {label_text(_LIMITS.labels, each): 1 for each in limits})
 
 
 def _healthy(report: NodeReport) -> Iterator[RenderedFamily]:

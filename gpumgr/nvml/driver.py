@@ -12,7 +12,7 @@ from gpumgr.errors import NvmlError
 from gpumgr.nvml.binding import Binding, CallError, Handle
 from gpumgr.nvml.events import EventThread, OnEvent, register_events
 from gpumgr.nvml.health import Observation
-from gpumgr.nvml.memory_limits import limits_obstacle, read_limit, set_limit
+from gpumgr.nvml.memory_limits import find_gpu_with_limits, read_limit, set_limit
 from gpumgr.nvml.sampling import read_health, read_processes, read_sample
 from gpumgr.nvml.snapshot import read_snapshot
 from gpumgr.nvml.utilization import ProcessUtilization
@@ -152,9 +152,9 @@ class Nvml:
         """Needs root. Stays until another mode is set, or the driver is reloaded."""
         await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
 
-    async def memory_limits_supported(self) -> str | None:
-        """Why the driver can't limit the memory of cgroups on any of the node's GPUs, and the remedy; None if it can."""
-        return await self._call(lambda: limits_obstacle(self._binding, cgroup_root=self._cgroup_root))
+    async def gpu_with_memory_limits(self) -> str:
+        """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with the reason and the remedy."""
+        return await self._call(lambda: find_gpu_with_limits(self._binding, cgroup_root=self._cgroup_root))
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
         """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""

@@ -654,10 +654,20 @@ EXPORT result_t nvmlDeviceSetComputeMode(void *d, int mode) {
     return leave(keep_fact(subject, value));
 }
 
+/* The kernel gives a cgroup this file if its parent enables the dmem controller. In a plain folder that stands for a cgroup no file appears. */
 static int has_limit_file(const char *cgroup) {
-    char path[MAX_CGROUP + 16];
+    char path[MAX_CGROUP + 32], enabled[256] = "";
     snprintf(path, sizeof path, "%s/dmem.max", cgroup);
-    return !access(path, F_OK);
+    if (!access(path, F_OK)) return 1;
+    snprintf(path, sizeof path, "%s", cgroup);
+    char *slash = strrchr(path, '/');
+    if (!slash || slash == path) return 0;
+    strcpy(slash, "/cgroup.subtree_control");
+    FILE *f = fopen(path, "r");
+    if (!f) return 0;
+    if (!fgets(enabled, sizeof enabled, f)) enabled[0] = 0;
+    fclose(f);
+    return strstr(enabled, "dmem") != NULL;
 }
 
 /* Whether memory can be limited on the GPU. A GPU with MIG has no limits. */

@@ -15,7 +15,6 @@ from gpumgr.agent.api import (
     CordonRow,
     Failure,
     GpuRow,
-    Mechanism,
     NodeState,
     NvLinks,
     QueueRow,
@@ -24,6 +23,7 @@ from gpumgr.agent.api import (
 )
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.rows import container_row
+from gpumgr.allocator.gpu_limits import describe_limits
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import RegisteredGpu
 from gpumgr.allocator.ledger import Allocation
@@ -51,7 +51,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
         cuda_version=snapshot.cuda_version,
         ready=not report.not_ready,
         not_ready=report.not_ready,
-        enforcement=tuple(Mechanism(mechanism=mechanism, keeps=keeps) for mechanism, keeps in report.enforcement),
+        limits=describe_limits((g.index, report.gpu_limits[g.uuid]) for g in snapshot.gpus if g.uuid in report.gpu_limits),
         tree=_tree(build_tree(topology), [f"GPU{gpu.index}" for gpu in snapshot.gpus]),
         nvlinks=_nvlinks(topology),
         levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
@@ -109,6 +109,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 temperature_celsius=sample.temperature_celsius,
                 power_watts=sample.power_watts,
                 strangers=_strangers(report, name),
+                limits=report.gpu_limits.get(card.uuid),
             )
         )
     return rows

@@ -21,6 +21,7 @@ from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
 from gpumgr.aio import until_tick
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.pods import ContainerSpec, PodView
@@ -117,7 +118,9 @@ def picture_of(containers_per_gpu: int) -> NodeReport:
         nvml_up=True,
         use=NodeUse(taken_at=0.0, containers=uses, gpus=gpus),
         outbox=OutboxState(),
-        enforcement=(("hami-core", "cores and memory"),),
+        gpu_limits={
+            uuid_of(n): GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core") for n in range(GPUS)
+        },
     )
 
 

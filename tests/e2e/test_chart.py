@@ -151,6 +151,20 @@ def test_no_folder_of_the_host_beyond_the_few() -> None:
     assert "hostIPC" not in spec
 
 
+@pytest.mark.parametrize(
+    ("enforcement", "writable"),
+    [
+        ({}, True),
+        ({"backend": "nvml-memory"}, True),
+        ({"backend": "none"}, False),
+        ({"backend": "none", "overrides": ["a=nvml-memory"]}, True),
+    ],
+)
+def test_the_cgroups_are_writable_where_a_limit_of_the_driver_is_tried(enforcement: Values, writable: bool) -> None:
+    mounts = {each["name"]: each for each in agent_container(render({"settings": {"enforcement": enforcement}}))["volumeMounts"]}
+    assert mounts["cgroups"].get("readOnly", False) is not writable
+
+
 def test_a_folder_for_several_things_is_mounted_once_with_the_rights_of_all() -> None:
     text = render(SETS["all in few folders"])
     mounts = {each["name"]: each for each in agent_container(text)["volumeMounts"]}

@@ -18,7 +18,8 @@ def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
     uid = node.cluster.pods.all()["free"]["metadata"]["uid"]
     reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
     assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
-    wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == "none")
+    said = "GPU 0-7: memory none, cores none"
+    wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == said)
 
 
 def test_memory_over_the_limit_and_unattributed_processes_are_reported(cluster: Cluster, running_agent: Agent) -> None:

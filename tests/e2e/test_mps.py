@@ -94,12 +94,13 @@ def test_a_tenant_of_mps_gets_its_daemon_and_the_gpu_is_exclusive(mps: Node) -> 
     assert "control" in text
     (gpu,) = exclusive()
     assert gpu == gpu_index(mps, "seen")
-    wanted = [{"backend": "mps", "limits": "cores and memory of each process"}]
-    wait_until(f"metrics that tell {wanted}", lambda: enforcement_info(mps) == wanted)
+    wanted = {"memory": "soft", "memory_by": "mps", "cores": "soft", "cores_by": "mps"}
+    wait_until(f"metrics that tell {wanted}", lambda: limits_of_gpus(mps) == [wanted] * 8)
 
 
-def enforcement_info(node: Node) -> list[dict[str, str]]:
-    return [dict(labels) for name, labels in node.agent.metrics() if name == "gpumgr_enforcement_info"]
+def limits_of_gpus(node: Node) -> list[dict[str, str]]:
+    found = [dict(labels) for name, labels in node.agent.metrics() if name == "gpumgr_gpu_enforcement_info"]
+    return [{label: value for label, value in each.items() if label != "gpu"} for each in found]
 
 
 def exclusive() -> list[int]:

@@ -2,57 +2,35 @@
 
 import argparse
 import asyncio
-import itertools
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import hami_core, installed_library, mps, vcuda  # noqa: F401 (they register their scenarios)
 from .files import LabFiles, obstacle
+from .play import JOBS, SCENARIOS, Case, cases, play_all
 from .run import Run, open_run
-from .scenario import SCENARIOS, Outcome, Scenario, Trial
+from .scenario import Outcome, Word
 
-_STYLES = {"works": "green", "known limit": "yellow", "failure": "bold red", "skipped": "dim"}
-_LONGEST_SECONDS = 900
-
-
-async def _play(scenario: Scenario, trial: Trial, slots: asyncio.Semaphore, console: Console) -> Outcome:
-    async with slots:
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(_LONGEST_SECONDS):
-                outcome = await scenario.play(trial)
-        except TimeoutError:
-            outcome = Outcome(word="failure", reason=f"not done after {_LONGEST_SECONDS} s")
-    took = f"{time.monotonic() - began:.0f} s"
-    console.print(
-        f"{trial.name}: {scenario.backend} {scenario.name} {trial.binary}: {_colored(outcome)} ({took})", highlight=False
-    )
-    return outcome
+_STYLES: Final[Mapping[Word, str]] = {"works": "green", "known limit": "yellow", "failure": "bold red", "skipped": "dim"}
+_REASON_CHARACTERS: Final = 600
 
 
-async def _play_all(
-    run: Run, chosen: Sequence[Scenario], binary: str | None, jobs: int, console: Console
-) -> dict[tuple[str, str], Outcome]:
-    """Outcomes by scenario and binary. SIGTERM ends it like Ctrl-C."""
-    me = asyncio.current_task()
-    assert me is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    slots, numbers = asyncio.Semaphore(jobs), itertools.count()
-    keys, plays = list[tuple[str, str]](), []
-    for scenario in chosen:
-        for name, path in run.files.binaries[scenario.backend].items():
-            if binary in (None, name):
-                trial = Trial(run=run, name=f"t{next(numbers)}", binary=name, program=path)
-                keys.append((f"{scenario.backend} {scenario.name}", name))
-                plays.append(_play(scenario, trial, slots, console))
-    return dict(zip(keys, await asyncio.gather(*plays), strict=True))
+async def _play(run: Run, chosen: Sequence[Case], jobs: int, console: Console) -> Mapping[Case, Outcome]:
+    """SIGTERM ends it as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def show(case: Case, outcome: Outcome, detail: str) -> None:
+        console.print(f"{case}: {_colored(outcome)} ({detail})", highlight=False)
+
+    return await play_all(run, chosen, jobs=jobs, on_end=show)
 
 
 def _colored(outcome: Outcome) -> str:
@@ -61,31 +39,33 @@ def _colored(outcome: Outcome) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The exit status: 1 if a scenario failed, 2 if none can run."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab", description="The real enforcement programs over a fake GPU.")
-    parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help='such as "hami-core", "basic" or "mps/start"; all without'
-    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="such as hami-core, basic or mps/start; all without")
     parser.add_argument("--binary", help="only with this binary, such as 5091a2f-cu13 or 550")
-    parser.add_argument("--jobs", type=int, default=2, help="scenarios at a time (default 2)")
-    parser.add_argument("--logs", type=Path, help="a folder for the logs of agents and containers, by scenario")
+    parser.add_argument("--jobs", type=int, default=JOBS, help=f"scenarios at a time (default {JOBS})")
+    parser.add_argument("--logs", type=Path, help="a folder for the logs of agents and containers")
     options = parser.parse_args(arguments)
     if (reason := obstacle()) is not None:
-        print(f"the lab is skipped: {reason}", file=sys.stderr)
+        print(f"the lab can't run: {reason}", file=sys.stderr)
         return 2
     names = set(options.scenarios)
-    chosen = [each for each in SCENARIOS if not names or names & {each.backend, each.name, f"{each.backend}/{each.name}"}]
-    if not chosen:
-        print(f"no such scenario; there are {', '.join(f'{each.backend}/{each.name}' for each in SCENARIOS)}", file=sys.stderr)
+    wanted = [each for each in SCENARIOS if not names or names & {each.backend, each.name, f"{each.backend}/{each.name}"}]
+    files = LabFiles.find()
+    if not (chosen := cases(files, wanted, options.binary)):
+        known = ", ".join(f"{each.backend}/{each.name}" for each in SCENARIOS)
+        print(f"no such scenario or binary; the scenarios are {known}", file=sys.stderr)
         return 2
     console = Console()
     try:
-        with open_run(LabFiles.find(), logs=options.logs) as run:
-            outcomes = asyncio.run(_play_all(run, chosen, options.binary, options.jobs, console))
+        with open_run(files, logs=options.logs) as run:
+            outcomes = asyncio.run(_play(run, chosen, options.jobs, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     table = Table("scenario", "binary", "result", "reason")
-    for (scenario, binary), outcome in outcomes.items():
-        table.add_row(scenario, binary, _colored(outcome), escape(outcome.reason[:600]))
+    for case, outcome in outcomes.items():
+        name = f"{case.scenario.backend}/{case.scenario.name}"
+        table.add_row(name, case.binary, _colored(outcome), escape(outcome.reason[:_REASON_CHARACTERS]))
     console.print(table)
     return int(any(outcome.word == "failure" for outcome in outcomes.values()))
 

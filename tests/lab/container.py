@@ -85,7 +85,8 @@ class Container:
         self._run, self._folder, self._bundle = run, folder, run.roots / container_id[:12]
         self._runc = ["runc", "--root", str(folder / "runc")]
         self._environ = {**os.environ, **run.environ}
-        self._execs = 0
+        self._started = list[Process]()
+        self._pipes = list[asyncio.BaseTransport]()
         self.main: TenantProcess
 
     @classmethod
@@ -135,10 +136,9 @@ class Container:
 
     async def exec(self, *arguments: str, environ: Mapping[str, str] | None = None) -> TenantProcess:
         """Another process in the container, the tenant if no arguments are given."""
-        self._execs += 1
         variables = [word for key, value in (environ or {}).items() for word in ("--env", f"{key}={value}")]
         command = [*self._runc, "exec", *variables, self.id, *(arguments or (TENANT,))]
-        return (await self._pipe(command, self._folder / f"exec-{self.id[:6]}-{self._execs}.err"))[1]
+        return (await self._pipe(command, self._folder / f"exec-{self.id[:6]}-{len(self._started)}.err"))[1]
 
     def pids(self) -> list[int]:
         """The host's pids of all its processes."""
@@ -159,6 +159,10 @@ class Container:
         """Kills it."""
         removed = await asyncio.create_subprocess_exec(*self._runc, "delete", "-f", self.id, stderr=DEVNULL, env=self._environ)
         await removed.wait()
+        for started in self._started:
+            await started.wait()
+        for pipe in self._pipes:
+            pipe.close()
         self.main.close()
         await _run("umount", "-l", str(self._bundle / "rootfs"))
 
@@ -168,7 +172,8 @@ class Container:
         from_process, stdout = os.pipe()
         reader = asyncio.StreamReader()
         pipe = os.fdopen(from_process, "rb", 0)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        self._pipes.append(transport)
         try:
             with errors.open("wb") as stderr:
                 started = await asyncio.create_subprocess_exec(
@@ -177,6 +182,7 @@ class Container:
         finally:
             os.close(stdin)
             os.close(stdout)
+        self._started.append(started)
         return started, TenantProcess(started, reader, to_process, errors)
 
 

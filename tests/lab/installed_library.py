@@ -1,7 +1,9 @@
 """HAMi-core's libvgpu.so as the init container of config/image/hami-core installs it, without a setting."""
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -37,25 +39,31 @@ def library_of(tenant: Tenant) -> Path:
     return tenant.host_path(f"/usr/local/vgpu/{_LIBRARY}")
 
 
-@scenario("hami-core")
-async def installed(trial: Trial) -> None:
-    """An installed library limits containers without a setting, and an upgrade leaves running containers alone."""
+@contextlib.asynccontextmanager
+async def unset_node(trial: Trial) -> AsyncIterator[LabNode]:
+    """The settings name the backend and no library."""
     if trial.binary in WRONG:
         raise Skip("gpumgr must refuse this build")
-    other = next(path for name, path in trial.run.files.binaries["hami-core"].items() if name not in (trial.binary, *WRONG))
     async with lab_node(trial.run, trial.name, {"enforcement": {"backend": "hami-core"}}) as node:
-        first = install(node, trial.program)
-        await node.kill_agent()
-        await node.start_agent()
-        before = await node.tenant("before")
-        await limited(before)
-        assert library_of(before).parent.name == first
-        second = install(node, other)
-        await node.kill_agent()
-        await node.start_agent()
-        after = await node.tenant("after")
-        await limited(after)
-        assert library_of(after).parent.name == second
-        assert sha256(library_of(before).read_bytes()).hexdigest() == first
-        assert await before.main.result(f"alloc {6 * GIB}") == 2
-        assert await before.main.result(f"alloc {4 * GIB}") == 0
+        yield node
+
+
+@scenario("hami-core", unset_node)
+async def installed(trial: Trial, node: LabNode) -> None:
+    """An installed library limits containers without a setting, and an upgrade leaves running containers alone."""
+    other = next(path for name, path in trial.run.files.binaries["hami-core"].items() if name not in (trial.binary, *WRONG))
+    first = install(node, trial.program)
+    await node.kill_agent()
+    await node.start_agent()
+    before = await node.tenant("before")
+    await limited(before)
+    assert library_of(before).parent.name == first
+    second = install(node, other)
+    await node.kill_agent()
+    await node.start_agent()
+    after = await node.tenant("after")
+    await limited(after)
+    assert library_of(after).parent.name == second
+    assert sha256(library_of(before).read_bytes()).hexdigest() == first
+    assert await before.main.result(f"alloc {6 * GIB}") == 2
+    assert await before.main.result(f"alloc {4 * GIB}") == 0

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +69,12 @@ class Tenant:
     def main(self) -> TenantProcess:
         return self.container.main
 
+    async def another(self, *arguments: str, environ: Mapping[str, str] | None = None) -> TenantProcess:
+        """A further process with a context: the tenant's program, or a command that starts it."""
+        process = await self.container.exec(*arguments, environ=environ)
+        await process.init()
+        return process
+
     def host_path(self, container_path: str) -> Path:
         """Where the host has what the agent mounted there."""
         return Path(next(m.host_path for m in self.answer.mounts if m.container_path == container_path))
@@ -117,7 +123,7 @@ class LabNode:
         return self.gpus[self.sim.indices[name]]
 
     async def tenant(self, name: str, *arguments: str, cores: int = 30, blocks: int = 20, **options: Any) -> Tenant:
-        """A pod whose container runs the arguments, or the tenant's program. `options`: as of `start`."""
+        """A pod with a container that runs the arguments, or the tenant's program. `options`: as of `start`."""
         pod = await self.admit(name, cores=cores, blocks=blocks)
         return await self.start(pod, *arguments, **options)
 
@@ -130,8 +136,10 @@ class LabNode:
         user: int = 0,
         mounts: Sequence[Mapping[str, object]] = (),
         before_start: BeforeStart = lambda _pid: None,
+        ready: bool = True,
     ) -> Tenant:
-        """Starts the pod's container, again after a `remove`: the runtime lists it before its first process runs."""
+        """Starts the pod's container, again after a `stop`: the runtime lists it before its first process runs. `ready`: the process
+        is the tenant's program, and gets a context."""
         answer = await self.pre_start(pod)
         container = await Container.create(
             self.run,
@@ -161,6 +169,8 @@ class LabNode:
             )
         )
         await container.start()
+        if ready:
+            await container.main.init()
         return Tenant(pod=pod, answer=answer, container=container)
 
     async def stop(self, container: Container) -> None:
@@ -173,6 +183,18 @@ class LabNode:
         """Container and pod are gone."""
         await self.stop(tenant.container)
         self.sim.delete(tenant.pod)
+
+    @contextlib.contextmanager
+    def full_run_dir(self) -> Iterator[None]:
+        """run_dir has no room within the block."""
+        filler = self.run_dir / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(MIB))
+        try:
+            yield
+        finally:
+            filler.unlink()
 
     async def close(self) -> None:
         for container, _ in list(self._containers.values()):
@@ -191,6 +213,15 @@ class LabNode:
                     seen[index] = found
                     self.sim.control.set_processes(index, found)
             await asyncio.sleep(_BRIDGE_SECONDS)
+
+    async def busy_percent(self, tenant: Tenant) -> float:
+        """The mean use of the tenant's GPU while the tenant launches kernels without pause."""
+        await tenant.main.ask("launch 4 200000")  # the libraries begin with no limit
+        launching, measured = asyncio.create_task(tenant.main.ask("launch 12 200000")), list[int]()
+        while not launching.done():
+            await asyncio.sleep(0.5)
+            measured.append(sum(process.sm_percent for process in self.gpu_of(tenant.pod).processes()))
+        return sum(measured) / len(measured)
 
     # -- what the agent reports --------------------------------------------------------------------------------------------
 
@@ -223,6 +254,13 @@ class LabNode:
         while (value := await self.metric(name, pod)) is None or not fits(value):
             assert time.monotonic() < deadline, f"{name} of {pod.name} is {value}"
             await asyncio.sleep(0.2)
+
+
+async def crowd(tenants: Sequence[Tenant], count: int) -> list[TenantProcess]:
+    """So many processes of each, which get their contexts at once."""
+    started = [await tenant.container.exec() for _ in range(count) for tenant in tenants]
+    await asyncio.gather(*(process.init() for process in started))
+    return started
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:

@@ -74,7 +74,7 @@ def open_run(files: LabFiles, *, logs: Path | None = None) -> Iterator[Run]:
 
 
 def _remove(folder: Path) -> None:
-    """Containers, processes, mounts, cgroups, the folder. A second Ctrl-C has no effect meanwhile."""
+    """Containers, processes, mounts, cgroups, the folder. A second Ctrl-C has no effect until it is done."""
     with _undisturbed():
         for state in folder.glob("*/runc"):
             listed = subprocess.run(["runc", "--root", str(state), "list", "-q"], capture_output=True, text=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from .node import LabNode
 from .run import Run
 
 Word = Literal["works", "known limit", "failure", "skipped"]
@@ -39,11 +40,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`about` is the first line of its docstring; `e2e`: whether it belongs to `make e2e`."""
+    """`e2e`: whether it belongs to `make e2e`."""
 
     backend: str
     name: str
-    about: str
     e2e: bool
     check: Callable[[Trial], Awaitable[None]]
 
@@ -55,24 +55,35 @@ class Scenario:
             return Outcome(word="skipped", reason=str(skip))
         except Exception as error:
             (trial.run.folder / f"{trial.name}.traceback").write_text(traceback.format_exc())
-            return Outcome(word="failure", reason=str(error) or repr(error))
+            return Outcome(word="failure", reason=str(error) or _place(error))
         if trial.known_limits:
             return Outcome(word="known limit", reason="; ".join(trial.known_limits))
         return Outcome(word="works")
 
 
+def _place(error: Exception) -> str:
+    """For an exception without a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if "/tests/lab/" in each.filename), frames[-1])
+    return f"{error!r} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+
+
 SCENARIOS: Final[list[Scenario]] = []
+Check = Callable[[Trial, LabNode], Awaitable[None]]
+OpenNode = Callable[[Trial], contextlib.AbstractAsyncContextManager[LabNode]]
 
 
-def scenario(
-    backend: str, *, e2e: bool = False
-) -> Callable[[Callable[[Trial], Awaitable[None]]], Callable[[Trial], Awaitable[None]]]:
-    """Registers a function. Its name, without a trailing underscore, is the scenario's."""
+def scenario(backend: str, open_node: OpenNode, *, e2e: bool = False) -> Callable[[Check], Check]:
+    """Registers a check, which is called with the trial and its node. The scenario's name is that of the function, without a trailing
+    underscore."""
 
-    def register(check: Callable[[Trial], Awaitable[None]]) -> Callable[[Trial], Awaitable[None]]:
+    def register(check: Check) -> Check:
+        async def play(trial: Trial) -> None:
+            async with open_node(trial) as node:
+                await check(trial, node)
+
         name = getattr(check, "__name__", "").rstrip("_").replace("_", "-")
-        about = (check.__doc__ or "").strip().partition("\n")[0]
-        SCENARIOS.append(Scenario(backend=backend, name=name, about=about, e2e=e2e, check=check))
+        SCENARIOS.append(Scenario(backend=backend, name=name, e2e=e2e, check=play))
         return check
 
     return register

@@ -48,7 +48,7 @@ ANNOTATIONS: Final = (
         "answered",
         "It names the mechanisms that enforce the container's limits, joined by `+`.",
     ),
-    ("node", NODE_ANNOTATION, "written", "It names the enforcement mechanisms of this node, with the reason."),
+    ("node", NODE_ANNOTATION, "written", "It has the strength of the limits of new shares on each GPU, and the mechanisms."),
     (
         "node",
         condition.LABELS_ANNOTATION,

@@ -10,13 +10,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse, Mount
@@ -43,8 +44,8 @@ _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
-    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
+    "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
+    "hami_core.library_sha256)"
 )
 
 log = structlog.get_logger(__name__)
@@ -56,7 +57,7 @@ class HamiCore(Backend):
     """
 
     name: BackendName = "hami-core"
-    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
@@ -61,7 +62,7 @@ class Mps(Backend):
         obstacle: Callable[[], str | None] = lambda: None,
         in_pod: bool = False,
     ) -> None:
-        self.limits = frozenset(limits)
+        self.limits: Mapping[Resource, Strength] = dict.fromkeys(limits, "soft")
         self._root, self._state_dir = run_dir / "mps", state_dir
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
@@ -137,6 +138,10 @@ class Mps(Backend):
             limit_memory="memory" in self.limits,
             clock=self._clock,
         )
+        # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
+        # of a namespace; but one that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit of memory.
+        of_cores: Strength = "hard" if protocol == 3 and self._exclusive else "soft"
+        self.limits = {kind: of_cores if kind == "core" else "soft" for kind in self.limits}
         if self._supervisor is not None:
             return self._supervisor.reconfigure(config)
         self._supervisor = Supervisor(
@@ -157,11 +162,6 @@ class Mps(Backend):
         if self._supervisor is None:
             raise Refusal("internal", "MPS is not available on this node; `gpumgr doctor` on the node says why")
         return self._supervisor
-
-    @property
-    def limits_processes(self) -> bool:
-        """Whether the limits apply to each process (protocol 2), not to all of a container together."""
-        return self._supervisor is not None and self._supervisor.config.protocol == 2
 
     # -- one container --------------------------------------------------------------------------------------------------------
 

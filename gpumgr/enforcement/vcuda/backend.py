@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.response import ContainerResponse
@@ -33,6 +34,8 @@ _log = structlog.get_logger(__name__)
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
 #: What containers find in the place of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
+#: Some of its symbols: of the driver's functions, and of NVML's.
+EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
@@ -44,7 +47,7 @@ class VcudaBackend(Backend):
     """
 
     name: BackendName = "vcuda"
-    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class VcudaBackend(Backend):
         if self._library_path is None or self._library_sha256 is None:
             return f"vcuda needs a {LIBRARY}: set vcuda.library_path and vcuda.library_sha256"
         try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(check, self._library_path, self._library_sha256, exports=EXPORTS)
         except LibraryError as error:
             return str(error)
         if (obstacle := self._driver_files_obstacle()) is not None:

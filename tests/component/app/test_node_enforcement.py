@@ -1,13 +1,19 @@
-"""The reports of enforcement for a container that runs without limits."""
+"""The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.gpu_share import GpuShare, SharedGpu
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.node_enforcement import NodeEnforcement
+from gpumgr.enforcement.driver_memory import DriverMemory
+from gpumgr.enforcement.enforcer import Enforcer
+from gpumgr.enforcement.mechanism_choice import MechanismChoice
+from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.nvml.driver import Nvml
 from gpumgr.proc import HostProcesses
 from gpumgr.settings import Settings
@@ -21,8 +27,24 @@ async def world() -> World:
     return await World.made(snapshot(1, 16))
 
 
+class RecordedNode:
+    """In the place of the publisher and its node."""
+
+    def __init__(self) -> None:
+        self.node = self
+        self.written: list[tuple[str, str]] = []
+
+    def annotate(self, key: str, value: str) -> None:
+        self.written.append((key, value))
+
+
 @pytest.fixture
-async def enforcement(world: World, tmp_path: Path) -> AsyncIterator[NodeEnforcement]:
+def published() -> RecordedNode:
+    return RecordedNode()
+
+
+@pytest.fixture
+async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> AsyncIterator[NodeEnforcement]:
     settings = Settings(
         checkpoint=CheckpointSettings(dir=tmp_path),
         container=ContainerSettings(allocation_dir=tmp_path / "vm"),
@@ -35,7 +57,7 @@ async def enforcement(world: World, tmp_path: Path) -> AsyncIterator[NodeEnforce
         processes=HostProcesses(),
         proc_root=Path("/proc"),
         pods=world.pods,
-        publisher=None,
+        publisher=cast(Publisher, published),
         simulated=True,
     )
     await made.open(world.agent_state, lost=False)
@@ -79,3 +101,32 @@ async def test_a_container_without_limits_is_reported_once_for_all_its_starts(wo
     assert (told.what, told.code, told.id, told.gpus) == ("event", "GpuLimitNotEnforced", "a", ("00000000",))
     assert (told.pod, told.pod_uid, told.container) == (("team", "web"), "uid-7", "main")
     assert told.why.startswith("nothing on this node keeps container main within its 30 cores")
+
+
+async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_once(
+    enforcement: NodeEnforcement, published: RecordedNode
+) -> None:
+    assert enforcement.gpu_limits() == {}
+    node = snapshot(2, 16)
+    for _ in range(2):
+        await enforcement.choose(node)
+    assert published.written == [("gpumgr.io/enforcement", "GPU 0-1: memory none, cores none")]
+    assert enforcement.gpu_limits() == {gpu.uuid: GpuLimits() for gpu in node.gpus}
+    await enforcement.choose(snapshot(1, 16))
+    assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
+    assert enforcement.limits.choice.obstacles["hami-core"].startswith("no libvgpu.so is installed")
+
+
+async def test_the_drivers_limits_are_tried_again_after_a_restart_of_the_driver(
+    enforcement: NodeEnforcement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def choose(_self: Enforcer, _gpus: object) -> MechanismChoice:
+        calls.append("chosen")
+        return MechanismChoice()
+
+    monkeypatch.setattr(DriverMemory, "driver_restarted", lambda _: calls.append("restarted"))
+    monkeypatch.setattr(Enforcer, "choose", choose)
+    await enforcement.choose(snapshot(1, 16))
+    assert calls == ["restarted", "chosen"]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.doctor.backends import look_at_library, look_at_mps
+from gpumgr.doctor.choice import look_at_choice
 from gpumgr.doctor.examine import State
+from gpumgr.doctor.gpus import SharedNvml
 from gpumgr.enforcement.mps.commands import CAVEATS
-from gpumgr.settings.schema import MpsSettings
+from gpumgr.nvml.driver import Nvml
+from gpumgr.settings import Settings
+from gpumgr.settings.schema import CheckpointSettings, CriSettings, EnforcementSettings, MpsSettings
+from gpumgr.sim.library import prepare
+from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
 
 NEW = """#!/bin/sh
 case "$*" in
@@ -96,6 +103,32 @@ async def test_mps_that_is_not_configured_is_skipped() -> None:
     assert (found.state, found.message) == ("skipped", "not used: enforcement.backend is hami-core and none")
 
 
+# -- the choice --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "new.yaml").write_text(NEW_NODE)
+    sim = prepare(str(tmp_path / "new.yaml"), tmp_path / "node")
+    cgroups = lay_out_cgroups(tmp_path / "cgroup")
+    settings = Settings(
+        checkpoint=CheckpointSettings(dir=tmp_path / "checkpoint"),
+        cri=CriSettings(cgroup_root=cgroups),
+        enforcement=EnforcementSettings(run_dir=tmp_path / "run"),
+        mps=MpsSettings(control_program="no-such-program"),
+    )
+    gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
+    found = await look_at_choice(settings, gpus, in_pod=False)
+    assert found.state == "ok"
+    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores none; not: hami-core (no libvgpu.so is installed")
+    sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
+    found = await look_at_choice(settings, gpus, in_pod=False)
+    assert found.state == "warning"
+    assert f"nvml-memory (a limit on a new cgroup below {cgroups} fails: nvmlDeviceSetMemoryLimits_v1" in found.message
+    named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
+    found = await look_at_choice(named, gpus, in_pod=False)
+    assert (found.state, "enforcement.backend is nvml-memory, which this node can't carry" in found.message) == ("error", True)
+
+
 # -- libraries ---------------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +167,21 @@ async def test_another_library_than_was_meant(tmp_path: Path) -> None:
     assert found.state == "error"
     assert f"{path} has SHA-256 {digest}, but {'0' * 64} is set" in found.message
     assert found.remedy == "put the right file there, or change vcuda.library_path and library_sha256"
+
+
+@pytest.fixture
+def empty_library(tmp_path: Path) -> Path:
+    path = tmp_path / "libcuda-control.so"
+    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    return path
+
+
+async def test_a_library_without_the_drivers_functions(empty_library: Path) -> None:
+    path = empty_library
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = await look_at_library("vcuda", path, digest, {"auto"})
+    assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
+    assert (await look_at_library("hami-core", path, digest, {"auto"})).state == "ok"
 
 
 async def test_a_library_for_32_bits_or_none_at_all(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gpumgr.sim.library import SimNode, prepare
 from gpumgr.topology.devices import MemoryLimit
 from gpumgr.usage.containers import Container
 from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
-from tests.shares import gpu_share, shared_gpu
+from tests.shares import UUID, gpu_share, shared_gpu
 
 GIB = 1024**3
 GET, SET = "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"
@@ -68,10 +68,27 @@ class DriverNode:
     def limit(self) -> MemoryLimit | None:
         return self.control.memory_limits(1).get(str(self.cgroup))
 
+    def limits(self, gpu: int) -> dict[str, MemoryLimit]:
+        """Cgroup -> limit, of those that still exist."""
+        return {cgroup: limit for cgroup, limit in self.control.memory_limits(gpu).items() if Path(cgroup).exists()}
+
     async def findings(self) -> list[str]:
         found = await self.backend.observe(self.running)
         assert {(finding.allocation, finding.code) for finding in found} <= {("a1", "broken")}
         return [finding.message for finding in found]
+
+
+class Deaf:
+    """A driver that keeps the previous limit, because more than the new limit is in use."""
+
+    async def gpu_with_memory_limits(self) -> str:
+        return UUID
+
+    async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
+        pass
+
+    async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
+        return MemoryLimit(soft_bytes=2 * GIB)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +116,7 @@ async def world(tmp_path: Path) -> AsyncIterator[DriverNode]:
 async def test_a_node_that_can_carry_it(world: DriverNode) -> None:
     backend: Backend = world.backend
     assert backend.name == "nvml-memory"
-    assert backend.limits == frozenset({"memory"})
+    assert backend.limits == {"memory": "hard"}
     assert await backend.unavailable() is None
     assert backend.prepare(world.tenant, "memory") == ContainerResponse()
     await backend.start(world.tenant)
@@ -123,6 +140,44 @@ async def test_a_driver_that_lost_the_ability_lets_no_container_start(world: Dri
     world.control.set_result(GET, code)
     with pytest.raises(Refusal, match=rf"GPU memory of demo/one \(main\) can't be limited: .*{said}"):
         await world.backend.start(world.tenant)
+
+
+async def test_a_limit_is_tried_once_until_the_driver_restarts(world: DriverNode) -> None:
+    assert await world.backend.unavailable() is None
+    ((cgroup, limit),) = world.control.memory_limits(0).items()
+    assert (Path(cgroup).parent, limit) == (world.cgroups, MemoryLimit(soft_bytes=0, hard_bytes=GIB))
+    assert list(world.cgroups.glob("gpumgr-*")) == []
+    assert "dmem" in (world.cgroups / "cgroup.subtree_control").read_text()
+    assert await world.backend.unavailable() is None
+    assert len(world.control.memory_limits(0)) == 1
+    world.backend.driver_restarted()
+    assert await world.backend.unavailable() is None
+    assert len(world.control.memory_limits(0)) == 2
+
+
+async def test_a_limit_that_the_driver_does_not_set_is_an_obstacle_until_it_does(world: DriverNode) -> None:
+    world.control.set_result(SET, 4)
+    said = await world.backend.unavailable() or ""
+    assert said.startswith(f"a limit on a new cgroup below {world.cgroups} fails: {SET} of {world.uuids[0]}: ")
+    assert "take RmMemacctMode out of its module options" in said
+    with pytest.raises(Refusal, match="a limit on a new cgroup below"):
+        await world.backend.start(world.tenant)
+    assert list(world.cgroups.glob("gpumgr-*")) == []
+    world.control.set_result(SET, 0)
+    assert await world.backend.unavailable() is None
+
+
+async def test_a_hierarchy_that_can_not_be_written_is_an_obstacle(world: DriverNode) -> None:
+    (world.cgroups / "cgroup.subtree_control").unlink()
+    said = await world.backend.unavailable() or ""
+    assert "No such file or directory" in said
+    assert "in a pod: mount it writable" in said
+
+
+async def test_a_driver_that_accepts_a_limit_and_has_none_is_an_obstacle(tmp_path: Path) -> None:
+    backend = DriverMemory(Deaf(), cgroup_root=lay_out_cgroups(tmp_path / "cgroup"))
+    said = await backend.unavailable() or ""
+    assert "fails: the driver accepted it and reports no limit; gpumgr must be able to write there" in said
 
 
 async def test_no_cgroup_v2(world: DriverNode) -> None:
@@ -152,8 +207,8 @@ async def test_no_driver(world: DriverNode) -> None:
 async def test_the_limit_comes_with_the_container_and_is_a_hard_one_alone(world: DriverNode) -> None:
     await world.backend.start(world.tenant)
     await world.backend.adjust(world.running)
-    assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED}
-    assert world.control.memory_limits(0) == {}
+    assert world.limits(1) == {str(world.cgroup): GRANTED}
+    assert world.limits(0) == {}
     assert await world.findings() == []
     assert list(world.backend.remains()) == ["a1"]
     await world.backend.adjust([])
@@ -166,7 +221,7 @@ async def test_each_gpu_of_a_container_has_its_own_limit(world: DriverNode) -> N
     first = shared_gpu(world.uuids[0], memory_bytes=GIB)
     world.tenant = replace(world.tenant, gpus=(first, second))
     await world.backend.adjust(world.running)
-    assert world.control.memory_limits(0) == {str(world.cgroup): MemoryLimit(soft_bytes=0, hard_bytes=GIB)}
+    assert world.limits(0) == {str(world.cgroup): MemoryLimit(soft_bytes=0, hard_bytes=GIB)}
     assert world.limit == GRANTED
 
 
@@ -177,7 +232,7 @@ async def test_a_restarted_container_is_another_one(world: DriverNode) -> None:
     (second / "dmem.max").touch()
     world.container = replace(world.container, id="c2", attempt=1, cgroup="/kubepods/second")
     await world.backend.adjust(world.running)
-    assert world.control.memory_limits(1) == {str(world.cgroup): GRANTED, str(second): GRANTED}
+    assert world.limits(1) == {str(world.cgroup): GRANTED, str(second): GRANTED}
 
 
 async def test_a_changed_limit_is_set_again_at_the_next_check(world: DriverNode) -> None:
@@ -245,18 +300,6 @@ async def test_a_cgroup_without_the_controller_is_a_finding(world: DriverNode) -
 
 
 async def test_a_limit_that_the_kernel_drops_in_silence_is_a_finding() -> None:
-    class Deaf:
-        """A driver that keeps the previous limit, because more than the new limit is in use."""
-
-        async def memory_limits_supported(self) -> str | None:
-            return None
-
-        async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
-            pass
-
-        async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:  # noqa: ARG002
-            return MemoryLimit(soft_bytes=2 * GIB)
-
     backend = DriverMemory(Deaf())
     tenant = gpu_share("a1", shared_gpu(memory_bytes=2 * GIB))
     running = [

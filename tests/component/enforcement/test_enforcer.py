@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare, Terms
 from gpumgr.allocator.ledger import Allocation
 from gpumgr.allocator.pods import PodView
@@ -21,6 +22,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.topology.devices import Gpu
 from gpumgr.units import Resource
 from gpumgr.usage.containers import Container
 from tests.component.stage.stage import Clock
@@ -48,7 +50,7 @@ class Files(Backend):
 
     folder: Path
     name: BackendName = "mps"
-    limits: frozenset[Resource] = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = field(default_factory=lambda: {"core": "soft", "memory": "soft"})
     obstacle: str | None = None
     error: Exception | None = None
     seen: list[list[str]] = field(default_factory=list)
@@ -171,6 +173,49 @@ async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folde
         "NVIDIA_VISIBLE_DEVICES=void",
     ]
     assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+
+
+def gpu(index: int, model: str = "NVIDIA A10") -> Gpu:
+    return Gpu(index=index, uuid=f"GPU-{index}", minor=index, bus_id=None, model=model, memory_bytes=1 << 30)
+
+
+async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_change_is_logged_once(folder: Path) -> None:
+    made, gpus = make(folder), [gpu(0), gpu(1, "Tesla P4")]
+    made.files.obstacle = "the daemon does not start"
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert (await made.limits.choose(gpus)).mechanisms == ("none",)
+        made.files.obstacle = None
+        for _ in range(2):
+            assert (await made.limits.choose(gpus)).mechanisms == ("mps",)
+        made.files.limits = {"core": "hard", "memory": "soft"}
+        for _ in range(2):
+            await made.limits.choose(gpus)
+    assert [(line["log_level"], line["uses"], line["limits"]) for line in logs] == [
+        ("warning", "none", "GPU 0-1: memory none, cores none"),
+        (
+            "info",
+            "mps",
+            "GPU 0: memory soft (mps), cores soft (mps); GPU 1: memory none (mps can't be used), cores none (mps can't be used)",
+        ),
+        (
+            "info",
+            "mps",
+            "GPU 0: memory soft (mps), cores hard (mps); GPU 1: memory none (mps can't be used), cores none (mps can't be used)",
+        ),
+    ]
+
+
+async def test_a_named_mechanism_that_the_node_can_not_use_stays_and_the_reason_is_logged(folder: Path) -> None:
+    made = make(folder, setting="mps")
+    made.files.obstacle = "the daemon does not start"
+    with capture_logs() as logs:
+        await made.limits.choose([gpu(0)])
+        await made.limits.choose([gpu(0)])
+    assert made.limits.terms(None, share=True) == Terms(mechanisms=("mps",))
+    (line,) = logs
+    assert (line["log_level"], line["broken"]) == ("warning", {"mps": "the daemon does not start"})
+    assert line["limits"] == "GPU 0: memory none (mps can't be used), cores none (mps can't be used)"
 
 
 async def test_a_container_without_limits_is_reported(folder: Path) -> None:

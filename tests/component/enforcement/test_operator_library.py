@@ -132,3 +132,35 @@ def test_two_libraries_are_installed_side_by_side(library: Path, built: Path, tm
     new = install(check(library, hash_of(library)), tmp_path / "lib", "libvgpu.so")
     assert hash_of(old) != hash_of(new)
     assert old.parent.parent == new.parent.parent
+
+
+def built_from(folder: Path, text: str, *options: str) -> Path:
+    source = folder / "library.c"
+    source.write_text(text)
+    subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", folder / "library.so", source], check=True)
+    return folder / "library.so"
+
+
+def test_the_symbols_that_are_asked_for_must_be_exported(tmp_path: Path) -> None:
+    text = (
+        "int cuInit(void); int cuFree(void); static int cuHide(void) { return cuFree(); } int cuInit(void) { return cuHide(); }"
+    )
+    path = built_from(tmp_path, text, "-s")
+    check(path, hash_of(path), exports=["cuInit"])
+    with pytest.raises(LibraryError, match=r"library\.so does not export cuFree, cuHide, so it would not limit programs"):
+        check(path, hash_of(path), exports=["cuInit", "cuHide", "cuFree"])
+
+
+@pytest.mark.parametrize(("offset", "value"), [(47, 255), (60, 255)])
+def test_a_damaged_table_of_sections_is_refused(tmp_path: Path, offset: int, value: int) -> None:
+    path = built_from(tmp_path, "int cuInit;")
+    patched(path, offset, value)
+    with pytest.raises(LibraryError, match="has a damaged table of symbols"):
+        check(path, hash_of(path), exports=["cuInit"])
+
+
+def test_a_library_without_sections_exports_nothing_that_can_be_checked(tmp_path: Path) -> None:
+    path = built_from(tmp_path, "int cuInit;")
+    patched(path, 60, 0)
+    with pytest.raises(LibraryError, match="does not export cuInit"):
+        check(path, hash_of(path), exports=["cuInit"])

@@ -18,6 +18,7 @@ def lay_out_cgroups(root: Path) -> Path:
     """A container that the dmem controller is handed down to, and a child of it that it is not."""
     (root / "kubepods/container/child").mkdir(parents=True)
     (root / "cgroup.controllers").write_text("cpuset cpu io memory pids dmem\n")
+    (root / "cgroup.subtree_control").write_text("cpuset cpu io memory pids\n")
     for name in ("kubepods", "kubepods/container"):
         (root / name / "dmem.max").touch()
     return root

@@ -1,6 +1,7 @@
 """What may be set on a GPU, and how busy single processes keep it, through the real binding and the simulated library."""
 
 import ctypes
+import re
 from pathlib import Path
 
 import pynvml
@@ -144,7 +145,7 @@ async def test_limits_are_set_and_read_back(new_node: SimNode, cgroups: Path) ->
     uuid, cgroup = new_node.description.uuid_of(1), str(cgroups / "kubepods/container")
     limit = MemoryLimit(soft_bytes=256 * MIB, hard_bytes=512 * MIB)
     async with opened(new_node) as nvml:
-        assert await nvml.memory_limits_supported() is None
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(0)
         assert await nvml.memory_limit(uuid, cgroup) == MemoryLimit()
         await nvml.set_memory_limit(uuid, cgroup, 256 * MIB, 512 * MIB)
         assert await nvml.memory_limit(uuid, cgroup) == limit
@@ -164,19 +165,23 @@ async def test_a_cgroup_that_can_not_be_limited(new_node: SimNode, cgroups: Path
         new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 999)
         with pytest.raises(NvmlError, match=f"nvmlDeviceGetMemoryLimits_v1 of {uuid}: Unknown"):
             await nvml.memory_limit(uuid, str(cgroups / "kubepods"))
-        assert await nvml.memory_limits_supported() == (
-            "no GPU supports memory limits (nvmlDeviceGetMemoryLimits_v1: Unknown Error (NVML error 999)): see `nvidia-smi`"
-        )
+        said = "no GPU supports memory limits (nvmlDeviceGetMemoryLimits_v1: Unknown Error (NVML error 999)): see `nvidia-smi`"
+        with pytest.raises(NvmlError, match=re.escape(said)):
+            await nvml.gpu_with_memory_limits()
+        new_node.control.set_result("nvmlDeviceGetUUID", 15, gpu=0)
+        new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 0)
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(1), "the GPU that works"
 
 
 async def test_an_old_driver_has_no_limits(node: Prepare, cgroups: Path) -> None:
     sim = node("hgx-h100-8")
     uuid, cgroup = sim.description.uuid_of(0), str(cgroups / "kubepods")
     async with opened(sim) as nvml:
-        obstacle = await nvml.memory_limits_supported()
-        assert obstacle is not None
-        assert obstacle.startswith("the NVIDIA driver 550.90.07 has no memory limits (nvmlDeviceGetMemoryLimits_v1: ")
-        assert obstacle.endswith("install driver 615 or newer")
+        said = (
+            r"^the NVIDIA driver 550\.90\.07 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: .*install driver 615 or newer$"
+        )
+        with pytest.raises(NvmlError, match=said):
+            await nvml.gpu_with_memory_limits()
         with pytest.raises(NvmlError, match=r"nvmlDeviceSetMemoryLimits_v1 .*Function Not Found"):
             await nvml.set_memory_limit(uuid, cgroup, 0, MIB)
         assert nvml.call_errors == {}
@@ -193,26 +198,30 @@ def node_without_symbols(new_node: SimNode) -> SimNode:
 async def test_a_library_without_the_symbols(node_without_symbols: SimNode) -> None:
     uuid = node_without_symbols.description.uuid_of(0)
     async with opened(node_without_symbols) as nvml:
-        obstacle = await nvml.memory_limits_supported()
+        said = r"driver 615.71.09 has no memory limits \(nvmlDeviceGetMemoryLimits_v1: Function Not Found"
+        with pytest.raises(NvmlError, match=said):
+            await nvml.gpu_with_memory_limits()
         with pytest.raises(NvmlError, match="Function Not Found"):
             await nvml.set_memory_limit(uuid, "/", 0, MIB)
-    assert obstacle is not None
-    assert "driver 615.71.09 has no memory limits (nvmlDeviceGetMemoryLimits_v1: Function Not Found" in obstacle
 
 
 async def test_a_driver_whose_limits_are_off(new_node: SimNode, cgroups: Path) -> None:
     new_node.control.set_result("nvmlDeviceGetMemoryLimits_v1", 3)
-    for root, told in ((cgroups, True), (cgroups / "kubepods/container", False)):
-        nvml = Nvml(library_path=new_node.library_path, cgroup_root=root)
-        await nvml.open()
-        obstacle = await nvml.memory_limits_supported()
-        await nvml.close()
-        assert (obstacle is not None and "keeps no limits in cgroups" in obstacle) is told
+    nvml = Nvml(library_path=new_node.library_path, cgroup_root=cgroups)
+    await nvml.open()
+    with pytest.raises(NvmlError, match="keeps no limits in cgroups"):
+        await nvml.gpu_with_memory_limits()
+    await nvml.close()
+    nvml = Nvml(library_path=new_node.library_path, cgroup_root=cgroups / "kubepods/container")
+    await nvml.open()
+    assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(0), "no cgroup there has limits: it says nothing"
+    await nvml.close()
 
 
 async def test_gpus_with_mig_are_left_out(new_node: SimNode) -> None:
     async with opened(new_node) as nvml:
         new_node.control.set_mig(0, enabled=True)
-        assert await nvml.memory_limits_supported() is None
+        assert await nvml.gpu_with_memory_limits() == new_node.description.uuid_of(1)
         new_node.control.set_mig(1, enabled=True)
-        assert "MIG is enabled" in (await nvml.memory_limits_supported() or "")
+        with pytest.raises(NvmlError, match="MIG is enabled"):
+            await nvml.gpu_with_memory_limits()

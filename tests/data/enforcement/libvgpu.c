@@ -43,6 +43,7 @@ HOOK(cuMemGetInfo_v2)
 HOOK(cuDeviceTotalMem_v2)
 HOOK(cuLaunchKernel)
 HOOK(nvmlInit_v2)
+HOOK(nvmlInit) /* of libcuda-control.so, which the same file stands in for */
 
 void *dlsym(void *handle, const char *name) {
   static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};

@@ -10,6 +10,7 @@ from gpumgr.agent.api import builtins
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ids import ALL_CORES, GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
@@ -167,7 +168,7 @@ def report(
         nvml_up=True,
         use=NodeUse(taken_at=0.0, containers=uses, gpus=strange),
         over=frozenset((a.id, gpu) for a in allocations for gpu in a.gpus if a.held("memory") and used > 16 * BLOCK_BYTES),
-        enforcement=(("mps", "cores and memory"),),
+        gpu_limits={uuid_of(n): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps") for n in shown},
         outbox=OutboxState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},
     )

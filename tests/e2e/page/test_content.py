@@ -36,6 +36,7 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(card).to_contain_text("9 of 100 granted, 25 used")
         await expect(card).to_contain_text("5 of 9 cores, 4.5 of 4.0 GiB")
         await expect(card).to_contain_text("over its memory")
+        await expect(card).to_contain_text("Limits: memory hard (nvml-memory), cores soft (mps)")
         await expect(card).to_contain_text("40 °C")
         await expect(
             card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
@@ -46,7 +47,13 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(problems.filter(has_text="over limit").last).to_contain_text("has 4.0 GiB on GPU1, uses 4.5 GiB")
         await expect(page.locator("#feed li.refused")).to_contain_text("60 cores, no_fit")
         health = page.locator("#health")
-        for fact in ("550.54.15, CUDA 12.4", "0.4 s ago", "2 waiting, 0 dropped", "mps keeps cores and memory", "registered"):
+        for fact in (
+            "550.54.15, CUDA 12.4",
+            "0.4 s ago",
+            "2 waiting, 0 dropped",
+            "GPU 0-7: memory hard (nvml-memory), cores soft (mps)",
+            "registered",
+        ):
             await expect(health).to_contain_text(fact)
         whole = (await rows(page))[-2]
         assert whole[:7] == ["team/train", "main", "GPU0", "whole", "5", "80.0 GiB", "4.5 GiB"]

@@ -1,11 +1,12 @@
 """Shares carry the names of what limits them, from the grant to every start of their containers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.allocator.response import ContainerResponse
@@ -24,7 +25,7 @@ class Recorded(Unlimited):
     """A mechanism that limits both resources and records its calls."""
 
     name = "hami-core"
-    limits = frozenset({"core", "memory"})
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(self) -> None:
         super().__init__(lambda _tenant, _message: None)

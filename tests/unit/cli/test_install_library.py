@@ -12,6 +12,7 @@ from gpumgr.cli.host_settings import CONFIG
 from gpumgr.cli.install import command
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import GpumgrError, InputError
+from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
@@ -78,10 +79,10 @@ def test_the_library_is_installed_and_selected(library: Path, image: Path) -> No
 
 def test_done_again_nothing_changes(library: Path, image: Path) -> None:
     install(library, image)
-    before = (image / LIB / NAME).stat()
+    before = FileIdentity.at(image / LIB / NAME)
     done = install(library, image)
     assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["unchanged"] * 3
-    assert (image / LIB / NAME).stat() == before
+    assert FileIdentity.at(image / LIB / NAME) == before
 
 
 def test_an_upgrade_keeps_the_old_copy(library: Path, image: Path) -> None:

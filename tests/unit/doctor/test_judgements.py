@@ -17,7 +17,7 @@ NO_MECHANISM = "no backend enforces the limits of shares (enforcement.backend is
             "auto",
             MechanismChoice(mechanisms=("mps",), obstacles={"vcuda": "no library"}),
             "ok",
-            "mps (cores and memory); not: vcuda (no library)",
+            "GPU 0: memory soft (mps), cores soft (mps); not: vcuda (no library)",
         ),
         ("auto", MechanismChoice(obstacles=NO_PROGRAM), "warning", "(enforcement.backend is auto); not: mps (no program)"),
         (
@@ -35,7 +35,7 @@ NO_MECHANISM = "no backend enforces the limits of shares (enforcement.backend is
     ],
 )
 def test_the_choice_is_judged_by_the_setting(setting: str, choice: MechanismChoice, state: State, message: str) -> None:
-    found = judge_choice(setting, choice, "mps (cores and memory)")
+    found = judge_choice(setting, choice, "GPU 0: memory soft (mps), cores soft (mps)")
     assert found.state == state
     assert found.message.endswith(message)
     assert (found.remedy is None) == (state == "ok")

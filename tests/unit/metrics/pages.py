@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport, OutboxState
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.pods import PodView
 from gpumgr.metrics.registry import Metrics
 from gpumgr.metrics.text_format import RenderedFamily, page
@@ -93,7 +94,7 @@ def full_picture() -> NodeReport:
         reasons={uuid_of(0): "operator"},
         cordons={uuid_of(0): Cordon(reason="a fan")},
         use=used(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners),
-        enforcement=(("mps", "cores and memory"),),
+        gpu_limits={uuid_of(0): GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")},
         vcuda_registrations={"ok": 1},
         mps_daemon_restarts={uuid_of(0): 1},
         outbox=OutboxState(waiting=2, oldest_seconds=1.5, dropped=1, written={("pod", "ok"): 3}),

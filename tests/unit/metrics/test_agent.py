@@ -107,13 +107,11 @@ def test_shares_that_nothing_keeps_are_counted(held: list[Allocation], count: in
     assert ours(NodeReport(view=view_of(*held)), "containers_without_enforcement") == {(): count}
 
 
-def test_the_mechanisms_export_their_names_and_counters() -> None:
+def test_the_mechanisms_export_their_counters() -> None:
     report = NodeReport(
         view=view_of(),
-        enforcement=(("nvml-memory", "memory"), ("mps", "cores")),
         vcuda_registrations={"ok": 3, "permission_denied": 1},
         mps_daemon_restarts={uuid_of(0): 2},
     )
-    assert ours(report, "enforcement_info") == {("nvml-memory", "memory"): 1.0, ("mps", "cores"): 1.0}
     assert ours(report, "vcuda_registrations_total") == {("ok",): 3.0, ("permission_denied",): 1.0}
     assert ours(report, "mps_daemon_restarts_total") == {(uuid_of(0),): 2.0}

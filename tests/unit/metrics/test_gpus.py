@@ -4,6 +4,7 @@ import pytest
 
 from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.quarantine import Quarantine
 from gpumgr.topology.devices import GpuSample, NodeSample
 from gpumgr.units import BLOCK_BYTES
@@ -133,3 +134,13 @@ def test_reasons_of_a_healthy_gpu_are_absent() -> None:
 def test_a_cordon_shows() -> None:
     report = NodeReport(view=view_of(), cordons={uuid_of(1): Cordon(reason="its fan rattles", draining=True)})
     assert ours(report, "gpu_cordoned") == {FIRST: 0.0, SECOND: 1.0}
+
+
+def test_the_strength_of_each_gpus_limits_is_exported() -> None:
+    limits = {
+        uuid_of(0): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps"),
+        uuid_of(1): GpuLimits(),
+    }
+    found = ours(NodeReport(view=view_of(), gpu_limits=limits), "gpu_enforcement_info")
+    # In the order of the labels' names: cores, cores_by, gpu, memory, memory_by.
+    assert found == {("soft", "mps", uuid_of(0), "hard", "nvml-memory"): 1.0, ("none", "", uuid_of(1), "none", ""): 1.0}

@@ -12,6 +12,7 @@ from gpumgr.agent.cordons import Cordon
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport, OutboxState
 from gpumgr.agent.writer import AgentView
+from gpumgr.allocator.gpu_limits import GpuLimits
 from gpumgr.allocator.history import Candidate, HistoryEntry
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import Allocation, Ledger
@@ -29,6 +30,9 @@ POD = ("team", "web")
 
 def share(letter: str = "a", **about: Any) -> Allocation:
     return replace(allocation(letter, POD, cores={0: 0b111}, blocks={0: 0b11}), **about)
+
+
+HARD = GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps")
 
 
 def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | None = None, **about: Any) -> NodeReport:
@@ -63,14 +67,15 @@ def test_the_node_and_its_health() -> None:
         picture_of(
             registered={"tencent.com/vcuda-core": True},
             not_ready=("memory is not registered",),
-            enforcement=(("mps", "cores and memory"),),
+            gpu_limits={uuid_of(n): HARD if n == 0 else GpuLimits() for n in range(2)},
             outbox=outbox,
         )
     )
     assert (told["node"], told["at"], told["version"]) == ("node-1", 1000.0, gpumgr.__version__)
     assert (told["driver_version"], told["cuda_version"]) == ("550.54.15", "12.4")
     assert (told["ready"], told["not_ready"]) == (False, ["memory is not registered"])
-    assert told["enforcement"] == [{"mechanism": "mps", "keeps": "cores and memory"}]
+    assert told["limits"] == "GPU 0: memory hard (nvml-memory), cores soft (mps); GPU 1: memory none, cores none"
+    assert document(picture_of())["gpus"][0]["limits"] is None
     assert told["health"] == {
         "nvml_up": True,
         "sampled_seconds_ago": 2.5,
@@ -120,7 +125,8 @@ def test_a_known_gpu_keeps_its_index_while_it_can_not_be_described() -> None:
 
 
 def test_a_gpu_with_all_its_numbers() -> None:
-    gpu = document(picture_of(share(), processes={7: process(7, 700), 100: process(100, 50), 101: process(101, None)}))["gpus"][0]
+    processes = {7: process(7, 700), 100: process(100, 50), 101: process(101, None)}
+    gpu = document(picture_of(share(), processes=processes, gpu_limits={uuid_of(0): HARD}))["gpus"][0]
     assert gpu == {
         "uuid": uuid_of(0),
         "name": name_of(0),
@@ -143,6 +149,7 @@ def test_a_gpu_with_all_its_numbers() -> None:
         "temperature_celsius": 40.0,
         "power_watts": 71.5,
         "strangers": {"processes": 2, "memory_bytes": 50},
+        "limits": {"memory": "hard", "memory_by": "nvml-memory", "cores": "soft", "cores_by": "mps"},
     }
 
 

@@ -41,9 +41,10 @@ the folder's file system must be a shared mount for that, which systemd does, bu
 - name: cgroups
   path: {{ include "gpumgr.path" (list . "cri" "cgroup_root") | quote }}
   type: Directory
-  readOnly: true
+  # gpumgr tries the driver's memory limits on a new cgroup.
+  readOnly: {{ not (or (include "gpumgr.names" (list . "auto")) (include "gpumgr.names" (list . "nvml-memory"))) }}
   setting: cri.cgroup_root
-  why: the processes of each container
+  why: the processes of each container; with the backend nvml-memory (auto) also a new cgroup, on which a limit is tried
 {{- if eq (include "gpumgr.setting" (list . "enforcement" "injection")) "cdi" }}
 - name: cdi
   path: {{ include "gpumgr.path" (list . "enforcement" "cdi_dir") | quote }}

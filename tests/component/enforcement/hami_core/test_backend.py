@@ -17,6 +17,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.errors import Refusal
+from gpumgr.files import FileIdentity
 from tests.component.enforcement.hami_core.harness import (
     CORES,
     ID,
@@ -81,8 +82,8 @@ def content(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def statuses(mounts: Iterable[Mount]) -> list[os.stat_result]:
-    return [os.stat(each.host_path) for each in mounts]
+def identities(mounts: Iterable[Mount]) -> list[FileIdentity | None]:
+    return [FileIdentity.at(Path(each.host_path)) for each in mounts]
 
 
 def mode(path: str | Path) -> int:
@@ -161,7 +162,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
 ) -> None:
     await backend.start(tenant())
     mounts = backend.prepare(tenant(), "core").mounts
-    before = statuses(mounts)
+    before = identities(mounts)
     newer = tmp_path / "newer.so"
     newer.write_bytes(content(library) + b"newer")
     backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
@@ -169,7 +170,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     answer = backend.prepare(tenant("b" * 16), "core")
     assert content(answer.mounts[0].host_path) == content(newer)
     assert content(answer.mounts[1].host_path) == b"/usr/local/vgpu/libvgpu.so\n"
-    assert statuses(mounts) == before
+    assert identities(mounts) == before
     assert await backend.observe([running()]) == []
 
 

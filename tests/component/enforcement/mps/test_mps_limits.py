@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
 from tests.component.enforcement.mps.place import GIB, UUID, Place, running, tenant
@@ -94,3 +95,14 @@ async def test_a_running_container_without_files_is_reported(place: Place, tmp_p
     assert (finding.allocation, finding.code) == ("lost", "broken")
     empty = await place.agent(run_dir=tmp_path, state_dir=tmp_path / "state")
     assert set(empty.remains()) == set()
+
+
+@pytest.mark.parametrize(
+    ("setting", "exclusive", "cores"),
+    [("2", True, "soft"), ("3", True, "hard"), ("3", False, "soft")],
+)
+async def test_the_strength_of_the_limits_is_that_of_the_protocol_and_the_compute_mode(
+    place: Place, setting: ProtocolSetting, exclusive: bool, cores: Strength
+) -> None:
+    backend = await place.agent(setting=setting, exclusive_process=exclusive)
+    assert backend.limits == {"core": cores, "memory": "soft"}

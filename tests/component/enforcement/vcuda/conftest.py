@@ -9,7 +9,7 @@ import pytest
 
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
-from tests.component.enforcement.vcuda.harness import LIBRARY, Node, compile_c
+from tests.component.enforcement.vcuda.harness import Node, compile_c, library
 from tests.unit.enforcement.vcuda.tenants import TENANT
 
 DATA = Path(__file__).parents[3] / "data/enforcement"
@@ -27,7 +27,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def library_sha256() -> str:
-    return hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+    return hashlib.sha256(library().read_bytes()).hexdigest()
 
 
 @pytest.fixture

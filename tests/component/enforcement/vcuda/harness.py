@@ -1,27 +1,41 @@
 """A backend over a folder of its own, with a fake of the node's list of containers, and clients as containers run them."""
 
 import asyncio
+import functools
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
-from gpumgr.enforcement.vcuda.backend import VcudaBackend
+from gpumgr.enforcement.vcuda.backend import EXPORTS, VcudaBackend
 from gpumgr.enforcement.vcuda.config import unpack_pids
 from gpumgr.usage.containers import Container
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 api, api_services = grpc.protos_and_services("vcuda/api.proto")
 
-#: A shared library for this machine that every test run has; which one does not matter to the agent's side.
-LIBRARY = Path(next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc.so" in line))
+_BUILT: Final = tempfile.TemporaryDirectory(prefix="gpumgr")
+
+
+@functools.cache
+def library() -> Path:
+    """A shared library that exports what the agent asks for; the agent's side needs no more of it."""
+    return build_library(Path(_BUILT.name), *EXPORTS)
+
+
+def build_library(folder: Path, *exports: str) -> Path:
+    source, target = folder / "library.c", folder / "library.so"
+    source.write_text(f"int {', '.join(exports)};\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", target, source], check=True)
+    return target
 
 
 @dataclass
@@ -43,10 +57,11 @@ class Node:
         self.looks += 1
         return tuple(self.pids)
 
-    def backend(self, sha256: str | None, library: Path | None = LIBRARY) -> VcudaBackend:
+    def backend(self, sha256: str | None, path: Path | None = None) -> VcudaBackend:
+        """`path`: another library; `sha256` None: none is set."""
         return VcudaBackend(
             allocation_dir=self.folder,
-            library_path=library,
+            library_path=path or (library() if sha256 else None),
             library_sha256=sha256,
             container_of=self.container_of,
             pids_of=self.pids_of,

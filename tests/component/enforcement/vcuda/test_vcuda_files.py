@@ -2,7 +2,9 @@
 
 import asyncio
 import fcntl
+import hashlib
 import os
+import re
 import stat
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,7 +19,7 @@ from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.config import pack_config
 from gpumgr.errors import CriError, Refusal
 from gpumgr.usage.containers import Container
-from tests.component.enforcement.vcuda.harness import LIBRARY, Node, register, run
+from tests.component.enforcement.vcuda.harness import Node, build_library, register, run
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 
@@ -159,7 +161,16 @@ async def test_a_wrong_library_is_refused(node: Node) -> None:
     with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't be enforced: .* has SHA-256 "):
         await backend.start(TENANT)
     assert not node.place.exists()
-    assert "set vcuda.library_path" in str(await node.backend(None, None).unavailable())
+    assert "set vcuda.library_path" in str(await node.backend(None).unavailable())
+
+
+async def test_a_library_without_the_drivers_functions_is_refused(node: Node) -> None:
+    other = build_library(node.folder, "cuMemAlloc_v2")
+    backend = node.backend(hashlib.sha256(other.read_bytes()).hexdigest(), other)
+    said = f"{other} does not export cuInit, nvmlInit, so it would not limit programs"
+    assert said in str(await backend.unavailable())
+    with pytest.raises(Refusal, match=re.escape(said)):
+        await backend.start(TENANT)
 
 
 async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha256: str) -> None:
@@ -167,7 +178,7 @@ async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha2
     with pytest.raises(Refusal, match=r"a unix socket allows 107; set a shorter container\.allocation_dir"):
         await deep.start(TENANT)
     assert (await deep.unavailable() or "").startswith(f"no socket can be at {node.folder}")
-    assert await node.backend(library_sha256, LIBRARY).unavailable() is None
+    assert await node.backend(library_sha256).unavailable() is None
 
 
 @pytest.mark.parametrize("known", [{}, {"pod": TENANT.pod, "pod_uid": TENANT.pod_uid}])

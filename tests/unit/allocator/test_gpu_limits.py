@@ -1,0 +1,64 @@
+"""How strongly each GPU's limits are enforced, and the text of it."""
+
+import pytest
+
+from gpumgr.allocator.gpu_limits import GpuLimits, Strengths, describe_limits, gpu_limits
+from gpumgr.topology.devices import Gpu
+
+STRENGTHS: Strengths = {
+    "nvml-memory": {"memory": "hard"},
+    "hami-core": {"core": "soft", "memory": "soft"},
+    "mps": {"core": "hard", "memory": "soft"},
+    "none": {},
+}
+BOTH = GpuLimits(memory="hard", memory_by="nvml-memory", cores="hard", cores_by="mps")
+NEITHER = GpuLimits(memory_by="nvml-memory", cores_by="mps")
+
+
+def gpu(model: str | None = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False) -> Gpu:
+    return Gpu(index=0, uuid="GPU-0", minor=0, bus_id=None, model=model, memory_bytes=1 << 30, mig_enabled=mig)
+
+
+@pytest.mark.parametrize(
+    ("where", "mechanisms", "found"),
+    [
+        pytest.param(gpu(), ("nvml-memory", "mps"), BOTH, id="each its resource, the first counts"),
+        pytest.param(gpu(mig=None), ("nvml-memory", "mps"), BOTH, id="a GPU without MIG"),
+        pytest.param(gpu(mig=True), ("nvml-memory", "mps"), NEITHER, id="MIG"),
+        pytest.param(
+            gpu("Tesla P100-PCIE-16GB"),
+            ("nvml-memory", "mps"),
+            GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps"),
+            id="older than Volta",
+        ),
+        pytest.param(gpu("Tesla V100-SXM2-32GB"), ("nvml-memory", "mps"), BOTH, id="Volta"),
+        pytest.param(gpu("a new model"), ("nvml-memory", "mps"), BOTH, id="an unknown model"),
+        pytest.param(
+            gpu(mig=True),
+            ("hami-core",),
+            GpuLimits(memory="soft", memory_by="hami-core", cores="soft", cores_by="hami-core"),
+            id="a library is independent of the GPU",
+        ),
+        pytest.param(gpu(), ("nvml-memory",), GpuLimits(memory="hard", memory_by="nvml-memory"), id="memory alone"),
+        pytest.param(gpu(), ("none",), GpuLimits(), id="none"),
+        pytest.param(gpu(), ("mps-open",), GpuLimits(), id="a mechanism without limits"),
+    ],
+)
+def test_the_limits_of_a_gpu(where: Gpu, mechanisms: tuple[str, ...], found: GpuLimits) -> None:
+    assert gpu_limits(where, mechanisms, STRENGTHS, ()) == found
+
+
+def test_a_mechanism_that_the_node_can_not_use_limits_nothing() -> None:
+    found = gpu_limits(gpu(), ("nvml-memory", "mps"), STRENGTHS, {"mps": "no program"})
+    assert found == GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps")
+    assert str(found) == "memory hard (nvml-memory), cores none (mps can't be used)"
+
+
+def test_equal_gpus_are_described_together() -> None:
+    soft = GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")
+    text = describe_limits([(0, BOTH), (4, soft), (1, BOTH), (2, BOTH), (5, GpuLimits()), (7, BOTH)])
+    assert text == (
+        "GPU 0-2,7: memory hard (nvml-memory), cores hard (mps); GPU 4: memory soft (mps), cores soft (mps); "
+        "GPU 5: memory none, cores none"
+    )
+    assert describe_limits([]) == ""
