@@ -33,7 +33,7 @@ def refusal(library: CheckedLibrary) -> str | None:
         raise LibraryError(f"{library.path} made no region within {_TIMEOUT_SECONDS:.0f} s: {_BUILD}") from None
     except OSError as error:
         raise LibraryError(f"{library.path} can't be tried: {error.filename or _PROGRAM}: {error.strerror or error}") from error
-    check(library.path, library.sha256)  # it may have been replaced meanwhile
+    check(library.path, library.sha256)  # it may have been replaced since
     return reason and f"{library.path} is not usable: {reason}: {_BUILD}"
 
 
