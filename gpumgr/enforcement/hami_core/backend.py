@@ -24,8 +24,9 @@ from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
+from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
-from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
 from gpumgr.files import replace_file
 from gpumgr.units import Resource
@@ -43,8 +44,8 @@ _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
-    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
+    "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
+    "hami_core.library_sha256)"
 )
 
 log = structlog.get_logger(__name__)
@@ -68,7 +69,7 @@ class HamiCore(Backend):
         nspid_of: NspidOf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._library_path, self._library_sha256, self._library_dir = library_path, library_sha256, library_dir
+        self._library, self._library_dir = (library_path, library_sha256), library_dir
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._clock = nspid_of, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
@@ -76,13 +77,11 @@ class HamiCore(Backend):
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
-        self._library_path, self._library_sha256 = path, sha256
+        self._library = path, sha256
 
     async def unavailable(self) -> str | None:
-        if self._library_path is None or self._library_sha256 is None:
-            return _UNSET
         try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(self._usable_library)
         except LibraryError as error:
             return str(error)
         return None
@@ -97,10 +96,11 @@ class HamiCore(Backend):
                     if not gpu.whole
                 }
             )
-        if self._library_sha256 is None:
+        _, sha256 = self._library
+        if sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
+        library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -160,12 +160,20 @@ class HamiCore(Backend):
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _start(self, tenant: GpuShare) -> None:
-        if self._library_path is None or self._library_sha256 is None:
+    def _usable_library(self) -> CheckedLibrary:
+        """Raises LibraryError."""
+        path, sha256 = self._library
+        if path is None or sha256 is None:
             raise LibraryError(_UNSET)
+        library = check(path, sha256)
+        if (reason := refusal(library)) is not None:
+            raise LibraryError(reason)
+        return library
+
+    def _start(self, tenant: GpuShare) -> None:
         wanted = seed.limits(tenant.gpus)
         with _INSTALLING:
-            _install(self._library_path, self._library_sha256, self._library_dir)
+            _install(self._usable_library(), self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -211,9 +219,9 @@ class HamiCore(Backend):
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
 
 
-def _install(path: Path, sha256: str, folder: Path) -> None:
-    """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+def _install(library: CheckedLibrary, folder: Path) -> None:
+    """Installs the operator's library with the list that preloads it. Blocks. Raises LibraryError."""
+    preload = install(library, folder, _LIBRARY).with_name(_PRELOAD)
     content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
     try:
         if not preload.is_file() or preload.read_bytes() != content:

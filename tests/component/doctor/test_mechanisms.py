@@ -19,7 +19,7 @@ from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import CriSettings, EnforcementSettings, MpsSettings
+from gpumgr.settings.schema import CheckpointSettings, CriSettings, EnforcementSettings, MpsSettings
 from gpumgr.sim.library import prepare
 from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
 
@@ -129,6 +129,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     sim = prepare(str(tmp_path / "new.yaml"), tmp_path / "node")
     cgroups = lay_out_cgroups(tmp_path / "cgroup")
     settings = Settings(
+        checkpoint=CheckpointSettings(dir=tmp_path / "checkpoint"),
         cri=CriSettings(cgroup_root=cgroups),
         enforcement=EnforcementSettings(run_dir=tmp_path / "run"),
         mps=MpsSettings(control_program="no-such-program"),

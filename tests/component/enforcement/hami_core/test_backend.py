@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +17,7 @@ from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.errors import Refusal
+from gpumgr.files import FileIdentity
 from tests.component.enforcement.hami_core.harness import (
     CORES,
     ID,
@@ -29,14 +29,15 @@ from tests.component.enforcement.hami_core.harness import (
     running,
     tenant,
 )
+from tests.libvgpu import build
 from tests.shares import TWO_GPUS, gpu_share
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library for this host, in place of the operator's."""
+    """In place of the operator's."""
     path = tmp_path_factory.mktemp("library") / "libvgpu.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    build(path)
     return path
 
 
@@ -81,8 +82,8 @@ def content(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def statuses(mounts: Iterable[Mount]) -> list[os.stat_result]:
-    return [os.stat(each.host_path) for each in mounts]
+def identities(mounts: Iterable[Mount]) -> list[FileIdentity | None]:
+    return [FileIdentity.at(Path(each.host_path)) for each in mounts]
 
 
 def mode(path: str | Path) -> int:
@@ -161,7 +162,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
 ) -> None:
     await backend.start(tenant())
     mounts = backend.prepare(tenant(), "core").mounts
-    before = statuses(mounts)
+    before = identities(mounts)
     newer = tmp_path / "newer.so"
     newer.write_bytes(content(library) + b"newer")
     backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
@@ -169,7 +170,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     answer = backend.prepare(tenant("b" * 16), "core")
     assert content(answer.mounts[0].host_path) == content(newer)
     assert content(answer.mounts[1].host_path) == b"/usr/local/vgpu/libvgpu.so\n"
-    assert statuses(mounts) == before
+    assert identities(mounts) == before
     assert await backend.observe([running()]) == []
 
 
@@ -181,6 +182,18 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
     with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* has SHA-256 .* is set: put the right file there"):
+        await backend.start(tenant())
+    assert not (tmp_path / "lib").exists()
+    assert not region_of(tmp_path).exists()
+
+
+async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_start(tmp_path: Path) -> None:
+    mine = tmp_path / "libvgpu.so"
+    build(mine, "-DHIDDEN")
+    backend = make_backend(tmp_path, mine)
+    reason = await backend.unavailable() or ""
+    assert "it does not export cuInit" in reason
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* it does not export cuInit"):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
