@@ -73,6 +73,13 @@ class Client:
             yield process.pid
             process.kill()
 
+    @contextmanager
+    def waiting(self, region: Path, *commands: object) -> Iterator["subprocess.Popen[str]"]:
+        """A process that may wait for another one; it is given its time to end."""
+        command = [str(self.program), "-f", str(region), *map(str, commands)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            yield process
+
 
 def make_backend(folder: Path, library: Path, clock: Seconds | None = None) -> HamiCore:
     return HamiCore(

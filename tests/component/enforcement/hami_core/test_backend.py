@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import stat
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def read(folder: Path) -> RegionView:
     assert isinstance(seen, RegionView)
     region.close()
     return seen
+
+
+def until_one_waits(folder: Path) -> None:
+    while read(folder).postinit_waiters == 0:
+        time.sleep(0.01)
 
 
 def content(path: str | Path) -> bytes:
@@ -336,6 +342,50 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
         assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
+
+
+async def test_a_siblings_host_pid_is_replaced(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
+    with client.process(region, "take") as first, client.process(region, "take", "host", first) as second:
+        await backend.adjust([running(pids=[first, second])])
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(first, first), (second, second)]
+
+
+async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as killed, client.waiting(region, "take") as waiter:
+        until_one_waits(tmp_path)
+        now = running(pids=[killed, waiter.pid])
+        await backend.adjust([now])
+        clock.now += 6
+        await backend.adjust([now])  # the holder runs: two processes have no host pid, one of them waits
+        assert read(tmp_path).postinit == 0
+        os.kill(killed, signal.SIGKILL)
+        now = running(pids=[waiter.pid])
+        await backend.adjust([now])
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == f"slot 1 process {waiter.pid}\n"
+    (finding,) = await backend.observe([now])
+    assert (finding.code, "was killed while HAMi-core started in it" in finding.message) == ("broken", True)
+    assert read(tmp_path).postinit == 1
+
+
+async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as first:
+        await backend.adjust([running(pids=[first])])
+        clock.now += 29
+        with client.waiting(region, "take") as second:
+            until_one_waits(tmp_path)
+            now = running(pids=[first, second.pid])
+            for seconds in (0, 29):
+                clock.now += seconds
+                await backend.adjust([now])
+                assert read(tmp_path).postinit == 0
+            clock.now += 2
+            await backend.adjust([now])
+            assert second.wait(timeout=60) == 0
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
