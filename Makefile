@@ -5,11 +5,11 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 # The interpreter of a new environment, if not the first suitable one in PATH: make test VENV=.venv-3.13 INTERPRETER=python3.13
 INTERPRETER ?=
-# Further arguments for demo, test, e2e and bench: make test ARGS='-k ledger'
+# Further arguments for demo, test, e2e, lab and bench: make test ARGS='-k ledger'
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e bench bench-pods bench-docs check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv demo test e2e lab bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,7 +25,10 @@ test: venv ## unit, property, component and agent tests on all cores: no root, n
 e2e: venv ## pods on a real kubelet; needs root, installs Debian packages, builds Kubernetes and containerd with Go
 	@test "$$(id -u)" = 0 || { echo "make e2e: it starts containerd and a kubelet, so it must run as root" >&2; exit 1; }
 	@$(PYTHON) -m tests.e2e.build
-	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 $(ARGS)
+	@$(PYTHON) -m pytest tests/e2e --numprocesses=2 -rs $(ARGS)
+
+lab: venv ## real enforcement libraries and MPS programs in containers over a fake GPU; needs root, runc and GPUMGR_LAB (ARGS='SCENARIO...')
+	@$(PYTHON) -m tests.lab $(ARGS)
 
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
@@ -35,6 +38,10 @@ bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besid
 
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
 	@$(PYTHON) -m tests.bench --document docs/benchmarks.md
+
+hardware: venv ## measure the limits on this machine's NVIDIA GPU (root, 10 minutes; results in build/hardware)
+	@test "$$(id -u)" = 0 || { echo "make hardware: MPS and cgroups need root" >&2; exit 1; }
+	@$(PYTHON) -m tests.hardware $(ARGS)
 
 # -- keep it right ---------------------------------------------------------------------------------------------------------
 

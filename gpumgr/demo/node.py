@@ -265,18 +265,21 @@ async def open_node(
     settings: Sections | None = None,
     command: Sequence[str] = COMMAND,
     agent_log: AgentLog | None = None,
+    runtime: SimRuntime | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[SimulatedNode]:
     """A node without a running agent (`start_agent` starts it); everything ends at the exit. `folder` must have a short path.
 
-    `settings` override the node's own, section by section; `command` starts the agent.
+    `settings` override the node's own, section by section; `command` starts the agent; `runtime`, not started yet, is used instead of
+    one with simulated processes.
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
         server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.forget(uid))
         api = await stack.enter_async_context(server) if api_server else None
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
-        runtime = await stack.enter_async_context(SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS)))
+        runtime = runtime or SimRuntime(folder / "cri.sock", SimProcesses(folder / _GPUS))
+        await stack.enter_async_context(runtime)
         config = folder / _CONFIG
         config.write_text(yaml.safe_dump(_settings(folder, runtime, api, settings or {})), encoding="utf-8")
         arguments = ["run", "--config", str(config), "--sim", sim, "--sim-dir", str(folder / _GPUS)]

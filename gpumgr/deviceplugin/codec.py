@@ -30,7 +30,7 @@ class PreferenceRequest:
 
 def decode_allocate(data: bytes) -> list[list[str]]:
     """AllocateRequest -> the device ids of each container."""
-    return [_ids(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
+    return [wire.texts(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
 
 
 def decode_preferred(data: bytes) -> list[PreferenceRequest]:
@@ -40,7 +40,7 @@ def decode_preferred(data: bytes) -> list[PreferenceRequest]:
 
 def decode_pre_start(data: bytes) -> list[str]:
     """PreStartContainerRequest -> its device ids."""
-    return _ids(data, 0, len(data))
+    return wire.texts(data, 0, len(data))
 
 
 def encode_allocate(responses: Iterable[ContainerResponse]) -> bytes:
@@ -50,7 +50,7 @@ def encode_allocate(responses: Iterable[ContainerResponse]) -> bytes:
 
 def encode_preferred(preferences: Iterable[Sequence[str]]) -> bytes:
     """PreferredAllocationResponse with the preferred ids of each container."""
-    return b"".join([wire.field(1, _encode_ids(ids)) for ids in preferences])
+    return b"".join([wire.field(1, wire.text_fields(ids)) for ids in preferences])
 
 
 def encode_container_response(response: ContainerResponse) -> bytes:
@@ -91,16 +91,6 @@ def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
     # int32 is sign-extended to 64 bits on the wire; the upper 32 bits are dropped, as in every protobuf runtime.
     size = numbers.get(3, 0) & 0xFFFF_FFFF
     return PreferenceRequest(available=available, must_include=must_include, size=size - (1 << 32) if size >> 31 else size)
-
-
-def _ids(data: bytes, start: int, end: int) -> list[str]:
-    ids: list[str] = []
-    wire.scan(data, start, end, {1: ids})
-    return ids
-
-
-def _encode_ids(ids: Iterable[str]) -> bytes:
-    return b"".join([wire.field(1, device_id.encode()) for device_id in ids])
 
 
 def _encode_map(number: int, entries: Mapping[str, str]) -> bytes:

@@ -7,7 +7,8 @@ Generated code reads and writes every short message. It takes 20 to 100 times as
 device ids, of pods and of containers, and for the Allocate response, which delays the start of each container.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Final, Protocol, Self, TypeVar
 
 VARINT: Final = 0
@@ -144,6 +145,19 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
     return numbers
 
 
+def texts(data: bytes, start: int, end: int) -> list[str]:
+    """The strings of field 1 of the message at start..end; everything else is skipped. Raises WireError."""
+    # Nearly always the message has nothing else, and each length is one byte: the C code of `re` and `join` then does the work. If the
+    # fields that it found are not the whole message, byte by byte, `scan` reads it.
+    ascii_text = data[start:end].decode("latin-1")
+    found: list[str] = _SHORT_TEXTS.findall(ascii_text)
+    if ascii_text.isascii() and "".join([_HEADS[len(each)] + each for each in found]) == ascii_text:
+        return found
+    found = []
+    scan(data, start, end, {1: found})
+    return found
+
+
 def text(data: bytes, start: int, end: int) -> str:
     """The string at start..end. Raises WireError if it is not UTF-8, as proto3 demands."""
     try:
@@ -176,4 +190,16 @@ def text_field(number: int, value: str) -> bytes:
     return field(number, value.encode()) if value else b""
 
 
+def text_fields(values: Iterable[str]) -> bytes:
+    """Repeated strings in field 1, also empty ones."""
+    values = list(values)
+    try:
+        return "".join([_HEADS[len(each)] + each for each in values]).encode("ascii")
+    except (IndexError, UnicodeEncodeError):  # a long one, or one with more bytes than characters
+        return b"".join([field(1, each.encode()) for each in values])
+
+
+#: Tag and length of short strings in field 1, by length; and a regular expression for such fields, which may also match other bytes.
+_HEADS: Final = tuple(f"\n{chr(size)}" for size in range(0x80))
+_SHORT_TEXTS: Final = re.compile("\n[\0-\x7f]([^\n]{0,127})")
 _TAGS: Final = tuple(bytes([number << 3 | BYTES]) for number in range(16))

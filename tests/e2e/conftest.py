@@ -22,6 +22,7 @@ APART: Final = {
     "test_chart.py": "chart",
     "test_chart_rights.py": "chart",
     "test_image_build.py": "image",
+    "test_lab.py": "lab",
     "test_mps_in_a_pod.py": "nspawn",
     "test_prometheus.py": "prometheus",
     "test_promtool.py": "prometheus",

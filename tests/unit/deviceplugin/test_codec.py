@@ -49,6 +49,14 @@ def test_allocate_requests_read_as_google_wrote_them(containers: list[list[str]]
     assert codec.decode_allocate(request.SerializeToString()) == containers
 
 
+def test_ids_of_every_length_are_read() -> None:
+    """The tag of a field is a line feed, which is a length, too."""
+    written = ["x" * size for size in (*range(140), 10, 10)]
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=written)])
+    assert codec.decode_allocate(request.SerializeToString()) == [written]
+    assert codec.encode_preferred([written]) == request.SerializeToString()
+
+
 @given(ids, ids, st.integers(-(2**31), 2**31 - 1))
 def test_preference_requests_read_as_google_wrote_them(available: list[str], must_include: list[str], size: int) -> None:
     wanted = pb.ContainerPreferredAllocationRequest(

@@ -1,0 +1,229 @@
+"""The agent on this machine's GPUs, with a simulated kubelet and container runtime, and tenants that are plain processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumgr.allocator.response import ContainerResponse
+from gpumgr.demo.agent_log import AgentLog
+from gpumgr.demo.process import AgentProcess
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.sim.processes import SimProcesses
+from gpumgr.sim.runtime import SimRuntime
+from gpumgr.units import MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES
+
+TENANT: Final = Path(__file__).with_name("tenant.py")
+_CGROUP: Final = "gpumgr-hardware"
+#: A first CUDA context takes seconds on a machine that has no persistence daemon.
+_ANSWER_SECONDS: Final = 120.0
+_ENDED_SECONDS: Final = 60.0
+
+Answer = dict[str, Any]
+
+
+class TenantProcesses(SimProcesses):
+    """The tenants, each in a cgroup of its own where cgroups can be written; the simulated container runtime starts and ends them.
+
+    `environ` is what the next one gets, and `shm` the folder that it has at /dev/shm (None: the host's).
+    """
+
+    def __init__(self, cgroup_root: Path) -> None:  # the processes are real, so the base class makes no files
+        self.proc_root, self.cgroup_root = Path("/proc"), cgroup_root
+        memory = cgroup_root / "memory"
+        self._hierarchy = memory if memory.is_dir() else cgroup_root
+        self.environ: Mapping[str, str] = {}
+        self.shm: Path | None = None
+        self._running: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
+
+    def start(self, cgroup: str = "/") -> int:
+        folder = self._hierarchy / _CGROUP / cgroup.strip("/")
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(TENANT)]
+        if self.shm is not None:
+            bind = 'mount --bind "$0" /dev/shm && exec "$@"'
+            command = ["unshare", "--mount", "--propagation", "slave", "--", "/bin/sh", "-c", bind, str(self.shm), *command]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **self.environ}, start_new_session=True
+        )
+        with contextlib.suppress(OSError):
+            (folder / "cgroup.procs").write_text(str(process.pid))
+        self._running[process.pid] = (process, folder)
+        return process.pid
+
+    async def ask(self, pid: int, command: str) -> Answer:
+        """The tenant's answer to one command. Raises RuntimeError if it ends or does not answer in time."""
+        process, _ = self._running[pid]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{command}\n".encode())
+        process.stdin.flush()
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                line = await asyncio.to_thread(process.stdout.readline)
+        except TimeoutError:
+            process.kill()
+            raise RuntimeError(f"a tenant did not answer {command!r} within {_ANSWER_SECONDS:g} s") from None
+        if not line:
+            raise RuntimeError(f"a tenant ended with status {process.wait()} at {command!r}")
+        answer: Answer = json.loads(line)
+        return answer
+
+    def end_cgroup(self, cgroup: str) -> tuple[int, ...]:
+        ended = [pid for pid, (_, folder) in self._running.items() if str(folder).endswith(cgroup)]
+        for pid in ended:
+            process, folder = self._running.pop(pid)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return tuple(ended)
+
+    def close(self) -> None:
+        for process, folder in list(self._running.values()):
+            self.end_cgroup(str(folder))
+            process.wait()
+        with contextlib.suppress(OSError):
+            for emptied, _, _ in os.walk(self._hierarchy / _CGROUP, topdown=False):
+                os.rmdir(emptied)
+
+
+@dataclass(slots=True, kw_only=True)
+class HardwareNode:
+    """`log`: what the agent logged."""
+
+    kubelet: SimKubelet
+    runtime: SimRuntime
+    tenants: TenantProcesses
+    agent: AgentProcess
+    log: AgentLog
+    several_gpus: bool
+    _pods: list[SimPod] = field(default_factory=list)
+
+    async def start(self, environ: Mapping[str, str]) -> None:
+        """Starts the agent and waits until the kubelet can allocate. Raises GpumgrError if the agent ends."""
+        await self.agent.start(environ)
+        for resource in RESOURCES:
+            await self.agent.while_running(self.kubelet.until_allocatable(RESOURCE_NAMES[resource]))
+
+    @property
+    def gpu_memory_blocks(self) -> int:
+        """The memory of the first GPU that the agent offers, in blocks."""
+        gpus = Counter(device_id.rpartition("-")[0] for device_id in self.kubelet.devices(MEMORY_RESOURCE))
+        return gpus[min(gpus)]
+
+    async def run(self, cores: int, memory_blocks: int) -> "Tenant":
+        """A tenant with a share of a GPU. Raises SimKubeletError with the agent's reason if it is refused."""
+        number = len(self._pods)
+        container = SimContainer(name="main", cores=cores, memory_blocks=memory_blocks)
+        pod = SimPod(
+            namespace="hardware", name=f"tenant-{number}", uid=f"hardware-{os.getpid()}-{number}", containers=(container,)
+        )
+        self._pods.append(pod)
+        status = await self.kubelet.run(pod)
+        if status.phase != "Running":
+            raise RuntimeError(f"{status.reason}: {status.message}")
+        answer = await self.kubelet.start_container(pod, "main")
+        self.tenants.environ, self.tenants.shm = host_environment(answer, several_gpus=self.several_gpus)
+        started = self.runtime.run(pod, "main")
+        assert started.pid is not None
+        return Tenant(node=self, pod=pod, pid=started.pid)
+
+    async def until_mps_ended(self) -> None:
+        """Waits until no MPS daemon of the agent is left; its tenants have ended. Raises TimeoutError."""
+        async with asyncio.timeout(_ENDED_SECONDS):
+            for _ in self.log.find("mps_daemon_started"):
+                await self.agent.while_running(self.log.until("mps_daemon_stopped"))
+
+    async def metrics(self) -> Mapping[tuple[str, frozenset[tuple[str, str]]], float]:
+        url = self.log.find("web_listening")[-1]["url"]
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
+            families = text_string_to_metric_families(await answer.text())
+            return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    node: HardwareNode
+    pod: SimPod
+    pid: int
+
+    async def ask(self, command: str) -> Answer:
+        return await self.node.tenants.ask(self.pid, command)
+
+    async def memory_used_bytes(self) -> float | None:
+        """What the agent's metrics show for it; None if they do not."""
+        for (name, labels), value in (await self.node.metrics()).items():
+            if name == "gpumgr_container_memory_used_bytes" and ("pod", self.pod.name) in labels:
+                return value
+        return None
+
+    def end(self) -> None:
+        self.node.runtime.remove(self.pod.uid)
+        self.node.kubelet.delete(self.pod.uid)
+
+
+def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[Mapping[str, str], Path | None]:
+    """The environment of a process that has no mounts of its own, and its /dev/shm: paths in the container become the host's."""
+    envs = dict(answer.envs)
+    hosts = {mount.container_path: mount.host_path for mount in answer.mounts}
+    for name, value in envs.items():
+        envs[name] = hosts.get(value, value)
+    # In a container it names the driver's folder, which a process of the host finds by itself.
+    envs.pop("LD_LIBRARY_PATH", None)
+    library = hosts.get("/usr/local/vgpu/libvgpu.so")
+    if library is not None:
+        envs |= {"LD_PRELOAD": library, "CUDA_REDIRECT": library}
+    if several_gpus and "CUDA_MPS_PIPE_DIRECTORY" not in envs:
+        envs["CUDA_VISIBLE_DEVICES"] = envs["NVIDIA_VISIBLE_DEVICES"]
+    shm = hosts.get("/dev/shm")
+    return envs, Path(shm) if shm else None
+
+
+@contextlib.asynccontextmanager
+async def open_hardware_node(
+    folder: Path, settings: Mapping[str, Mapping[str, object]], *, arguments: Sequence[str] = (), several_gpus: bool = False
+) -> AsyncIterator[HardwareNode]:
+    """`folder` must have a short path; `settings` of the agent, by section, over those that keep it in `folder`; `arguments`: more of
+    `gpumgr run`. All ends at the exit."""
+    own: dict[str, dict[str, object]] = {
+        "node": {"name": "hardware"},
+        "kubelet": {
+            "device_plugin_dir": str(folder / "device-plugins"),
+            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
+        },
+        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "gpu-manager.json")},
+        "kubernetes": {"enabled": False},
+        "container": {"allocation_dir": str(folder / "vm")},
+        "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
+        "cri": {"socket": str(folder / "cri.sock")},
+        "http": {"port": 0, "socket": str(folder / "agent.sock")},
+        "display": {"socket": str(folder / "display.sock")},
+        "log": {"format": "json"},
+        "process": {"lock_path": str(folder / "agent.lock")},
+    }
+    merged = {section: {**own.get(section, {}), **settings.get(section, {})} for section in {**own, **settings}}
+    config = folder / "gpumgr.yaml"
+    config.write_text(yaml.safe_dump(merged), encoding="utf-8")
+    async with contextlib.AsyncExitStack() as stack:
+        kubelet = await stack.enter_async_context(SimKubelet(folder))
+        tenants = TenantProcesses(Path("/sys/fs/cgroup"))
+        stack.callback(tenants.close)
+        runtime = await stack.enter_async_context(SimRuntime(folder / "cri.sock", tenants))
+        log = AgentLog()
+        agent = AgentProcess(["run", "--config", str(config), *arguments], log)
+        stack.push_async_callback(agent.close)
+        yield HardwareNode(kubelet=kubelet, runtime=runtime, tenants=tenants, agent=agent, log=log, several_gpus=several_gpus)

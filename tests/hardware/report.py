@@ -1,0 +1,54 @@
+"""The results as JSON and as Markdown. Pure."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tests.hardware.measure import MechanismResult, ShareResult
+
+
+def as_json(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> str:
+    """`machine`: facts about it; units are in the names."""
+    return json.dumps({"machine": machine, "mechanisms": [asdict(each) for each in results]}, indent=1) + "\n"
+
+
+def as_markdown(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> str:
+    return "\n".join(_lines(machine, results)) + "\n"
+
+
+def _lines(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> Iterator[str]:
+    yield "# Limits measured on a GPU"
+    yield ""
+    yield ", ".join(f"{name}: {value}" for name, value in machine.items())
+    yield ""
+    yield "*Rate*: kernels per second, of those of a tenant without limits that is alone on the GPU. *Granted*: what the tenant could"
+    yield "allocate; *refused*: how the driver refused the next allocation."
+    for result in results:
+        yield ""
+        yield f"## {result.mechanism}"
+        yield ""
+        yield f"The agent uses: {result.uses or 'nothing'}."
+        if result.obstacle is not None:
+            yield ""
+            yield f"**Not measured to the end:** {result.obstacle}"
+        if result.alone or result.together:
+            yield ""
+            yield "| tenants | cores | rate | memory limit | total that CUDA shows | granted | refused | in the agent's metrics |"
+            yield "|---|---|---|---|---|---|---|---|"
+            yield from (_row("one", share) for share in result.alone)
+            yield from (_row("two at once", share) for share in result.together)
+        if result.logged:
+            yield ""
+            yield "Warnings of the agent:"
+            yield ""
+            yield from (f"* {line}" for line in result.logged)
+
+
+def _row(tenants: str, share: ShareResult) -> str:
+    refused = {0: "no", 2: "out of memory"}.get(share.refusal, f"CUresult {share.refusal}")
+    agent = "-" if share.agent_bytes is None else f"{share.agent_bytes / (1 << 20):.0f} MiB"
+    return (
+        f"| {tenants} | {share.cores} % | {share.rate_percent:.1f} % | {share.limit_bytes >> 20} MiB | {share.total_bytes >> 20} MiB "
+        f"| {share.granted_bytes >> 20} MiB | {refused} | {agent} |"
+    )
