@@ -23,6 +23,7 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.enforcement.unlimited import Unlimited
@@ -119,6 +120,7 @@ class NodeEnforcement:
             library_dir=self._settings.checkpoint.dir / "lib",
             run_dir=self._settings.enforcement.run_dir,
             nspid_of=self._cgroups.nspid_of,
+            volumes=RegionVolumes(),
         )
         memory = DriverMemory(
             nvml, cgroup_root=self._settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable

@@ -55,12 +55,12 @@ class RegionMonitor:
                 self._region.close()
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """The new findings; each once, a repaired one each time. Changes nothing in the region."""
+        """The new findings; each once, a repaired one each time. Changes nothing in the region but its length."""
         with self._lock:
             if self._closed:
                 return ()
+            seen = self._read(running.tenant)
             pending, self._pending = self._pending, []
-            seen = self._read()
             if isinstance(seen, Unreadable):
                 return (*pending, *self._broken(running.tenant, seen))
             return (
@@ -75,7 +75,7 @@ class RegionMonitor:
         with self._lock:
             if self._closed or not isinstance(self._region, RegionFile):
                 return
-            seen = self._read()
+            seen = self._read(running.tenant)
             if isinstance(seen, Unreadable):
                 return
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
@@ -90,8 +90,13 @@ class RegionMonitor:
                 self._pending.append(_tampered(running.tenant, [each.message for each in fresh]))
         log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
 
-    def _read(self) -> RegionView | Unreadable:
-        return self._region.read() if isinstance(self._region, RegionFile) else self._region
+    def _read(self, tenant: GpuShare) -> RegionView | Unreadable:
+        """Also cuts what was appended: that must not wait for a repair."""
+        if isinstance(self._region, Unreadable):
+            return self._region
+        if more := self._region.cut():
+            self._pending.append(_tampered(tenant, [f"the file was {more} bytes longer"]))
+        return self._region.read()
 
     def _broken(self, tenant: GpuShare, unreadable: Unreadable) -> Iterable[Finding]:
         if not self._reported_broken:

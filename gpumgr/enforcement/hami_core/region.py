@@ -85,6 +85,16 @@ class RegionFile:
             return Unreadable(reason=f"can't be read ({error.strerror or error})")
         return view.decode(header, tail, slots)
 
+    def cut(self) -> int:
+        """Removes what the container appended; returns how many bytes that were."""
+        with suppress(OSError, _Unfit):
+            self._check()
+            more = os.fstat(self._descriptor).st_size - layout.FILE_BYTES
+            if more > 0:
+                os.ftruncate(self._descriptor, layout.FILE_BYTES)
+                return more
+        return 0
+
     def write(self, offset: int, data: bytes) -> bool:
         """Returns whether the aligned word of 4 or 8 bytes was written: a single store, which is atomic for readers on x86-64 and arm64.
         A changed file is not written to (that would extend a truncated one)."""
@@ -116,7 +126,7 @@ class RegionFile:
             raise _Unfit("its file was deleted") from None
         if (there.st_dev, there.st_ino) != self._identity:
             raise _Unfit("another file was put in its place")
-        if found.st_size != layout.FILE_BYTES:
+        if found.st_size < layout.FILE_BYTES:
             raise _Unfit(f"it has {found.st_size} bytes instead of {layout.FILE_BYTES}")
 
     def _read(self, offset: int, size_bytes: int) -> bytes:

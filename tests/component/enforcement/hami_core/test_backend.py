@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
@@ -250,6 +251,19 @@ async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: 
     client.run(region, "raise", 64 << 30, CORES)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
+
+
+async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "grow", 1 << 20, "raise", 64 << 30, 100)
+    await backend.adjust([running()])
+    assert limits_line(client, region) == f"{SEEDED}0"
+    assert os.stat(region).st_size == layout.FILE_BYTES
+    findings = await backend.observe([running()])
+    assert codes(findings) == ["tampered", "tampered"]
+    assert "the file was 1048576 bytes longer" in findings[0].message
+    client.run(region, "grow", 1)
+    assert codes(await backend.observe([running()])) == ["tampered"]
+    assert os.stat(region).st_size == layout.FILE_BYTES
 
 
 async def test_the_switch_alone_is_set_back_in_silence(backend: HamiCore, region: Path, client: Client) -> None:
