@@ -117,6 +117,8 @@ MEANINGS: Final = {
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
     "hami_core_folder_not_listed": "The folder of the containers' regions can't be read. The agent retries.",
+    "hami_core_regions_not_bounded": "Regions of HAMi-core lie in plain folders: a container can take "
+    "room of run_dir for a second. The reason is in the line.",
     "region_repaired": "A container changed the limits in its region. The agent has corrected them.",
     "mps_unavailable": "MPS can't be used on this node, for the given reason.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`. It changes when they have ended.",

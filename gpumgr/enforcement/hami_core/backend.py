@@ -26,6 +26,7 @@ from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
 from gpumgr.files import replace_file
@@ -53,7 +54,8 @@ log = structlog.get_logger(__name__)
 
 class HamiCore(Backend):
     """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
-    `run_dir` is on a tmpfs. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
+    `run_dir` is on a tmpfs; without `volumes` a region may fill it.
+    `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
     name: BackendName = "hami-core"
@@ -67,11 +69,12 @@ class HamiCore(Backend):
         library_dir: Path,
         run_dir: Path,
         nspid_of: NspidOf,
+        volumes: RegionVolumes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._library, self._library_dir = (library_path, library_sha256), library_dir
         self._folder = run_dir / _FOLDER
-        self._nspid_of, self._clock = nspid_of, clock
+        self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._logged: set[str] = set()
 
@@ -181,6 +184,8 @@ class HamiCore(Backend):
         for each in (self._folder, folder):
             each.mkdir(parents=True, exist_ok=True)
             each.chmod(0o711)
+        if self._volumes is not None:
+            self._volumes.renew(folder)
         self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -193,6 +198,8 @@ class HamiCore(Backend):
     def _cleanup(self, allocation: AllocationId) -> None:
         if (monitor := self._monitors.pop(allocation, None)) is not None:
             monitor.close()
+        if self._volumes is not None:
+            self._volumes.remove(self._folder / allocation)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._folder / allocation)
 

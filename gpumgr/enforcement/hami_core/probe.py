@@ -68,10 +68,12 @@ def _judge(folder: Path) -> str | None:
     region = RegionFile.open(folder)
     if isinstance(region, Unreadable):
         return f"its region's {region.reason}"
-    seen = region.read()
+    longer, seen = region.cut(), region.read()
     region.close()
     if isinstance(seen, Unreadable):
         return f"its region {seen.reason}"
+    if longer:
+        return f"its region has another layout: it is {longer} bytes longer"
     if seen.problems:
         return f"its region has another layout: {seen.problems[0].message}"
     if (seen.limits_bytes[0], seen.core_limits_percent[0]) != (_MEMORY_MIB * MEBIBYTE, _CORES_PERCENT):

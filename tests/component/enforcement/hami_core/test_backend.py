@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import stat
+import time
 from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
@@ -76,6 +78,11 @@ def read(folder: Path) -> RegionView:
     assert isinstance(seen, RegionView)
     region.close()
     return seen
+
+
+def until_one_waits(folder: Path) -> None:
+    while read(folder).postinit_waiters == 0:
+        time.sleep(0.01)
 
 
 def content(path: str | Path) -> bytes:
@@ -269,6 +276,19 @@ async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: 
     assert codes(await backend.observe([running()])) == ["tampered"]
 
 
+async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "grow", 1 << 20, "raise", 64 << 30, 100)
+    await backend.adjust([running()])
+    assert limits_line(client, region) == f"{SEEDED}0"
+    assert os.stat(region).st_size == layout.FILE_BYTES
+    findings = await backend.observe([running()])
+    assert codes(findings) == ["tampered", "tampered"]
+    assert "the file was 1048576 bytes longer" in findings[0].message
+    client.run(region, "grow", 1)
+    assert codes(await backend.observe([running()])) == ["tampered"]
+    assert os.stat(region).st_size == layout.FILE_BYTES
+
+
 async def test_the_switch_alone_is_set_back_in_silence(backend: HamiCore, region: Path, client: Client) -> None:
     client.run(region, "switch", 0)
     assert codes(await backend.observe([running()])) == []
@@ -359,6 +379,50 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
         assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
+
+
+async def test_a_siblings_host_pid_is_replaced(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
+    with client.process(region, "take") as first, client.process(region, "take", "host", first) as second:
+        await backend.adjust([running(pids=[first, second])])
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(first, first), (second, second)]
+
+
+async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as killed, client.waiting(region, "take") as waiter:
+        until_one_waits(tmp_path)
+        now = running(pids=[killed, waiter.pid])
+        await backend.adjust([now])
+        clock.now += 6
+        await backend.adjust([now])  # the holder runs: two processes have no host pid, one of them waits
+        assert read(tmp_path).postinit == 0
+        os.kill(killed, signal.SIGKILL)
+        now = running(pids=[waiter.pid])
+        await backend.adjust([now])
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == f"slot 1 process {waiter.pid}\n"
+    (finding,) = await backend.observe([now])
+    assert (finding.code, "was killed while HAMi-core started in it" in finding.message) == ("broken", True)
+    assert read(tmp_path).postinit == 1
+
+
+async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as first:
+        await backend.adjust([running(pids=[first])])
+        clock.now += 29
+        with client.waiting(region, "take") as second:
+            until_one_waits(tmp_path)
+            now = running(pids=[first, second.pid])
+            for seconds in (0, 29):
+                clock.now += seconds
+                await backend.adjust([now])
+                assert read(tmp_path).postinit == 0
+            clock.now += 2
+            await backend.adjust([now])
+            assert second.wait(timeout=60) == 0
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
