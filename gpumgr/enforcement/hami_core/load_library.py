@@ -34,4 +34,5 @@ def main(path: str) -> None:
     library[_MAKES_REGION](0)
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main(sys.argv[1])

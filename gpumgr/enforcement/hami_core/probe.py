@@ -33,7 +33,7 @@ def refusal(library: CheckedLibrary) -> str | None:
         raise LibraryError(f"{library.path} made no region within {_TIMEOUT_SECONDS:.0f} s: {_BUILD}") from None
     except OSError as error:
         raise LibraryError(f"{library.path} can't be tried: {error.filename or _PROGRAM}: {error.strerror or error}") from error
-    check(library.path, library.sha256)  # it may have been replaced since
+    check(library.path, library.sha256)  # it may have been replaced in the meantime
     return reason and f"{library.path} is not usable: {reason}: {_BUILD}"
 
 
@@ -43,7 +43,6 @@ def _probe(path: Path, folder: Path) -> str | None:
     (folder / "libcuda.so.1").symlink_to(path.absolute())
     environment = {
         "LD_LIBRARY_PATH": str(folder),
-        "CUDA_REDIRECT": str(path),
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(folder / FILE_NAME),
         "CUDA_DEVICE_MEMORY_LIMIT_0": f"{_MEMORY_MIB}m",
         "CUDA_DEVICE_SM_LIMIT_0": str(_CORES_PERCENT),

@@ -1,4 +1,4 @@
-"""Mounts of regions, as root in a mount namespace whose mounts are the host's; else only what is done without them."""
+"""Mounts of regions, as root in a mount namespace with the mounts of the host; else only what is done without them."""
 
 import os
 import subprocess
