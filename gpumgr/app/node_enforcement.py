@@ -26,6 +26,7 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
 from gpumgr.enforcement.unlimited import Unlimited
@@ -105,6 +106,7 @@ class NodeEnforcement:
             library_dir=settings.checkpoint.library_dir,
             run_dir=chosen.run_dir,
             nspid_of=self._cgroups.nspid_of,
+            volumes=RegionVolumes(),
         )
         self._memory = DriverMemory(
             nvml, cgroup_root=settings.cri.cgroup_root, runtime_obstacle=lambda: self.containers.unavailable

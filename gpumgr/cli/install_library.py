@@ -16,7 +16,8 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, host_settings
-from gpumgr.enforcement.operator_library import check, install, installed_path, make_folder
+from gpumgr.enforcement.hami_core.probe import refusal
+from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
@@ -31,10 +32,13 @@ _MOST_VERSION_CHARACTERS: Final = 200
 
 
 def install_library(host: Host, settings: Settings, source: Path, *, sha256: str | None, version: str) -> list[str]:
-    """Installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; the former selection stays."""
+    """Tries, installs and selects the library; returns the next steps for the user. Raises GpumgrError, OSError; then the former
+    selection stays."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256)
+    if (reason := refusal(checked)) is not None:
+        raise LibraryError(reason)
     folder = settings.checkpoint.library_dir
     installed = installed_path(folder, checked.sha256, LIBRARY)
     with _alone(host.path(folder)):

@@ -41,7 +41,7 @@ async def look_at_mps(
         )
     newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features.protocols) else 2
     try:
-        tried = await aside(lambda: probe.last_try(state_dir, program, newest, how))
+        tried = await aside(lambda: probe.last_result(state_dir, probe.identify(program, newest, how)))
     except OSError:
         tried = None
     if tried is not None and tried.failure is not None:

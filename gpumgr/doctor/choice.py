@@ -1,5 +1,7 @@
 """The enforcement backends that shares on this node would get, and why the others are not available. Uses the agent's own rules."""
 
+import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.mechanism_choice import NO_MECHANISM, MechanismChoice, choose_mechanisms
+from gpumgr.enforcement.mps import probe
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.unlimited import Unlimited
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
@@ -28,6 +31,8 @@ async def look_at_choice(settings: Settings, gpus: SharedNvml, *, in_pod: bool) 
     """`in_pod`: the command runs in a pod, as the agent would."""
     # MPS records its protocol in its folder; a check must not do so in the real one.
     with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
+        with contextlib.suppress(OSError):  # what the agent tried counts, the doctor starts no daemon
+            shutil.copy(settings.checkpoint.dir / probe.RESULT_NAME, scratch)
         backends = _backends(settings, gpus, Path(scratch), in_pod=in_pod)
         obstacles: dict[str, str | None] = {}
         for backend in backends:

@@ -13,13 +13,14 @@ _ROOT_FIELD: Final = 3
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """Those of `names` that are part of a path in any process's mounts. Blocks for some milliseconds.
+    """Those of `names` that are part of a path in any process's mounts, or of the name of a file system that the process has a part of:
+    a whole file system at such a path is the agent's own mount. Blocks for some milliseconds.
 
     Raises OSError if a process is hidden from the agent: then any of them may be mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):
-        found |= {name for name in names if name in table}
+        found |= {name for name in names if name in table and any(_is_part(name, line) for line in table.splitlines())}
         if len(found) == len(names):
             break
     return frozenset(found)
@@ -35,6 +36,10 @@ def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> b
             return any(_root_of(line).name == allocation for line in lines)
     except OSError:
         return False
+
+
+def _is_part(name: str, line: str) -> bool:
+    return name in line and _root_of(line) != PurePosixPath("/")
 
 
 def _root_of(line: str) -> PurePosixPath:

@@ -97,8 +97,8 @@ def _notes(found: HamiState, annotations: Mapping[str, str]) -> Iterator[str]:
     if found.library is not None:
         path, sha256 = found.library
         yield (
-            f"{path} can go on keeping the limits: copy it to a folder of yours, and set hami_core.library_path and "
-            f"hami_core.library_sha256: {sha256} (HAMi 2.8.2 or newer); without it, MPS or the driver keeps them where they can"
+            f"{path} (HAMi 2.8.2 or newer) can go on keeping the limits: run `gpumgr install library {path} --sha256 {sha256}` on the "
+            "node; without it, MPS or the driver keeps them where they can"
         )
 
 

@@ -29,12 +29,12 @@ from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 from tests.bench import figures
 from tests.bench.bench_agent import CACHE_SECONDS, NODE, OFFER, Agent, Bench, Changes, floor_plugins
-from tests.bench.bench_regions import empty_library
 from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
 from tests.bench.places import Places
 from tests.component.driverfiles.host import DRIVER, Driver
+from tests.libvgpu import build
 
 CONTAINERS = 100
 #: Shares differ, as MPS's bound for all tenants of a GPU depends on the largest; together they fit on 8 GPUs.
@@ -58,7 +58,7 @@ class Starts:
 def mechanisms(folder: Path) -> Mapping[str, Changes]:
     """What the settings say for each; libraries and programs of theirs are made in `folder`."""
     library = folder / "library.so"
-    supplied = {"library_path": str(library), "library_sha256": empty_library(library)}
+    supplied = {"library_path": str(library), "library_sha256": build(library)}
     root, driver = folder / "root", Driver(folder)
     driver.libraries[DRIVER_VERSION] = driver.libraries[DRIVER]
     driver.install(root, DRIVER_VERSION)

@@ -4,10 +4,8 @@
 """
 
 import os
-import subprocess
 import tempfile
 import time
-from hashlib import sha256
 from pathlib import Path
 
 from gpumgr.enforcement.backend import RunningContainer
@@ -17,6 +15,7 @@ from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.usage.containers import Container
 from tests.bench import figures
 from tests.bench.figures import spread
+from tests.libvgpu import build
 from tests.shares import gpu_share
 
 ROUNDS = 300
@@ -52,12 +51,6 @@ async def measure_in(folder: Path, regions: int, processes: int) -> dict[str, ob
     return {"regions": regions, "processes": processes, **{name: spread([seconds]) for name, seconds in took.items()}}
 
 
-def empty_library(path: Path) -> str:
-    """Makes a library for this machine, as far as the agent looks into one; its SHA-256."""
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
-    return sha256(path.read_bytes()).hexdigest()
-
-
 def fill(path: Path, pids: tuple[int, ...]) -> None:
     """Slots of processes that run, as the library writes them into the region at `path`."""
     with path.open("r+b", buffering=0) as file:
@@ -72,7 +65,7 @@ def _backend(folder: Path) -> HamiCore:
     library = folder / "libvgpu.so"
     return HamiCore(
         library_path=library,
-        library_sha256=empty_library(library),
+        library_sha256=build(library),
         library_dir=folder / "lib",
         run_dir=folder / "run",
         nspid_of=lambda pid: pid,

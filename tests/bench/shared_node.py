@@ -42,11 +42,12 @@ from gpumgr.usage.containers import Container
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
 from tests.bench.bench_prestart import control_program
-from tests.bench.bench_regions import empty_library, fill
+from tests.bench.bench_regions import fill
 from tests.bench.children import child
 from tests.bench.places import Places
 from tests.component.enforcement.mps.place import Modes
 from tests.component.stage.stage import Clock, MemoryPods
+from tests.libvgpu import build
 
 SHARES, PROCESSES_OF_SHARE = 200, 2
 _CORES, _BLOCKS = 4, 16
@@ -116,7 +117,7 @@ class SharedNode:
 
     def _backends(self) -> list[Backend]:
         library = self.folder / "library.so"
-        sha256 = empty_library(library)
+        sha256 = build(library)
         hami_core = HamiCore(
             library_path=library,
             library_sha256=sha256,

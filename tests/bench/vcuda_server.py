@@ -18,8 +18,8 @@ from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.files import SOCKET
 from gpumgr.proc import HostProcesses
 from gpumgr.usage.containers import Container
-from tests.bench.bench_regions import empty_library
 from tests.bench.places import Places
+from tests.libvgpu import build
 from tests.shares import gpu_share, shared_gpu
 
 
@@ -46,7 +46,7 @@ async def serve(folder: Path, count: int) -> None:
     backend = VcudaBackend(
         allocation_dir=folder / "vm",
         library_path=library,
-        library_sha256=empty_library(library),
+        library_sha256=build(library),
         container_of=container_of,
         pids_of=containers.pids,
     )

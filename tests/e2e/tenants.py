@@ -1,6 +1,5 @@
 """Tenants with limits: agents with other settings, pods that have the tenants' programs at hand, and where their files are."""
 
-import hashlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumgr.sim.control import SimControl
+from tests.libvgpu import SOURCE as LIBRARY_SOURCE
+from tests.libvgpu import build
 
 from .agent import Agent
 from .cluster import Cluster
@@ -23,9 +24,9 @@ FOLDER = STATE / "programs"
 
 
 def build_programs() -> Path:
-    """Compiles every C file of the test data, statically: the pods' image has no C library. The folder with the programs."""
+    """Compiles every program of the test data, statically: the pods' image has no C library. The folder with the programs."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for source in sorted(SOURCES.glob("*.c")):
+    for source in sorted(set(SOURCES.glob("*.c")) - {LIBRARY_SOURCE}):
         program = FOLDER / source.stem
         if not program.exists():
             subprocess.run(["cc", "-static", "-O1", "-Wall", "-o", program, source], check=True)
@@ -92,10 +93,8 @@ def control() -> SimControl:
 
 def library() -> dict[str, str]:
     """An operator's library, with its checksum. What a container loads is no part of these tests: it exports what the agent asks for."""
-    source = build_programs() / "library.c"
-    source.write_text("int cuInit, cuMemAlloc_v2, nvmlInit;\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", LIBRARY, source], check=True)
-    return {"library_path": str(LIBRARY), "library_sha256": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()}
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    return {"library_path": str(LIBRARY), "library_sha256": build(LIBRARY)}
 
 
 def gpu_index(node: Node, name: str) -> int:

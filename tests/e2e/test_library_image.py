@@ -17,6 +17,7 @@ from typing import Any, Final
 import pytest
 
 from gpumgr.enforcement.operator_library import check
+from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
@@ -86,9 +87,9 @@ def test_the_container_puts_the_library_in_place_where_the_agent_finds_it(built:
     path, sha256 = hami_core_library(Settings(checkpoint=CheckpointSettings(dir=tmp_path)))
     assert path is not None
     assert check(path, sha256).sha256 == built.sha256
-    before = path.stat()
+    before = FileIdentity.at(path)
     assert built.install(tmp_path) == f"unchanged {LIBRARY} {default_of('COMMIT')}, SHA-256 {built.sha256}\n"
-    assert path.stat() == before
+    assert FileIdentity.at(path) == before
 
 
 def test_a_folder_that_is_mounted_read_only_fails_with_the_reason(built: Built, tmp_path: Path) -> None:

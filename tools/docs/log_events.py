@@ -117,6 +117,8 @@ MEANINGS: Final = {
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
     "hami_core_folder_not_listed": "The folder of the containers' regions can't be read. The agent retries.",
+    "hami_core_regions_not_bounded": "Regions of HAMi-core lie in plain folders: a container can take "
+    "room of run_dir for a second. The reason is in the line.",
     "region_repaired": "A container changed the limits in its region. The agent has corrected them.",
     "mps_unavailable": "MPS can't be used on this node, for the given reason.",
     "mps_protocol_kept": "Running containers use another protocol than `mps.protocol`. It changes when they have ended.",
@@ -130,7 +132,9 @@ MEANINGS: Final = {
     "mps_daemon_not_checked": "A bug occurred in the check of an MPS daemon. The other daemons are checked.",
     "mps_daemons_not_resumed": "MPS is not available, and the files of running daemons can't be read. The agent retries.",
     "mps_limits_changed": "A process changed the limits of an MPS daemon over its control socket. The agent corrects them, and "
-    "the GPU's containers have a `tampered` finding.",
+    "the containers concerned have a `tampered` finding.",
+    "mps_probed": "An MPS daemon was tried on an idle GPU, with the result.",
+    "mps_not_probed": "An MPS daemon could not be tried on an idle GPU. The agent retries.",
     "mps_record_unreadable": "The saved record of a container or a GPU is damaged and is skipped.",
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "

@@ -24,8 +24,10 @@ from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
+from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
-from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
 from gpumgr.errors import Refusal
 from gpumgr.files import replace_file
 from gpumgr.units import Resource
@@ -43,8 +45,8 @@ _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 _UNSET: Final = (
-    "no libvgpu.so is installed, and hami_core.library_path and hami_core.library_sha256 are not both set: install HAMi-core's library "
-    "(`gpumgr install library`, or the chart's enforcement.hamiCore.image), or set them"
+    "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
+    "hami_core.library_sha256)"
 )
 
 log = structlog.get_logger(__name__)
@@ -52,7 +54,8 @@ log = structlog.get_logger(__name__)
 
 class HamiCore(Backend):
     """`library_dir` has the installed libraries, on a disk: a container's mounts name them as long as it exists, also after a reboot.
-    `run_dir` is on a tmpfs. `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
+    `run_dir` is on a tmpfs; without `volumes` a region may fill it.
+    `nspid_of` returns a process's pid in its container (None: gone); it is called on threads.
     """
 
     name: BackendName = "hami-core"
@@ -66,23 +69,22 @@ class HamiCore(Backend):
         library_dir: Path,
         run_dir: Path,
         nspid_of: NspidOf,
+        volumes: RegionVolumes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._library_path, self._library_sha256, self._library_dir = library_path, library_sha256, library_dir
+        self._library, self._library_dir = (library_path, library_sha256), library_dir
         self._folder = run_dir / _FOLDER
-        self._nspid_of, self._clock = nspid_of, clock
+        self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._logged: set[str] = set()
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
-        self._library_path, self._library_sha256 = path, sha256
+        self._library = path, sha256
 
     async def unavailable(self) -> str | None:
-        if self._library_path is None or self._library_sha256 is None:
-            return _UNSET
         try:
-            await asyncio.to_thread(check, self._library_path, self._library_sha256)
+            await asyncio.to_thread(self._usable_library)
         except LibraryError as error:
             return str(error)
         return None
@@ -97,10 +99,11 @@ class HamiCore(Backend):
                     if not gpu.whole
                 }
             )
-        if self._library_sha256 is None:
+        _, sha256 = self._library
+        if sha256 is None:
             raise Refusal("internal", _UNSET)
         region = str(self._folder / tenant.allocation / FILE_NAME)
-        library = installed_path(self._library_dir, self._library_sha256, _LIBRARY)
+        library = installed_path(self._library_dir, sha256, _LIBRARY)
         return ContainerResponse(
             envs={
                 **{f"CUDA_DEVICE_SM_LIMIT_{index}": str(gpu.cores) for index, gpu in enumerate(tenant.gpus) if not gpu.whole},
@@ -160,12 +163,20 @@ class HamiCore(Backend):
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _start(self, tenant: GpuShare) -> None:
-        if self._library_path is None or self._library_sha256 is None:
+    def _usable_library(self) -> CheckedLibrary:
+        """Raises LibraryError."""
+        path, sha256 = self._library
+        if path is None or sha256 is None:
             raise LibraryError(_UNSET)
+        library = check(path, sha256)
+        if (reason := refusal(library)) is not None:
+            raise LibraryError(reason)
+        return library
+
+    def _start(self, tenant: GpuShare) -> None:
         wanted = seed.limits(tenant.gpus)
         with _INSTALLING:
-            _install(self._library_path, self._library_sha256, self._library_dir)
+            _install(self._usable_library(), self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -173,6 +184,8 @@ class HamiCore(Backend):
         for each in (self._folder, folder):
             each.mkdir(parents=True, exist_ok=True)
             each.chmod(0o711)
+        if self._volumes is not None:
+            self._volumes.renew(folder)
         self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -185,6 +198,8 @@ class HamiCore(Backend):
     def _cleanup(self, allocation: AllocationId) -> None:
         if (monitor := self._monitors.pop(allocation, None)) is not None:
             monitor.close()
+        if self._volumes is not None:
+            self._volumes.remove(self._folder / allocation)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._folder / allocation)
 
@@ -211,9 +226,9 @@ class HamiCore(Backend):
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
 
 
-def _install(path: Path, sha256: str, folder: Path) -> None:
-    """Checks the operator's library and installs it with the list that preloads it. Blocks. Raises LibraryError."""
-    preload = install(check(path, sha256), folder, _LIBRARY).with_name(_PRELOAD)
+def _install(library: CheckedLibrary, folder: Path) -> None:
+    """Installs the operator's library with the list that preloads it. Blocks. Raises LibraryError."""
+    preload = install(library, folder, _LIBRARY).with_name(_PRELOAD)
     content = f"{_LIBRARY_IN_CONTAINER}\n".encode()
     try:
         if not preload.is_file() or preload.read_bytes() != content:

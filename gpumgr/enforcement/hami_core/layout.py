@@ -17,6 +17,7 @@ FILE_BYTES: Final = SIZEOF + 1
 #: The words that identify a region: magic (i32), major and minor version (u32).
 HEAD: Final = struct.Struct("<iII")
 SEM: Final = 24
+#: Held by a process that looks for its pid on the host, in cuInit. glibc's sem_t: value and number of waiters (u32 each).
 SEM_POSTINIT: Final = 2_008_920
 UUIDS: Final = 64
 UUID_BYTES: Final = 96

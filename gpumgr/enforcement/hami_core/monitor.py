@@ -11,9 +11,9 @@ import structlog
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
-from gpumgr.enforcement.hami_core import repairs, seed
+from gpumgr.enforcement.hami_core import layout, repairs, seed
 from gpumgr.enforcement.hami_core.region import RegionFile, Unreadable
-from gpumgr.enforcement.hami_core.repairs import Repair
+from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair
 from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
@@ -21,6 +21,10 @@ from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 CHECKS_UNREGISTERED: Final = 3
 #: A container can change many values; a message names at most this number.
 _NAMED: Final = 3
+_RELEASED: Final = (
+    "a process of {} was killed while HAMi-core started in it, and kept its others waiting in cuInit; gpumgr has freed them: "
+    "if this repeats, find out what ends the processes"
+)
 
 log = structlog.get_logger(__name__)
 #: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if it is gone.
@@ -40,6 +44,9 @@ class RegionMonitor:
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
         self._stuck_since: dict[tuple[int, int], float] = {}
+        #: Who waited for the semaphore `postinit`, and since when nothing has changed; None while it is free.
+        self._held: tuple[object, ...] | None = None
+        self._held_since = 0.0
 
     def close(self) -> None:
         with self._lock:
@@ -48,12 +55,12 @@ class RegionMonitor:
                 self._region.close()
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """The new findings; each once, a repaired one each time. Changes nothing in the region."""
+        """The new findings; each once, a repaired one each time. Changes nothing in the region but its length."""
         with self._lock:
             if self._closed:
                 return ()
+            seen = self._read(running.tenant)
             pending, self._pending = self._pending, []
-            seen = self._read()
             if isinstance(seen, Unreadable):
                 return (*pending, *self._broken(running.tenant, seen))
             return (
@@ -68,20 +75,28 @@ class RegionMonitor:
         with self._lock:
             if self._closed or not isinstance(self._region, RegionFile):
                 return
-            seen = self._read()
+            seen = self._read(running.tenant)
             if isinstance(seen, Unreadable):
                 return
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
             if not due or not all(self._region.write(repair.offset, repair.data) for repair in due):
                 return
+            if any(each.code == "postinit" for each in due):
+                self._region.wake(layout.SEM_POSTINIT)
+                self._pending.append(_finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
             fresh = [each for each in due if each.code in repairs.TAMPERING and _key(each) not in self._reported_drift]
             self._reported_drift = frozenset()
             if fresh:
                 self._pending.append(_tampered(running.tenant, [each.message for each in fresh]))
         log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
 
-    def _read(self) -> RegionView | Unreadable:
-        return self._region.read() if isinstance(self._region, RegionFile) else self._region
+    def _read(self, tenant: GpuShare) -> RegionView | Unreadable:
+        """Also cuts what was appended: that must not wait for a repair."""
+        if isinstance(self._region, Unreadable):
+            return self._region
+        if more := self._region.cut():
+            self._pending.append(_tampered(tenant, [f"the file was {more} bytes longer"]))
+        return self._region.read()
 
     def _broken(self, tenant: GpuShare, unreadable: Unreadable) -> Iterable[Finding]:
         if not self._reported_broken:
@@ -129,14 +144,21 @@ class RegionMonitor:
             return
         pids = frozenset(running.pids)
         self._pids.forget_all_but({*pids, *running.gpu_pids})
-        host_of = self._pids.host_of(pids)
+        hosts_of = self._pids.hosts_of(pids)
         now = self._clock()
-        abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, pids, host_of)}
+        abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, hosts_of)}
         self._stuck_since = {key: self._stuck_since.get(key, now) for key in abandoned}
-        yield from repairs.unknown_hosts(seen, pids, host_of)
+        yield from repairs.wrong_hosts(seen, hosts_of)
         for key, slot in abandoned.items():
             if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
                 yield repairs.unstuck(slot)
+        held = (seen.postinit_waiters, *((slot.pid, slot.hostpid) for slot in seen.slots)) if seen.postinit == 0 else None
+        if held != self._held:
+            self._held, self._held_since = held, now
+        limit = repairs.HELD_AT_MOST_SECONDS if repairs.holder_may_run(seen, hosts_of) else repairs.HELD_SECONDS
+        if held is not None and now - self._held_since > limit:
+            self._held = None
+            yield repairs.released()
 
 
 class _PidMap:
@@ -156,18 +178,17 @@ class _PidMap:
             self._inside[pid] = found
         return found
 
-    def host_of(self, pids: Collection[int]) -> Callable[[int], int | None]:
-        """Finds the one of `pids` with a given pid in the container; None if none has it, or several (nested pid namespaces)."""
+    def hosts_of(self, pids: Collection[int]) -> HostsOf:
+        """Finds those of `pids` with a given pid in the container: one, or several with nested pid namespaces."""
         table: dict[int, list[int]] = {}
 
-        def find(number: int) -> int | None:
+        def find(number: int) -> Sequence[int]:
             if not table:
                 for pid in pids:
                     inside = self.inside(pid)
                     if inside is not None:
                         table.setdefault(inside, []).append(pid)
-            found = table.get(number, [])
-            return found[0] if len(found) == 1 else None
+            return table.get(number, ())
 
         return find
 

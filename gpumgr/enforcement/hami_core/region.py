@@ -5,8 +5,12 @@ file is the one that the container got, and the path is compared with it at each
 has another pid namespace and would consider the holder dead.
 """
 
+import ctypes
+import mmap
 import os
+import platform
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -18,6 +22,9 @@ from gpumgr.files import replacing
 FILE_NAME: Final = "region.cache"
 #: For all users: the container's processes run as any user, and the library ends every CUDA process that can't write the file.
 _MODE: Final = 0o666
+#: futex(2): the call's number, and waking processes that share the mapping.
+_FUTEX: Final = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAKE: Final = 1
 _FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -78,6 +85,16 @@ class RegionFile:
             return Unreadable(reason=f"can't be read ({error.strerror or error})")
         return view.decode(header, tail, slots)
 
+    def cut(self) -> int:
+        """Removes what the container appended; returns how many bytes that were."""
+        with suppress(OSError, _Unfit):
+            self._check()
+            more = os.fstat(self._descriptor).st_size - layout.FILE_BYTES
+            if more > 0:
+                os.ftruncate(self._descriptor, layout.FILE_BYTES)
+                return more
+        return 0
+
     def write(self, offset: int, data: bytes) -> bool:
         """Returns whether the aligned word of 4 or 8 bytes was written: a single store, which is atomic for readers on x86-64 and arm64.
         A changed file is not written to (that would extend a truncated one)."""
@@ -87,6 +104,14 @@ class RegionFile:
         except (OSError, _Unfit):
             return False
         return True
+
+    def wake(self, semaphore: int) -> None:
+        """Wakes one waiter of a semaphore that was written to. The memory is mapped for its address only, and not read."""
+        page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with suppress(OSError, ValueError), mmap.mmap(self._descriptor, layout.SIZEOF - page, offset=page) as mapped:
+            word = ctypes.c_uint32.from_buffer(mapped, semaphore - page)
+            ctypes.CDLL(None).syscall(_FUTEX[platform.machine()], ctypes.byref(word), _FUTEX_WAKE, 1)
+            del word  # the mapping can be closed then
 
     def _check(self) -> None:
         """Raises _Unfit if the file is another one, or has another name or size; OSError."""
@@ -101,7 +126,7 @@ class RegionFile:
             raise _Unfit("its file was deleted") from None
         if (there.st_dev, there.st_ino) != self._identity:
             raise _Unfit("another file was put in its place")
-        if found.st_size != layout.FILE_BYTES:
+        if found.st_size < layout.FILE_BYTES:
             raise _Unfit(f"it has {found.st_size} bytes instead of {layout.FILE_BYTES}")
 
     def _read(self, offset: int, size_bytes: int) -> bytes:

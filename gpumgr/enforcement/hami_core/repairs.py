@@ -1,7 +1,7 @@
 """The words to write into a region so that it has the granted limits again. Pure; one word for each repair."""
 
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -11,8 +11,15 @@ from gpumgr.enforcement.hami_core.view import ProcessSlot, RegionView
 
 #: A writer that keeps a slot's seqlock odd for longer than this, and does not run, was killed while it wrote.
 STUCK_SECONDS: Final = 2.0
+#: The library holds `postinit` for a second at most. Without a change for this time its holder is gone, if none may run; ...
+HELD_SECONDS: Final = 5.0
+#: ... and without any condition: the library's own waiters give up one attempt after this time.
+HELD_AT_MOST_SECONDS: Final = 30.0
 
-RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock"]
+#: The host's pids, of the container's processes that have a given pid in their pid namespace.
+HostsOf = Callable[[int], Sequence[int]]
+
+RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
 #: Only the container can have changed these. (The library never writes the switch, and does not read it with policy "force".)
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
@@ -45,26 +52,40 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
         yield Repair("switch", layout.UTILIZATION_SWITCH, struct.pack("<i", SWITCH_ON), message)
 
 
-def unknown_hosts(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[Repair]:
-    """Slots the process of which has no pid on the host, or another container's: the library does not limit its cores.
+def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[Repair]:
+    """Slots the process of which has no pid on the host, or another process's: the library does not limit its cores.
 
-    `pids`: the host's, of the container's processes; `host_of`: the one of them with a given pid in the container. A stuck slot is not
-    changed: its pid on the host shows whether its writer runs.
+    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is not changed: its pid on the host shows whether
+    its writer runs. While the library looks for host pids, a slot without one shows that its process has not finished.
     """
     for slot in seen.slots:
-        if not slot.live or slot.stuck or slot.hostpid in pids:
+        hosts = hosts_of(slot.pid)
+        starts = slot.hostpid == 0 and seen.postinit == 0
+        if not slot.live or slot.stuck or starts or slot.hostpid in hosts or len(hosts) != 1:
             continue
-        host = host_of(slot.pid)
-        if host is not None:
-            message = f"host pid {slot.hostpid} of process {slot.pid} instead of {host}"
-            yield Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", host), message)
+        message = f"host pid {slot.hostpid} of process {slot.pid} instead of {hosts[0]}"
+        yield Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", hosts[0]), message)
 
 
-def abandoned(seen: RegionView, pids: Collection[int], host_of: Callable[[int], int | None]) -> Iterator[ProcessSlot]:
+def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
     """Slots that are stuck and have no running writer. Its pid in the container may be another process's by now."""
     for slot in seen.slots:
-        if slot.stuck and slot.hostpid not in pids and (slot.hostpid != 0 or host_of(slot.pid) is None):
+        hosts = hosts_of(slot.pid)
+        if slot.stuck and (slot.hostpid not in hosts if slot.hostpid else not hosts):
             yield slot
+
+
+def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
+    """Whether a running process may hold the semaphore `postinit`: its holder and those that wait for it have no host pid yet, so the
+    holder is gone if not more processes than wait have none."""
+    starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
+    return starting > seen.postinit_waiters
+
+
+def released() -> Repair:
+    """Frees the semaphore `postinit`, the holder of which has ended. Its waiters must be woken."""
+    message = "a process that was killed in cuInit left the others waiting"
+    return Repair("postinit", layout.SEM_POSTINIT, struct.pack("<I", 1), message)
 
 
 def unstuck(slot: ProcessSlot) -> Repair:

@@ -43,13 +43,18 @@ class ProcessSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionView:
-    """One region at one time. `slots` are the live ones and the stuck ones."""
+    """One region at one time. `slots` are the live ones and the stuck ones. `postinit` is 0 while a process looks for its host pid.
+
+    `postinit_waiters`: of it; one that was killed may still be counted.
+    """
 
     limits_bytes: tuple[int, ...]
     core_limits_percent: tuple[int, ...]
     slots: tuple[ProcessSlot, ...]
     utilization_switch: int
     priority: int
+    postinit: int
+    postinit_waiters: int
     problems: tuple[RegionProblem, ...] = ()
 
 
@@ -62,12 +67,15 @@ def decode(header: bytes, tail: bytes, slots: bytes) -> RegionView:
     """`header`: up to the slots; `tail`: from the process count to the structure's end; `slots`: those of the processes."""
     decoded = [_slot(index, slots) for index in range(len(slots) // layout.SLOT_BYTES)]
     switch, _, priority = struct.unpack_from("<iii", tail, layout.UTILIZATION_SWITCH - layout.PROC_NUM)
+    postinit, waiters = struct.unpack_from("<II", tail, layout.SEM_POSTINIT - layout.PROC_NUM)
     return RegionView(
         limits_bytes=layout.LIMITS.unpack_from(header, layout.LIMIT),
         core_limits_percent=layout.LIMITS.unpack_from(header, layout.SM_LIMIT),
         slots=tuple(slot for slot in decoded if slot.live or slot.stuck),
         utilization_switch=switch,
         priority=priority,
+        postinit=postinit,
+        postinit_waiters=waiters,
         problems=tuple(_problems(header, tail)),
     )
 

@@ -19,7 +19,7 @@ from gpumgr.enforcement.mps.control import ControlProgram
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
-from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
+from gpumgr.enforcement.mps.records import DaemonRecords, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
 from gpumgr.errors import GpumgrError, MpsError, MpsTransientError, Refusal
 from gpumgr.units import Resource
@@ -105,31 +105,21 @@ class Mps(Backend):
 
     async def _probed(self) -> str | None:
         """Why the last try failed; None if it did not, or without one. Raises OSError."""
-        program = await asyncio.to_thread(self._identify)
-        result = await asyncio.to_thread(probe.read_result, self._state_dir)
-        if result is not None and result.program != program:
-            result = None
+        config = self._ready().config
+        program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
+        result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
         done = result is not None and result.of_this_boot and (result.failure is None or self._clock() < self._next_probe)
         if not done and self._probing is None and self._idle_gpu is not None:
-            self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
+            self._probing = asyncio.create_task(self._probe(self._idle_gpu), name="mps probe")
         return result.failure if result is not None else None
 
-    def _identify(self) -> str:
-        """Raises OSError."""
-        config = self._ready().config
-        return probe.identify(config.control.program, config.protocol, self._method)
-
-    async def _probe(self, program: str, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
+    async def _probe(self, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
         try:
             uuid = await idle_gpu()
-            if uuid is None or self._ready().has_daemon(uuid):
-                return
-            self._next_probe = self._clock() + probe.RETRY_SECONDS
-            failure = await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
-            log.info("mps_probed", gpu=uuid, works=failure is None, reason=failure)
-            result = probe.ProbeResult(program=program, boot=boot_id(), failure=failure)
-            await asyncio.to_thread(probe.write_result, self._state_dir, result)
-            self._on_probed()
+            if uuid is not None and uuid not in {daemon.uuid for daemon in self.daemons()}:
+                self._next_probe = self._clock() + probe.RETRY_SECONDS
+                await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
+                self._on_probed()
         except (GpumgrError, OSError) as error:
             log.warning("mps_not_probed", reason=str(error))
         finally:

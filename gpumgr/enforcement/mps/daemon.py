@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import structlog
 
@@ -52,10 +52,10 @@ class DaemonConfig:
 
 @dataclass(frozen=True, slots=True)
 class Tampering:
-    """What a container did through the daemon's control socket. `concerned`: the containers whose limits it changed. `root_only`: only a
-    process of root can do it."""
+    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
+    changed limits. `root_only`: only a process of root can do it."""
 
-    what: Literal["limits changed", "namespaces made", "daemon ended"]
+    what: str
     concerned: frozenset[AllocationId]
     root_only: bool
 
@@ -169,9 +169,9 @@ class Daemon:
                 limited = await limits.limit_namespaces(self._client, self.folder, new, limit_memory=self.config.limit_memory)
                 self._set_shares.update(new)
                 self._set_namespaces.update(limited)
-        elif (
-            bound := limits.largest(self.folder.shares().values(), limit_memory=self.config.limit_memory)
-        ) and bound != self._set_bound:
+            return
+        bound = limits.largest(self.folder.shares().values(), limit_memory=self.config.limit_memory)
+        if bound is not None and bound != self._set_bound:
             await self._bounds.put(self._client, bound)
             self._set_bound = bound
 
@@ -191,21 +191,21 @@ class Daemon:
         if bound is None or not await self._bounds.restore(self._client, bound, self.servers):
             return None
         # Drivers 535 and 550 accept a server's limits from every user.
-        return Tampering("limits changed", frozenset(shares), root_only=False)
+        return Tampering("changed the limits", frozenset(shares), root_only=False)
 
     async def _restore_namespaces(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
         """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too."""
-        found = await limits.compare_namespaces(self._client, shares, self._set_namespaces, limit_memory=self.config.limit_memory)
-        for name in found.foreign:
+        of = self.config.limit_memory
+        changed, unchecked, foreign = await limits.compare_namespaces(self._client, shares, self._set_namespaces, limit_memory=of)
+        for name in foreign:
             await limits.drop_namespace(self._client, name)
-        made = found.foreign - self._set_namespaces.keys()
+        made = foreign - self._set_namespaces.keys()
         self._set_namespaces = {name: limit for name, limit in self._set_namespaces.items() if name in shares}
-        for name in found.changed | found.unchecked:
+        for name in changed | unchecked:
             self._set_shares.pop(name, None)
-        await self._limit({name: shares[name] for name in found.changed | found.unchecked}, anew=False)
-        if not found.changed and not made:
-            return None
-        return Tampering("limits changed" if found.changed else "namespaces made", found.changed, root_only=True)
+        await self._limit({name: shares[name] for name in changed | unchecked}, anew=False)
+        what = "changed the limits" if changed else "made namespaces"
+        return Tampering(what, changed, root_only=True) if changed or made else None
 
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
@@ -244,15 +244,13 @@ class Daemon:
         """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
         has ended or refuses is checked at once."""
         if self.trouble is not None or not self.folder.allocations():
-            return None
+            return
         try:
-            found = await self._restore_limits() if self.pid is not None else None
+            if self.pid is None:
+                raise MpsError("it has ended")
+            self.tampering = await self._restore_limits() or self.tampering
         except (MpsError, OSError):
-            return await self.check()
-        if self.pid is None:
-            return await self.check()
-        self.tampering = found or self.tampering
-        return None
+            await self.check()
 
     async def _restart(self) -> None:
         now = self.config.clock()
@@ -264,7 +262,7 @@ class Daemon:
         before = self.process and self.process[0]
         log.warning("mps_daemon_restarting", gpu=self.uuid, before=before, restarts=self.restarts)
         if before is not None and await asyncio.to_thread(self.folder.ended_by_command, before):
-            self.tampering = Tampering("daemon ended", frozenset(self.folder.allocations()), root_only=True)
+            self.tampering = Tampering("ended the daemon", frozenset(self.folder.allocations()), root_only=True)
         await self._start()
 
     async def _start(self) -> None:

@@ -2,18 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.commands import MpsProtocol
-
-_DONE: Final = {
-    "limits changed": "a container changed the limits",
-    "namespaces made": "a container made namespaces",
-    "daemon ended": "a container ended the daemon",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +14,7 @@ class View:
     """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: of the running server, None if none runs.
 
     `multiuser`: the server serves clients of all users. `tampered`: what a container did through the control socket; `suspects`: the
-    containers that may have done it; `concerned`: they, and those whose limits it changed.
+    containers that may have done it; `concerned`: they, and those with changed limits.
     """
 
     protocol: MpsProtocol
@@ -56,7 +49,7 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
         yield Finding(allocation=tenant.allocation, code="broken", message=text)
         return
     if view.tampered is not None and tenant.allocation in view.concerned:
-        yield Finding(allocation=tenant.allocation, code="tampered", message=_tampered(view, view.tampered, gpu))
+        yield Finding(allocation=tenant.allocation, code="tampered", message=_tampered(view, gpu))
     if unserved(running, view) and users and view.server_user not in users:
         shown = ", ".join(map(str, sorted(users)))
         text = (
@@ -72,22 +65,18 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
         yield Finding(allocation=tenant.allocation, code="unregistered", message=text)
 
 
-def _tampered(view: View, what: str, gpu: str) -> str:
-    match view.suspects:
-        case ():
-            who = "a process that has ended"
-        case (one,):
-            who = f"{one}, of which alone a process could do it"
-        case several:
-            who = f"one of {', '.join(several)}"
+def _tampered(view: View, gpu: str) -> str:
+    who = f"one of {', '.join(view.suspects)}" if view.suspects else "a process that has ended"
+    if len(view.suspects) == 1:
+        who = f"{view.suspects[0]}, of which alone a process could do it"
     remedy = (
         "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
         if view.protocol == 3
         else "install driver r615 or newer, where only root can do this, and drain the node once"
     )
     return (
-        f"{_DONE[what]} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected that, programs that started "
-        f"before keep their limits: {remedy}"
+        f"a container {view.tampered} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected "
+        f"that, programs that started before keep their limits: {remedy}"
     )
 
 

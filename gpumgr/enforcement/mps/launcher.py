@@ -59,14 +59,15 @@ def daemon_command(
 def mount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
     """Mounts a tmpfs of limited size, in the host's mount namespace; None if the folder stays a plain one."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
-    return _outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)])
+    return outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)])
 
 
 def unmount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
-    return _outside(launch, ["umount", str(shm)])
+    return outside(launch, ["umount", str(shm)])
 
 
-def _outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
+def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
+    """The command that runs this one in the host's mount namespace; None if the agent may not mount."""
     if launch == "plain":
         return None
     before = ["systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--"] if launch == "systemd" else []

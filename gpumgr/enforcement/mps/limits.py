@@ -114,35 +114,20 @@ async def limit_namespaces(
     return {name: found[name] for name in shares}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
-    """How the namespaces of a daemon differ from those that gpumgr made. `changed`: limits changed, or deleted. `unchecked`: missing or
-    not too high, and the daemon's answer after they were set is not known (the agent has restarted). `foreign`: made by others."""
-
-    changed: frozenset[AllocationId]
-    unchecked: frozenset[AllocationId]
-    foreign: frozenset[str]
-
-
 async def compare_namespaces(
-    daemon: DaemonClient,
-    shares: Mapping[AllocationId, Share],
-    answers: Mapping[AllocationId, NamespaceLimits],
-    *,
-    limit_memory: bool,
-) -> Differences:
-    """By one run of the control program. Raises MpsError."""
+    daemon: DaemonClient, shares: Mapping[AllocationId, Share], answers: Mapping[str, NamespaceLimits], *, limit_memory: bool
+) -> tuple[frozenset[AllocationId], frozenset[AllocationId], frozenset[str]]:
+    """The namespaces that were changed or deleted; those that are missing or not too high, while the daemon's answer
+    after they were set is not known (the agent has restarted); and those that others made. By one run of the control program. Raises
+    MpsError."""
     found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
-    same = {name for name in shares if name in found and answers.get(name) == found[name]}
-    unchecked = {
-        name
-        for name in shares.keys() - answers.keys()
-        if name not in found or _granted(found[name], shares[name], limit_memory=limit_memory)
-    }
-    return Differences(
-        changed=frozenset(shares.keys() - same - unchecked),
-        unchecked=frozenset(unchecked),
-        foreign=frozenset(found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}),
+    wrong = {name for name in shares if name not in found or answers.get(name) != found[name]}
+    new = wrong - answers.keys()
+    unchecked = {name for name in new if name not in found or _granted(found[name], shares[name], limit_memory=limit_memory)}
+    return (
+        frozenset(wrong - unchecked),
+        frozenset(unchecked),
+        frozenset(found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}),
     )
 
 

@@ -5,6 +5,7 @@ without memory limits, a GPU that MPS does not support). The result is on disk a
 former one counts until the next try has ended.
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,8 @@ from gpumgr.files import replace_file
 
 #: A failure is tried again after this time.
 RETRY_SECONDS: Final = 600.0
+RESULT_NAME: Final = "mps_probe"
+_RECORDS_NAME: Final = "mps_probing"
 _ALLOCATION: Final = "probe"
 _SHARE: Final = Share(cores=50, memory_bytes=1 << 30)
 
@@ -48,30 +51,22 @@ def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
     return f"{program} {status.st_dev}:{status.st_ino} {status.st_size} {status.st_mtime_ns} protocol {protocol}"
 
 
-def read_result(state_dir: Path) -> ProbeResult | None:
-    """The last result; None without one. Raises OSError."""
+def last_result(state_dir: Path, program: str) -> ProbeResult | None:
+    """The last result with this program; None without one. Raises OSError."""
     try:
-        return msgspec.json.decode((state_dir / "mps_probe").read_bytes(), type=ProbeResult)
+        result = msgspec.json.decode((state_dir / RESULT_NAME).read_bytes(), type=ProbeResult)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
+    return result if result.program == program else None
 
 
-def last_try(state_dir: Path, program: Path, protocol: MpsProtocol, method: LaunchMethod) -> ProbeResult | None:
-    """The last result with this program; None without one. Raises OSError."""
-    result = read_result(state_dir)
-    return result if result is not None and result.program == identify(program, protocol, method) else None
-
-
-def write_result(state_dir: Path, result: ProbeResult) -> None:
-    """Raises OSError."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    replace_file(state_dir / "mps_probe", msgspec.json.encode(result))
-
-
-async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> str | None:
-    """Why MPS does not work on this idle GPU; None if it does. The compute mode stays. Raises MpsTransientError."""
+async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> None:
+    """Tries MPS on this idle GPU, the compute mode of which stays, and writes the result. Raises MpsTransientError, OSError."""
+    failure = None
+    program = identify(config.control.program, config.protocol, config.launcher)
     try:
-        await end_leftover(root, state_dir, config)
+        for left in DaemonRecords(state_dir / _RECORDS_NAME).uuids():  # of an agent that was killed
+            await _daemon(left, root, state_dir, config).vacate()
         daemon = _daemon(uuid, root, state_dir, config)
         try:
             await daemon.admit(_ALLOCATION, _SHARE)
@@ -80,18 +75,14 @@ async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfi
             await daemon.vacate()
     except MpsTransientError:
         raise
-    except (MpsError, OSError) as error:
-        return f"an MPS daemon was tried on GPU {uuid} and does not work: {error}"
-    return None
-
-
-async def end_leftover(root: Path, state_dir: Path, config: DaemonConfig) -> None:
-    """Ends the daemon of a probe that ended with its agent. Raises MpsError, OSError."""
-    for uuid in DaemonRecords(state_dir / "mps_probing").uuids():
-        await _daemon(uuid, root, state_dir, config).vacate()
+    except MpsError as error:
+        failure = f"an MPS daemon was tried on GPU {uuid} and does not work: {error}"
+    log.info("mps_probed", gpu=uuid, works=failure is None, reason=failure)
+    result = ProbeResult(program=program, boot=boot_id(), failure=failure)
+    await asyncio.to_thread(replace_file, state_dir / RESULT_NAME, msgspec.json.encode(result))
 
 
 def _daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> Daemon:
     """It has a folder and a record of its own, so that no other part takes it for a daemon of containers."""
-    records = DaemonRecords(state_dir / "mps_probing")
+    records = DaemonRecords(state_dir / _RECORDS_NAME)
     return Daemon(uuid, GpuFolder(root / "probe"), records, replace(config, exclusive=False))

@@ -47,10 +47,6 @@ class Supervisor:
         """The one object of this GPU. Also called on a thread, by `own_pids`."""
         return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.config))
 
-    def has_daemon(self, uuid: str) -> bool:
-        """Whether the GPU has a daemon of containers, or had one that is not removed yet. Reads no file."""
-        return self._records.of(uuid) is not None
-
     def daemons(self) -> Sequence[Daemon]:
         """The daemons that have a record, also of an earlier start of the agent. Reads no file."""
         return [self.of(uuid) for uuid in self._records.uuids()]

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -18,7 +19,7 @@ from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS
 from gpumgr.nvml.driver import Nvml
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import CriSettings, EnforcementSettings, MpsSettings
+from gpumgr.settings.schema import CheckpointSettings, CriSettings, EnforcementSettings, MpsSettings
 from gpumgr.sim.library import prepare
 from tests.component.nvml.new_driver import NEW_NODE, lay_out_cgroups
 
@@ -59,7 +60,8 @@ def program(folder: Path, text: str) -> MpsSettings:
 async def test_the_agents_try_of_a_daemon_is_shown(tmp_path: Path, failure: str | None, state: State, said: str) -> None:
     mps = program(tmp_path, NEW)
     tried = probe.identify(Path(mps.control_program), 3, launcher.best_method())
-    probe.write_result(tmp_path, probe.ProbeResult(program=tried, boot="b", failure=failure))
+    tried_before = probe.ProbeResult(program=tried, boot="b", failure=failure)
+    (tmp_path / probe.RESULT_NAME).write_bytes(msgspec.json.encode(tried_before))
     result = await look_at_mps(mps, ["auto"], **HERE | {"state_dir": tmp_path})
     assert (result.state, said in result.message) == (state, True)
     (tmp_path / "mps-control").touch()
@@ -127,6 +129,7 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(tmp
     sim = prepare(str(tmp_path / "new.yaml"), tmp_path / "node")
     cgroups = lay_out_cgroups(tmp_path / "cgroup")
     settings = Settings(
+        checkpoint=CheckpointSettings(dir=tmp_path / "checkpoint"),
         cri=CriSettings(cgroup_root=cgroups),
         enforcement=EnforcementSettings(run_dir=tmp_path / "run"),
         mps=MpsSettings(control_program="no-such-program"),

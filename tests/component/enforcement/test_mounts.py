@@ -58,6 +58,14 @@ def test_who_ended_is_passed_over(tmp_path: Path) -> None:
     assert mounted_names([ID, "0" * 16], tmp_path) == {ID}
 
 
+def test_the_hosts_own_mount_of_a_file_system_does_not_count_and_a_file_of_it_does(tmp_path: Path) -> None:
+    host, tenant = process(tmp_path, 1, namespace="mnt:[1]"), process(tmp_path, 2, namespace="mnt:[2]")
+    host.write_text(f"1 2 0:1 / /run/gpumgr/hami-core/{ID} rw - tmpfs gpumgr-{ID} rw\n")
+    assert mounted_names([ID], tmp_path) == frozenset()
+    tenant.write_text(f"1 2 0:1 /region.cache /tmp/cudevshr.cache rw - tmpfs gpumgr-{ID} rw\n")
+    assert mounted_names([ID], tmp_path) == {ID}
+
+
 def test_a_proc_without_the_first_process_hides_the_others(tmp_path: Path) -> None:
     process(tmp_path, 7, namespace="mnt:[7]")
     with pytest.raises(PermissionError, match="the processes of others are hidden"):

@@ -14,9 +14,11 @@ from typing import Final
 import pytest
 
 from gpumgr.enforcement.operator_library import check
+from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
+from tests.libvgpu import build
 from tools import PROJECT
 
 LIBRARY: Final = "libvgpu.so"
@@ -62,9 +64,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two shared libraries; the first is HAMi-core's, where the lab is."""
     folder = tmp_path_factory.mktemp("built")
     for number in (1, 2):
-        source = f"int answer_{number}(void) {{ return {number}; }}\n"
-        command: list[str | Path] = ["cc", "-shared", "-fPIC", "-x", "c", "-o", folder / f"{number}.so", "-"]
-        subprocess.run(command, check=True, input=source, text=True)
+        build(folder / f"{number}.so", f"-Wl,-soname,libvgpu.so.{number}")
     if LAB is not None:
         shutil.copyfile(Path(LAB) / "bin" / "libvgpu-5091a2f-cu13.so", folder / "1.so")
     return folder / "1.so", folder / "2.so"
@@ -91,6 +91,11 @@ def names(folder: Path) -> set[str]:
     return {str(each.relative_to(folder)) for each in folder.rglob("*")}
 
 
+def identities(node: Path) -> tuple[FileIdentity, FileIdentity]:
+    """Of the library and of the link."""
+    return FileIdentity.of((node / LIBRARY).stat()), FileIdentity.of((node / LIBRARY).lstat())
+
+
 def complete(*images: Image) -> set[str]:
     return {LIBRARY} | {f"{each.sha256}{name}" for each in images for name in ("", f"/{LIBRARY}", "/version")}
 
@@ -110,24 +115,24 @@ def test_the_agent_finds_what_was_installed(image: Image, node: Path) -> None:
 
 def test_done_again_nothing_changes(image: Image, node: Path) -> None:
     image.run(node)
-    before = (node / LIBRARY).stat(), (node / LIBRARY).lstat()
+    before = identities(node)
     done = image.run(node)
     assert (done.returncode, done.stdout) == (0, f"unchanged {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n")
-    assert ((node / LIBRARY).stat(), (node / LIBRARY).lstat()) == before
+    assert identities(node) == before
 
 
 def test_an_upgrade_and_the_way_back_keep_the_copies_that_containers_have_mounted(
     image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path
 ) -> None:
     image.run(node)
-    mounted = (node / image.sha256 / LIBRARY).stat()
+    mounted = FileIdentity.at(node / image.sha256 / LIBRARY)
     newer = Image(tmp_path / "newer", libraries[1], "newer")
     assert newer.run(node).returncode == 0
     assert selected(node) == newer.sha256
     # A newer file on the node is no reason to keep it: the image that was rolled out decides.
     assert image.run(node).returncode == 0
     assert selected(node) == image.sha256
-    assert (node / image.sha256 / LIBRARY).stat() == mounted
+    assert FileIdentity.at(node / image.sha256 / LIBRARY) == mounted
     assert names(node) == complete(image, newer)
 
 

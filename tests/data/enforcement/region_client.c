@@ -8,7 +8,8 @@
  *
  *   create BYTES PERCENT   make the file as the library does without an agent (only as the first command)
  *   show                   magic, version, limits, switch, priority, processes
- *   take                   take a slot, under the region's semaphore
+ *   take                   take a slot, under the region's semaphore; then wait for the semaphore of those that look for their host pid
+ *   search                 take that semaphore, as if looking
  *   host PID               say which process of the host this is
  *   use BYTES              charge so much in all, identify_without_preference
  *   alloc BYTES            charge so much more if the limit allows: "granted" or "refused"
@@ -21,6 +22,7 @@
  *   uuid                   call device 0 something with line breaks
  *   overflow               a charge of 2^63 bytes
  *   lock                   begin to write the slot, and never end
+ *   grow BYTES             write behind the file's end
  *   truncate BYTES         cut the file; the next command that touches the map dies of SIGBUS
  *   symlink TARGET, fifo   put something else at the file's path; says the error if that can't be done (a mount point)
  * Ends with 0, or with 1 and a line on standard error.
@@ -128,17 +130,15 @@ static void show(void) {
          region->recent_kernel, region->priority, region->proc_num);
 }
 
-static void lock_region(sem_t *sem) {
+static void lock_region(sem_t *sem, int seconds) {
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_sec += 5;
+  until.tv_sec += seconds;
   if (sem_timedwait(sem, &until)) fail("sem_timedwait");
 }
 
 static void take_slot(void) {
-  lock_region(&region->sem_postinit);
-  sem_post(&region->sem_postinit);
-  lock_region(&region->sem);
+  lock_region(&region->sem, 5);
   region->owner_pid = getpid();
   int n = 0;
   while (n < region->proc_num && region->procs[n].pid) n++;
@@ -151,6 +151,8 @@ static void take_slot(void) {
   region->last_kernel_time = time(NULL);
   region->owner_pid = 0;
   sem_post(&region->sem);
+  lock_region(&region->sem_postinit, 30);
+  sem_post(&region->sem_postinit);
   printf("slot %d process %d\n", n, getpid());
 }
 
@@ -199,6 +201,8 @@ static int library_side(const char *command) {
   } else if (!strcmp(command, "host")) {
     need(mine != NULL, "take a slot first");
     mine->hostpid = (int32_t)number();
+  } else if (!strcmp(command, "search")) {
+    lock_region(&region->sem_postinit, 30);
   } else if (!strcmp(command, "use")) {
     charge(number());
   } else if (!strcmp(command, "leave")) {
@@ -236,6 +240,12 @@ static int hostile_side(const char *command) {
   } else if (!strcmp(command, "lock")) {
     need(mine != NULL, "take a slot first");
     mine->seqlock |= 1;
+  } else if (!strcmp(command, "grow")) {
+    char *more = calloc(1, number());
+    int file = open(path, O_WRONLY | O_APPEND);
+    if (file < 0 || !more || write(file, more, strtoull(next[-1], NULL, 0)) < 0) fail("grow");
+    close(file);
+    free(more);
   } else if (!strcmp(command, "truncate")) {
     if (truncate(path, (off_t)number())) fail("truncate");
   } else {

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,11 @@ from gpumgr.cli.host_settings import CONFIG
 from gpumgr.cli.install import command
 from gpumgr.enforcement.operator_library import LibraryError
 from gpumgr.errors import GpumgrError, InputError
+from gpumgr.files import FileIdentity
 from gpumgr.settings import Settings
 from gpumgr.settings.installed_library import hami_core_library
 from gpumgr.settings.schema import CheckpointSettings
+from tests.libvgpu import build
 
 LIB = Path("var/lib/gpumgr/lib")
 NAME = "libvgpu.so"
@@ -24,7 +25,7 @@ NAME = "libvgpu.so"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("built") / "built.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    build(path)
     return path
 
 
@@ -78,10 +79,10 @@ def test_the_library_is_installed_and_selected(library: Path, image: Path) -> No
 
 def test_done_again_nothing_changes(library: Path, image: Path) -> None:
     install(library, image)
-    before = (image / LIB / NAME).stat()
+    before = FileIdentity.at(image / LIB / NAME)
     done = install(library, image)
     assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["unchanged"] * 3
-    assert (image / LIB / NAME).stat() == before
+    assert FileIdentity.at(image / LIB / NAME) == before
 
 
 def test_an_upgrade_keeps_the_old_copy(library: Path, image: Path) -> None:
@@ -102,6 +103,14 @@ def test_another_file_than_was_meant_is_refused_and_changes_nothing(library: Pat
         install(library, image)
     with pytest.raises(LibraryError, match="can't read the library"):
         install(library.with_name("missing"), image)
+    assert not (image / LIB).exists()
+
+
+def test_a_library_that_limits_nothing_is_refused(tmp_path: Path, image: Path) -> None:
+    """Such as a Release build."""
+    build(tmp_path / "release.so", "-DHIDDEN")
+    with pytest.raises(LibraryError, match="is not usable: it does not export cuInit"):
+        install(tmp_path / "release.so", image)
     assert not (image / LIB).exists()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -44,5 +45,9 @@ def test_it_holds_what_the_agent_needs_and_no_more() -> None:
     assert set(image) == set(needed(declared, set()))
 
 
-def test_every_pin_has_hashes() -> None:
-    assert all(hashes for _, hashes in locked(ROOT / "config" / "image" / "requirements.lock").values())
+@pytest.mark.parametrize("folder", ["config/image", "config/image/hami-core"])
+def test_every_pin_has_hashes(folder: str) -> None:
+    pins = locked(ROOT / folder / "requirements.lock")
+    assert pins
+    assert all(hashes for _, hashes in pins.values())
+    assert "--require-hashes" in (ROOT / folder / "Dockerfile").read_text()

@@ -172,7 +172,7 @@ def test_names_of_resources_are_read() -> None:
 
 def test_its_library_can_stay() -> None:
     notes = "\n".join(plan(NODE, library=(Path("/usr/local/vgpu/libvgpu.so.v2.10.0"), "ab" * 32)).notes)
-    assert f"hami_core.library_sha256: {'ab' * 32}" in notes
+    assert f"gpumgr install library /usr/local/vgpu/libvgpu.so.v2.10.0 --sha256 {'ab' * 32}" in notes
 
 
 @pytest.mark.parametrize(

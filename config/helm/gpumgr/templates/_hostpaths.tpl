@@ -29,7 +29,7 @@ the folder's file system must be a shared mount for that, which systemd does, bu
 - name: run
   path: {{ include "gpumgr.path" (list . "enforcement" "run_dir") | quote }}
   type: DirectoryOrCreate
-  propagation: {{ .Values.mps.enabled | ternary "HostToContainer" "" | quote }}
+  propagation: {{ .Values.privileged | ternary "Bidirectional" "" | quote }}
   setting: enforcement.run_dir
   why: sockets and shared memory of running containers, which outlive the agent
 - name: cri

@@ -10,6 +10,7 @@ from pathlib import Path
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
 
@@ -73,14 +74,22 @@ class Client:
             yield process.pid
             process.kill()
 
+    @contextmanager
+    def waiting(self, region: Path, *commands: object) -> Iterator["subprocess.Popen[str]"]:
+        """A process that may wait for another one; it is given its time to end."""
+        command = [str(self.program), "-f", str(region), *map(str, commands)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            yield process
 
-def make_backend(folder: Path, library: Path, clock: Seconds | None = None) -> HamiCore:
+
+def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, volumes: RegionVolumes | None = None) -> HamiCore:
     return HamiCore(
         library_path=library,
         library_sha256=sha256(library.read_bytes()).hexdigest(),
         library_dir=folder / "lib",
         run_dir=folder / "run",
         nspid_of=number_in_container,
+        volumes=volumes,
         clock=clock or Seconds(),
     )
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
+import time
 from collections.abc import AsyncIterator, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -14,10 +14,12 @@ from structlog.testing import capture_logs
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
 from gpumgr.errors import Refusal
+from gpumgr.files import FileIdentity
 from tests.component.enforcement.hami_core.harness import (
     CORES,
     ID,
@@ -29,14 +31,15 @@ from tests.component.enforcement.hami_core.harness import (
     running,
     tenant,
 )
+from tests.libvgpu import build
 from tests.shares import TWO_GPUS, gpu_share
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library for this host, in place of the operator's."""
+    """In place of the operator's."""
     path = tmp_path_factory.mktemp("library") / "libvgpu.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+    build(path)
     return path
 
 
@@ -77,12 +80,17 @@ def read(folder: Path) -> RegionView:
     return seen
 
 
+def until_one_waits(folder: Path) -> None:
+    while read(folder).postinit_waiters == 0:
+        time.sleep(0.01)
+
+
 def content(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def statuses(mounts: Iterable[Mount]) -> list[os.stat_result]:
-    return [os.stat(each.host_path) for each in mounts]
+def identities(mounts: Iterable[Mount]) -> list[FileIdentity | None]:
+    return [FileIdentity.at(Path(each.host_path)) for each in mounts]
 
 
 def mode(path: str | Path) -> int:
@@ -161,7 +169,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
 ) -> None:
     await backend.start(tenant())
     mounts = backend.prepare(tenant(), "core").mounts
-    before = statuses(mounts)
+    before = identities(mounts)
     newer = tmp_path / "newer.so"
     newer.write_bytes(content(library) + b"newer")
     backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
@@ -169,7 +177,7 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     answer = backend.prepare(tenant("b" * 16), "core")
     assert content(answer.mounts[0].host_path) == content(newer)
     assert content(answer.mounts[1].host_path) == b"/usr/local/vgpu/libvgpu.so\n"
-    assert statuses(mounts) == before
+    assert identities(mounts) == before
     assert await backend.observe([running()]) == []
 
 
@@ -181,6 +189,18 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
     with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* has SHA-256 .* is set: put the right file there"):
+        await backend.start(tenant())
+    assert not (tmp_path / "lib").exists()
+    assert not region_of(tmp_path).exists()
+
+
+async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_start(tmp_path: Path) -> None:
+    mine = tmp_path / "libvgpu.so"
+    build(mine, "-DHIDDEN")
+    backend = make_backend(tmp_path, mine)
+    reason = await backend.unavailable() or ""
+    assert "it does not export cuInit" in reason
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* it does not export cuInit"):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
@@ -254,6 +274,19 @@ async def test_a_limit_raised_again_after_its_repair_is_reported_again(backend: 
     client.run(region, "raise", 64 << 30, CORES)
     await backend.adjust([running()])
     assert codes(await backend.observe([running()])) == ["tampered"]
+
+
+async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
+    client.run(region, "grow", 1 << 20, "raise", 64 << 30, 100)
+    await backend.adjust([running()])
+    assert limits_line(client, region) == f"{SEEDED}0"
+    assert os.stat(region).st_size == layout.FILE_BYTES
+    findings = await backend.observe([running()])
+    assert codes(findings) == ["tampered", "tampered"]
+    assert "the file was 1048576 bytes longer" in findings[0].message
+    client.run(region, "grow", 1)
+    assert codes(await backend.observe([running()])) == ["tampered"]
+    assert os.stat(region).st_size == layout.FILE_BYTES
 
 
 async def test_the_switch_alone_is_set_back_in_silence(backend: HamiCore, region: Path, client: Client) -> None:
@@ -346,6 +379,50 @@ async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
         clock.now += 0.2
         await backend.adjust([running(pids=[slow])])
         assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
+
+
+async def test_a_siblings_host_pid_is_replaced(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
+    with client.process(region, "take") as first, client.process(region, "take", "host", first) as second:
+        await backend.adjust([running(pids=[first, second])])
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(first, first), (second, second)]
+
+
+async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as killed, client.waiting(region, "take") as waiter:
+        until_one_waits(tmp_path)
+        now = running(pids=[killed, waiter.pid])
+        await backend.adjust([now])
+        clock.now += 6
+        await backend.adjust([now])  # the holder runs: two processes have no host pid, one of them waits
+        assert read(tmp_path).postinit == 0
+        os.kill(killed, signal.SIGKILL)
+        now = running(pids=[waiter.pid])
+        await backend.adjust([now])
+        assert waiter.stdout is not None
+        assert waiter.stdout.readline() == f"slot 1 process {waiter.pid}\n"
+    (finding,) = await backend.observe([now])
+    assert (finding.code, "was killed while HAMi-core started in it" in finding.message) == ("broken", True)
+    assert read(tmp_path).postinit == 1
+
+
+async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+) -> None:
+    with client.process(region, "take", "search") as first:
+        await backend.adjust([running(pids=[first])])
+        clock.now += 29
+        with client.waiting(region, "take") as second:
+            until_one_waits(tmp_path)
+            now = running(pids=[first, second.pid])
+            for seconds in (0, 29):
+                clock.now += seconds
+                await backend.adjust([now])
+                assert read(tmp_path).postinit == 0
+            clock.now += 2
+            await backend.adjust([now])
+            assert second.wait(timeout=60) == 0
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ async def tried(place: Place, idle: Idle, **different: Any) -> Mps:
     return backend
 
 
+def has_result(place: Place) -> bool:
+    return (place.root / "state" / probe.RESULT_NAME).exists()
+
+
 def remains(place: Place) -> list[str]:
     """Files of daemons, and daemons."""
     daemon = processes.find_daemon(place.root / "mps/probe/pipe")
@@ -42,9 +46,7 @@ async def test_a_program_that_works_is_tried_once_in_a_boot_and_leaves_nothing(p
     backend = await tried(place, first, setting=setting)
     assert await backend.unavailable() is None
     assert (first.asked, remains(place), place.modes.now, backend.daemons()) == (1, [], {UUID: 0}, [])
-    result = probe.read_result(place.root / "state")
-    assert result is not None
-    assert (result.failure, result.of_this_boot) == (None, True)
+    assert has_result(place)
     await backend.close()
     await tried(place, idle, setting=setting)
     assert idle.asked == 0
@@ -95,7 +97,7 @@ async def test_without_a_result_and_an_idle_gpu_the_help_counts_and_the_try_wait
     idle.uuid = UUID
     await backend.unavailable()
     await backend.settle()
-    assert probe.read_result(place.root / "state") is not None
+    assert has_result(place)
 
 
 async def test_another_program_or_boot_is_tried_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,7 @@ async def test_a_container_that_starts_during_the_try_waits_for_its_end(place: P
     await backend.unavailable()
     await asyncio.gather(backend.start(tenant()), backend.vacate([]))
     assert remains(place) != []
-    assert probe.read_result(place.root / "state") is not None
+    assert has_result(place)
     assert not (place.root / "mps/probe").exists()
     assert place.modes.now == {UUID: 3}
 
@@ -135,7 +137,7 @@ async def test_a_gpu_with_a_daemon_is_not_used_for_a_try(place: Place) -> None:
     await backend.unavailable()
     await backend.settle()
     assert place.daemon_pid() == pid
-    assert probe.read_result(place.root / "state") is None
+    assert not has_result(place)
 
 
 async def test_what_a_killed_agent_left_of_its_try_is_removed(place: Place) -> None:

@@ -33,6 +33,7 @@ class Pieces:
         return view.decode(content[: layout.PROCS], tail, content[layout.PROCS : layout.slot_at(view.process_count(tail))])
 
 
-def table(**numbers: int) -> Callable[[int], int | None]:
+def table(**numbers: int | tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:
     """`p7=1007`: the process that its container calls 7 is the host's 1007."""
-    return {int(name[1:]): host for name, host in numbers.items()}.get
+    hosts = {int(name[1:]): host if isinstance(host, tuple) else (host,) for name, host in numbers.items()}
+    return lambda pid: hosts.get(pid, ())

@@ -2,6 +2,8 @@
 
 import struct
 
+import pytest
+
 from gpumgr.enforcement.hami_core import layout, repairs
 from tests.unit.enforcement.hami_core.pieces import GRANTED, Pieces, table
 
@@ -36,15 +38,45 @@ def test_a_missing_or_wrong_host_pid_is_written_and_a_correct_one_is_not() -> No
     pieces.add(pid=8, hostpid=1008)
     pieces.add(pid=9, hostpid=555)
     pieces.add(pid=10, hostpid=0)
+    pieces.add(pid=11, hostpid=1008)  # a sibling's
     pieces.add(pid=0, hostpid=0, status=0)
-    mend(pieces, list(repairs.unknown_hosts(pieces.view(), {1007, 1008, 1009}, table(p7=1007, p8=1008, p9=1009))))
-    assert [(slot.pid, slot.hostpid) for slot in pieces.view().slots] == [(7, 1007), (8, 1008), (9, 1009), (10, 0)]
+    mend(pieces, list(repairs.wrong_hosts(pieces.view(), table(p7=1007, p8=1008, p9=1009, p11=1011))))
+    found = [(slot.pid, slot.hostpid) for slot in pieces.view().slots]
+    assert found == [(7, 1007), (8, 1008), (9, 1009), (10, 0), (11, 1011)]
+
+
+@pytest.mark.parametrize("hostpid", [0, 1007, 1107, 555])
+def test_nothing_is_written_while_two_processes_have_the_pid(hostpid: int) -> None:
+    """In nested pid namespaces."""
+    pieces = Pieces()
+    pieces.add(pid=7, hostpid=hostpid)
+    assert list(repairs.wrong_hosts(pieces.view(), table(p7=(1007, 1107)))) == []
+
+
+def test_a_process_that_looks_for_its_host_pid_is_not_helped() -> None:
+    pieces = Pieces()
+    pieces.add(pid=7)
+    pieces.add(pid=8, hostpid=1007)
+    pieces.put(layout.SEM_POSTINIT, "<II", 0, 1)
+    (repair,) = repairs.wrong_hosts(pieces.view(), table(p7=1007, p8=1008))
+    assert repair.message == "host pid 1007 of process 8 instead of 1008"
+
+
+@pytest.mark.parametrize(("waiters", "may_run"), [(0, True), (1, True), (2, False), (3, False)])
+def test_who_holds_postinit_is_one_more_than_those_that_wait(waiters: int, may_run: bool) -> None:
+    pieces = Pieces()
+    pieces.put(layout.SEM_POSTINIT, "<II", 0, waiters)
+    pieces.add(pid=7)
+    pieces.add(pid=8)
+    pieces.add(pid=9)  # was killed
+    pieces.add(pid=1, hostpid=1001)
+    assert repairs.holder_may_run(pieces.view(), table(p1=1001, p7=1007, p8=1008)) is may_run
 
 
 def test_a_stuck_slot_keeps_its_old_host_number() -> None:
     pieces = Pieces()
     pieces.add(pid=1, hostpid=555, seqlock=3)
-    assert list(repairs.unknown_hosts(pieces.view(), {1001}, table(p1=1001))) == []
+    assert list(repairs.wrong_hosts(pieces.view(), table(p1=1001))) == []
 
 
 def test_a_lock_of_an_ended_writer_is_released() -> None:
@@ -55,7 +87,7 @@ def test_a_lock_of_an_ended_writer_is_released() -> None:
     pieces.add(pid=4, hostpid=0, seqlock=9)
     pieces.add(pid=0, status=0, seqlock=11)
     seen = pieces.view()
-    found = list(repairs.abandoned(seen, {1001, 1002, 1003}, table(p1=1001, p2=1002, p3=1003)))
+    found = list(repairs.abandoned(seen, table(p1=1001, p2=1002, p3=1003)))
     assert [slot.index for slot in found] == [0, 3, 4]
     mend(pieces, [repairs.unstuck(slot) for slot in found])
     assert [(slot.index, slot.seqlock) for slot in pieces.view().slots] == [(0, 0), (1, 5), (2, 7), (3, 10)]

@@ -55,7 +55,7 @@ def test_users_are_checked_only_if_the_container_may_wait() -> None:
     ],
 )
 def test_tampering_is_reported_with_the_containers_that_may_have_done_it(suspects: tuple[str, ...], who: str) -> None:
-    view = View(protocol=3, multiuser=True, tampered="limits changed", suspects=suspects, concerned=frozenset({"a1"}))
+    view = View(protocol=3, multiuser=True, tampered="changed the limits", suspects=suspects, concerned=frozenset({"a1"}))
     (finding,) = findings_of(replace(view, clients={11: "a1"}))
     assert finding.code == "tampered"
     assert "a container changed the limits of MPS on GPU 0fe1c342 through its daemon's control socket" in finding.message
@@ -63,7 +63,7 @@ def test_tampering_is_reported_with_the_containers_that_may_have_done_it(suspect
 
 
 def test_tampering_is_reported_to_the_containers_that_it_concerns() -> None:
-    view = View(protocol=3, multiuser=True, tampered="limits changed", concerned=frozenset({"b2"}), clients={11: "a1"})
+    view = View(protocol=3, multiuser=True, tampered="changed the limits", concerned=frozenset({"b2"}), clients={11: "a1"})
     assert findings_of(view) == []
 
 

@@ -1,0 +1,81 @@
+"""Whether a library limits anything with the regions that gpumgr makes: it is loaded in a process of its own and makes a region.
+
+Neither a GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
+"""
+
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.seed import MEBIBYTE
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
+
+_TIMEOUT_SECONDS: Final = 15.0
+_MEMORY_MIB, _CORES_PERCENT = 4660, 37
+_PROGRAM: Final = Path(__file__).with_name("load_library.py")
+_BUILD: Final = "build HAMi-core 1.2 or newer with its own build.sh (not as Release) on a glibc that is not newer than the node's"
+
+
+@functools.lru_cache(maxsize=8)
+def refusal(library: CheckedLibrary) -> str | None:
+    """Why this library can't be used, and what to do; None if it can. The result of a probe that ends is cached.
+
+    Raises LibraryError if there is no result.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpumgr-probe-") as folder:
+            reason = _probe(library.path, Path(folder))
+    except subprocess.TimeoutExpired:
+        raise LibraryError(f"{library.path} made no region within {_TIMEOUT_SECONDS:.0f} s: {_BUILD}") from None
+    except OSError as error:
+        raise LibraryError(f"{library.path} can't be tried: {error.filename or _PROGRAM}: {error.strerror or error}") from error
+    check(library.path, library.sha256)  # it may have been replaced since
+    return reason and f"{library.path} is not usable: {reason}: {_BUILD}"
+
+
+def _probe(path: Path, folder: Path) -> str | None:
+    """Raises subprocess.TimeoutExpired, OSError."""
+    # Some builds need libcuda.so.1 to be loaded, though they call it by dlsym; no driver's file may add functions that this one lacks.
+    (folder / "libcuda.so.1").symlink_to(path.absolute())
+    environment = {
+        "LD_LIBRARY_PATH": str(folder),
+        "CUDA_REDIRECT": str(path),
+        "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(folder / FILE_NAME),
+        "CUDA_DEVICE_MEMORY_LIMIT_0": f"{_MEMORY_MIB}m",
+        "CUDA_DEVICE_SM_LIMIT_0": str(_CORES_PERCENT),
+        "LIBCUDA_LOG_LEVEL": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(_PROGRAM), str(path)],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=_TIMEOUT_SECONDS,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").splitlines()
+        return said[-1] if done.returncode > 0 and said else f"a process that loads it ends with status {done.returncode}"
+    return _judge(folder)
+
+
+def _judge(folder: Path) -> str | None:
+    region = RegionFile.open(folder)
+    if isinstance(region, Unreadable):
+        return f"its region's {region.reason}"
+    longer, seen = region.cut(), region.read()
+    region.close()
+    if isinstance(seen, Unreadable):
+        return f"its region {seen.reason}"
+    if longer:
+        return f"its region has another layout: it is {longer} bytes longer"
+    if seen.problems:
+        return f"its region has another layout: {seen.problems[0].message}"
+    if (seen.limits_bytes[0], seen.core_limits_percent[0]) != (_MEMORY_MIB * MEBIBYTE, _CORES_PERCENT):
+        return "its region has the limits at another place"
+    return None

@@ -1,0 +1,84 @@
+"""A tmpfs of limited size for each region: a container can stretch its region's file, and must not take the room of others.
+
+The container's runtime mounts the file on the host, so the tmpfs must be there, too. It is if the agent runs in the host's mount
+namespace, or in a pod with "Bidirectional" propagation of run_dir; in the sandbox of a unit systemd mounts it. Blocks. Source: mount(2),
+mount_namespaces(7).
+"""
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from gpumgr.enforcement.mps.launcher import best_method, outside
+
+#: The region and some pages.
+_OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
+_NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
+_DETACH: Final = 2
+_SYSTEMD_SECONDS: Final = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+class RegionVolumes:
+    """Where mounts are not possible, regions lie in plain folders: a container takes room of run_dir until its file is cut again."""
+
+    def __init__(self) -> None:
+        self._logged = False
+
+    def renew(self, folder: Path) -> None:
+        """Mounts an empty one at the folder, which is named by the allocation; the former one stays while its container has the file.
+
+        The source shows in the mount tables of processes which container has a file of it. Raises OSError.
+        """
+        self.remove(folder)
+        source = f"gpumgr-{folder.name}"
+        reason = "mounts of the agent do not reach the host"
+        for mount in (_mount, _let_systemd_mount):
+            try:
+                mount(source, folder)
+                if f" {source} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape"):
+                    return
+                self.remove(folder)
+            except OSError as error:
+                reason = str(error)
+        if not self._logged:
+            log.warning("hami_core_regions_not_bounded", reason=reason)
+        self._logged = True
+
+    def remove(self, folder: Path) -> None:
+        """Unmounts what `renew` mounted. Raises OSError."""
+        while folder.is_mount():
+            try:
+                _call("umount2", os.fsencode(folder), _DETACH)
+            except PermissionError:
+                _ask_systemd("umount", "--lazy", str(folder))
+
+
+def _mount(source: str, folder: Path) -> None:
+    _call("mount", source.encode(), os.fsencode(folder), b"tmpfs", _NOSUID_NODEV_NOEXEC, _OPTIONS.encode())
+
+
+def _let_systemd_mount(source: str, folder: Path) -> None:
+    _ask_systemd("mount", "-t", "tmpfs", "-o", f"nosuid,nodev,noexec,{_OPTIONS}", source, str(folder))
+
+
+def _call(name: str, *arguments: bytes | int) -> None:
+    """Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True)[name](*arguments):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def _ask_systemd(*command: str) -> None:
+    """Raises OSError."""
+    argv = outside("systemd", command) if best_method() == "systemd" else None
+    if argv is None:
+        raise PermissionError("the agent may not mount, and systemd does not run: mount run_dir with Bidirectional propagation")
+    try:
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SYSTEMD_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
