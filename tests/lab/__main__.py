@@ -18,6 +18,7 @@ from .run import Run, open_run
 from .scenario import Outcome, Word
 
 _STYLES: Final[Mapping[Word, str]] = {"works": "green", "known limit": "yellow", "failure": "bold red", "skipped": "dim"}
+#: The end of a reason names the cause.
 _REASON_CHARACTERS: Final = 600
 
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     table = Table("scenario", "binary", "result", "reason")
     for case, outcome in outcomes.items():
         name = f"{case.scenario.backend}/{case.scenario.name}"
-        table.add_row(name, case.binary, _colored(outcome), escape(outcome.reason[:_REASON_CHARACTERS]))
+        table.add_row(name, case.binary, _colored(outcome), escape(outcome.reason[-_REASON_CHARACTERS:]))
     console.print(table)
     return int(any(outcome.word == "failure" for outcome in outcomes.values()))
 
