@@ -175,6 +175,9 @@ class _ResourceLink:
             if kubelet != before:
                 retry_seconds = self._timing.first_retry_seconds
             try:
+                await self._answer_calls()
+                # Directly before Register: a kubelet that replaces its socket at this time must not count as yet another one.
+                kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register()
             except KubeletError as error:
                 self._failed(str(error))
@@ -196,10 +199,13 @@ class _ResourceLink:
             self._server = None
         self._become(replace(self.state, registered=False))
 
-    async def _register(self) -> None:
-        """One attempt: checks that the own socket answers, then calls Register. Raises KubeletError."""
+    async def _answer_calls(self) -> None:
+        """Serves the own socket and checks that it answers. Raises KubeletError."""
         server = await self._serve()
         await server.probe()
+
+    async def _register(self) -> None:
+        """One attempt. Raises KubeletError."""
         request = RegisterRequest(
             version="v1beta1",
             endpoint=self._own_socket.name,

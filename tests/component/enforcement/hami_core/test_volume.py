@@ -29,7 +29,8 @@ def present(path: Path) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Of one container; what is mounted there is unmounted."""
-    made = tmp_path / "run" / "hami-core" / ID
+    # Tests that run at the same time see one another's mounts.
+    made = tmp_path / "run" / "hami-core" / f"{os.getpid():016x}"
     made.mkdir(parents=True)
     yield made
     RegionVolumes().remove(made)
@@ -59,16 +60,16 @@ def test_each_start_has_an_empty_one_and_the_former_container_keeps_its_file(fol
 def test_a_file_in_a_container_shows_that_it_lives(folder: Path) -> None:
     RegionVolumes().renew(folder)
     (folder / "region.cache").touch()
-    assert mounted_names([ID]) == frozenset()
+    assert mounted_names([folder.name]) == frozenset()
     command = f"mount --bind {folder}/region.cache /etc/hostname && echo there && read line"
     pipe = subprocess.PIPE
     with subprocess.Popen(["unshare", "--mount", "sh", "-c", command], stdin=pipe, stdout=pipe, text=True) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "there\n"
         RegionVolumes().remove(folder)  # a restart of the agent, or another start, does not hide it
-        assert mounted_names([ID]) == {ID}
+        assert mounted_names([folder.name]) == {folder.name}
         container.communicate("\n")
-    assert mounted_names([ID]) == frozenset()
+    assert mounted_names([folder.name]) == frozenset()
 
 
 @mounts
