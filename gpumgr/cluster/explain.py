@@ -81,4 +81,4 @@ def _closest(group: _Group, *, name_node: bool = True) -> str:
 
 
 def memory_text(mebibytes: int) -> str:
-    return f"{mebibytes / 1024:g} GiB" if mebibytes % 256 == 0 else f"{mebibytes} MiB"
+    return f"{mebibytes / 1024:g} GiB" if mebibytes >= 1024 and mebibytes % 256 == 0 else f"{mebibytes} MiB"
