@@ -46,7 +46,7 @@ def test_several_whole_gpus_are_those_that_are_joined_best() -> None:
 def test_containers_get_their_room_one_after_another() -> None:
     node = node_state("a", 2)
     assert gpus(choose(node, used(node), request(("app", 60, 8), ("app", 60, 8)), "binpack")) == [[0], [1]]
-    assert isinstance(choose(node, used(node), request(*[("app", 60, 8)] * 3), "binpack"), Misfit)
+    assert isinstance(choose(node, used(node), request(("app", 60, 8), ("app", 60, 8), ("app", 60, 8)), "binpack"), Misfit)
 
 
 @pytest.mark.parametrize(

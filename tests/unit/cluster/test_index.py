@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from gpumgr.cluster import index as module
-from gpumgr.cluster.choose import NodeChoice
+from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest
@@ -30,11 +30,10 @@ def index() -> ClusterIndex:
 def computed() -> Iterator[list[str]]:
     """The nodes for which a choice was computed."""
     names: list[str] = []
-    original = module.choose
 
     def counted(node: NodeState, *rest: object) -> object:
         names.append(node.name)
-        return original(node, *rest)  # type: ignore[arg-type]
+        return choose(node, *rest)  # type: ignore[arg-type]
 
     with patch.object(module, "choose", counted):
         yield names
