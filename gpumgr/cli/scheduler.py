@@ -32,7 +32,7 @@ def command(
     """Run an extender of kube-scheduler until SIGTERM: it chooses the node and the GPUs of each pod (docs/scheduler.md).
 
     \b
-    Example:
+    Examples:
       gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
     """
     # Here, since `gpumgr --help` imports this module.

@@ -95,7 +95,7 @@ class Extender:
         try:
             await self._bind(args)
         except GpumgrError as error:
-            _log.warning("not_bound", pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node, reason=str(error))
+            _log.warning("pod_not_bound", pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node, reason=str(error))
             return BindResult(str(error))
         return BindResult()
 
@@ -107,7 +107,7 @@ class Extender:
         placed = self._validated(pod, args.node)
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
-        # The assumption outlives the request, whatever that takes.
+        # The assumption must not end before the request does.
         self._index.assume(placed, until=math.inf)
         try:
             annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
@@ -119,7 +119,7 @@ class Extender:
         finally:
             if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
                 self._assume(placed)
-        _log.info("bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
+        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
         """What was assumed if it still has its room, else another choice on the node. Raises BindingError."""

@@ -65,7 +65,7 @@ async def run_scheduler(settings: Settings, kubeconfig: Path | None, listen: tup
             await web.TCPSite(runner, *listen, backlog=_BACKLOG).start()
         except OSError as error:
             raise InputError(f"can't listen on {listen[0]}:{listen[1]}: {error.strerror}; give another --listen") from error
-        _log.info("serving", address=runner.addresses[0][0], port=runner.addresses[0][1], transport="plain HTTP")
+        _log.info("scheduler_listening", address=runner.addresses[0][0], port=runner.addresses[0][1], transport="plain HTTP")
         watching = await run_until(stop.wait(), watches.run())
         if not watching.cancelled():
             watching.result()

@@ -59,7 +59,7 @@ class WatchedObjects:
         return web.json_response({"kind": f"{self._kind}List", "apiVersion": "v1", "metadata": metadata, "items": items})
 
     async def watch(self, request: web.Request, *, wanted: bool) -> web.StreamResponse:
-        """Sends events until the request's time is over, or its version has been forgotten."""
+        """Sends events until the request's time is over, or its version has been dropped from the history."""
         sent = int(request.query.get("resourceVersion") or self._version.value)
         seconds = float(request.query.get("timeoutSeconds", "300"))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
