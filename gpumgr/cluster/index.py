@@ -14,6 +14,7 @@ from gpumgr.cluster.explain import explain
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.request import PodRequest
 from gpumgr.evaluators.select import Policy
+from gpumgr.topology.devices import Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Request shapes with kept results; the least recently used one is dropped.
@@ -42,7 +43,10 @@ class Rejection:
 
 @dataclass
 class _Node:
+    """`kind` is the same for nodes on which equal use leads to equal choices."""
+
     state: NodeState
+    kind: int
     pods: dict[str, PlacedPod] = field(default_factory=dict)
     used: Used | None = None
 
@@ -62,6 +66,7 @@ class ClusterIndex:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
+        self._kinds: dict[tuple[Topology, tuple[tuple[int, bool], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
 
@@ -71,7 +76,7 @@ class ClusterIndex:
         """The node is new or has changed."""
         node = self._node(state.name)
         if node.state != state:
-            node.state = state
+            node.state, node.kind = state, self._kind(state)
             self._changed(state.name)
 
     def remove_node(self, name: str) -> None:
@@ -172,9 +177,14 @@ class ClusterIndex:
 
     def _node(self, name: str) -> _Node:
         if name not in self._nodes:
-            self._nodes[name] = _Node(NodeState(name=name))
+            empty = NodeState(name=name)
+            self._nodes[name] = _Node(empty, self._kind(empty))
             self._changed(name)
         return self._nodes[name]
+
+    def _kind(self, state: NodeState) -> int:
+        gpus = tuple((gpu.memory_mebibytes, gpu.offered) for gpu in state.gpus)
+        return self._kinds.setdefault((state.topology, gpus), len(self._kinds))
 
     def _put(self, pod: PlacedPod) -> None:
         self.remove(pod.uid)
@@ -195,17 +205,21 @@ class ClusterIndex:
             results.stale.add(name)
 
     def _current(self, request: PodRequest, policy: Policy) -> _Results:
-        key = (request, policy)
-        results = self._results.get(key)
+        shape = (request, policy)
+        results = self._results.get(shape)
         if results is None:
-            results = self._results[key] = _Results(stale=set(self._nodes))
+            results = self._results[shape] = _Results(stale=set(self._nodes))
             if len(self._results) > MAX_SHAPES:
                 self._results.popitem(last=False)
-        self._results.move_to_end(key)
+        self._results.move_to_end(shape)
+        # Nodes that differ by name alone are computed once: a new shape on a large cluster.
+        alike: dict[tuple[int, Used], NodeChoice | Misfit] = {}
         for name in results.stale:
             results.fits.pop(name, None)
             results.misfits.pop(name, None)
-            found = choose(self._nodes[name].state, self.used(name), request, policy)
+            key = (self._nodes[name].kind, self.used(name))
+            if (found := alike.get(key)) is None:
+                found = alike[key] = choose(self._nodes[name].state, key[1], request, policy)
             if isinstance(found, NodeChoice):
                 results.fits[name] = found
             else:

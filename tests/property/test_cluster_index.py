@@ -77,8 +77,8 @@ class Cluster(RuleBasedStateMachine):
         assert self.index.fits(placed)
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), elsewhere=st.booleans())
-    def bind(self, data: st.DataObject, elsewhere: bool) -> None:
+    @rule(data=st.data(), elsewhere=st.booleans(), named=st.sampled_from([True, True, False]))
+    def bind(self, data: st.DataObject, elsewhere: bool, named: bool) -> None:
         """As the extender does it: the assumed GPUs if they are still free, else others of the node. Then the watch shows the pod."""
         uid = data.draw(st.sampled_from(sorted(self.pending)))
         placed = self.index.placement(uid)
@@ -91,6 +91,8 @@ class Cluster(RuleBasedStateMachine):
             shares = named_shares(self.nodes[name], choice)
             placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
             assert self.index.fits(placed)
+        if not named:  # the agent chooses
+            placed = replace(placed, shares=None)
         del self.pending[uid]
         self.bound[uid] = placed
         self.index.bind(placed)

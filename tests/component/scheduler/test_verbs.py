@@ -154,6 +154,16 @@ async def test_a_binding_without_an_answer_may_have_happened(stage: Stage) -> No
     assert "is bound to node a already" in await stage.bind(item, "a")
 
 
+async def test_gpus_stay_assumed_while_it_is_not_clear_whether_the_pod_is_bound(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 200, 0)))
+    await stage.filter(item)
+    await stage.sim.stop()
+    assert "did not answer the binding" in await stage.bind(item, "a")
+    assert stage.cores("a") == [100, 100]
+    stage.clock.now += 60
+    assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
 async def test_binds_that_overlap_never_share_a_gpu(stage: Stage) -> None:
     """With kube-scheduler's candidates all pods could ask for the same node."""
     items = [await stage.create(pod(f"p{number}", ("app", 60, 16))) for number in range(6)]

@@ -146,3 +146,14 @@ def test_kept_results_are_bounded(index: ClusterIndex) -> None:
     for cores in range(1, 100):
         best(index, share(cores, 4))
     assert len(index._results) == module.MAX_SHAPES
+
+
+def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[str]) -> None:
+    index = ClusterIndex()
+    names = [f"node-{number}" for number in range(20)]
+    for name in names:
+        index.set_node(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()))
+    ranked = index.rank(share(50, 8), "binpack", names, 20)
+    assert not isinstance(ranked, Rejection)
+    assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
+    assert len(computed) == 2
