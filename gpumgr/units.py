@@ -34,6 +34,9 @@ class Amounts:
     def __add__(self, other: "Amounts") -> "Amounts":
         return Amounts(self.cores + other.cores, self.memory_mebibytes + other.memory_mebibytes)
 
+    def __sub__(self, other: "Amounts") -> "Amounts":
+        return Amounts(self.cores - other.cores, self.memory_mebibytes - other.memory_mebibytes)
+
     def __str__(self) -> str:
         return f"{self.cores} cores and {self.memory_mebibytes} MiB"
 

@@ -12,9 +12,9 @@ from gpumgr.allocator.history import Candidate
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, Ledger
 from gpumgr.allocator.node import NodeView
-from gpumgr.allocator.pods import chain_needs
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.chain import chain_needs
 from gpumgr.evaluators.select import check_request, place
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts, GpuName, Resource, other_resource
 

@@ -1,17 +1,12 @@
 """The part of a pod that the allocator needs: names, requests and order of its containers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import Resource
 
 #: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
 PodKey = tuple[str, str]
-
-#: "init" ends before the next container starts and leaves its ids to later containers; "sidecar" is an init container with
-#: restartPolicy Always, which keeps running; "app" is everything in spec.containers.
-ContainerKind = Literal["init", "sidecar", "app"]
 
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
@@ -74,40 +69,3 @@ class PodView:
 
     def container(self, name: str | None) -> ContainerSpec | None:
         return next((c for c in self.containers if c.name == name), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainNeeds:
-    """What must fit on the GPUs of the first container of a chain: ids of both resources in all, and the most cores that one container
-    of the chain requests."""
-
-    cores: int = 0
-    memory_blocks: int = 0
-    most_cores: int = 0
-
-
-def chain_needs(containers: Iterable[ContainerSpec]) -> ChainNeeds:
-    """Needs of the first of `containers` and of the later ones that must use the same GPUs.
-
-    The kubelet gives an init container's ids to the containers after it before it takes new ones, and ids of a sidecar or an app
-    container leave that pool (devicemanager: devicesToReuse). A container that takes over ids of either resource must use their GPU.
-    """
-    needs = ChainNeeds()
-    pool_cores = pool_blocks = 0
-    for position, container in enumerate(containers):
-        cores, blocks = min(pool_cores, container.cores), min(pool_blocks, container.memory_blocks)
-        if position and not (pool_cores or pool_blocks):
-            break
-        if position and not (cores or blocks):
-            continue
-        fresh_cores, fresh_blocks = container.cores - cores, container.memory_blocks - blocks
-        needs = ChainNeeds(
-            cores=needs.cores + fresh_cores,
-            memory_blocks=needs.memory_blocks + fresh_blocks,
-            most_cores=max(needs.most_cores, container.cores),
-        )
-        if container.kind == "init":
-            pool_cores, pool_blocks = pool_cores + fresh_cores, pool_blocks + fresh_blocks
-        else:
-            pool_cores, pool_blocks = pool_cores - cores, pool_blocks - blocks
-    return needs

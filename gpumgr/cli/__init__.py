@@ -17,6 +17,7 @@ from gpumgr.errors import GpumgrError, InputError
 
 _COMMANDS: Final = {
     "run": "run",
+    "scheduler": "scheduler",
     "usage": "usage",
     "why": "why",
     "history": "history",

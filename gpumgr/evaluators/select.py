@@ -19,7 +19,7 @@ from gpumgr.topology.scores import score_matrix, set_score
 from gpumgr.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
 from gpumgr.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
-__all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "place"]
+__all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]
 
 Evaluator = Literal["link", "fragment", "share"]
 Policy = Literal["binpack", "spread"]
@@ -80,25 +80,32 @@ def place(
     Raises Refusal: "invalid_request"; "gpu_unhealthy" where only unhealthy GPUs have the room; "no_fit" with what is free where.
     """
     _check_cores(cores)
-    healthy = [gpu for gpu in gpus if gpu.healthy]
-    placement = _choose(topology, healthy, cores, memory_blocks, policy, frozenset(required))
+    placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
     if placement is not None:
         return placement
     text = f"{_wanted(cores, memory_blocks, frozenset(required), gpus)}; {_free_where(gpus, cores)}"
     raise Refusal("gpu_unhealthy" if _would_fit(gpus, cores, memory_blocks, frozenset(required)) else "no_fit", text)
 
 
-def _choose(
-    topology: Topology, gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, policy: Policy, required: frozenset[int]
+def find(
+    topology: Topology,
+    gpus: Sequence[GpuCapacity],
+    *,
+    cores: int,
+    memory_blocks: int,
+    policy: Policy = "binpack",
+    required: Collection[int] = (),
 ) -> Placement | None:
+    """The choice of `place`, or None if the request fits nowhere: for callers that ask for many nodes. `cores` must be valid."""
+    healthy, pinned = [gpu for gpu in gpus if gpu.healthy], frozenset(required)
     if cores < CORES_PER_GPU:
-        return _share(gpus, cores, memory_blocks, policy, required)
-    free = sorted((gpu for gpu in gpus if gpu.entirely_free), key=lambda gpu: gpu.index)
-    if not required <= {gpu.index for gpu in free}:
+        return _share(healthy, cores, memory_blocks, policy, pinned)
+    free = sorted((gpu for gpu in healthy if gpu.entirely_free), key=lambda gpu: gpu.index)
+    if not pinned <= {gpu.index for gpu in free}:
         return None
     if cores == CORES_PER_GPU:
-        return _fragment(topology, free, memory_blocks, required)
-    return _link(topology, free, cores // CORES_PER_GPU, memory_blocks, required)
+        return _fragment(topology, free, memory_blocks, pinned)
+    return _link(topology, free, cores // CORES_PER_GPU, memory_blocks, pinned)
 
 
 def _share(

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final
 
-from gpumgr.allocator.pods import ContainerKind, ContainerSpec, PodView
+from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Source: Kubernetes' resource.Quantity.

@@ -226,6 +226,17 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["auto", "console", "json"] = "auto"
 
 
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    #: Of the nodes and GPUs that fit, take the fullest or the emptiest.
+    policy: Literal["binpack", "spread"] = "binpack"
+    #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
+    candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
+    #: How long assumed GPUs are kept for a pod that is not bound.
+    assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
+    #: Limit of the body of a request.
+    max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
+
+
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: After SIGTERM: how long running calls and writes may take to end.
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
@@ -251,6 +262,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     metrics: MetricsSettings = MetricsSettings()
     display: DisplaySettings = DisplaySettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
     log: LogSettings = LogSettings()
     process: ProcessSettings = ProcessSettings()
 

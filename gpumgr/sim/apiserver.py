@@ -1,4 +1,5 @@
-"""A simulated API server, with the part that a node agent uses: the pods of one node, listed, watched, patched, deleted and evicted.
+"""A simulated API server, with the part that a node agent uses: the pods of one node, listed, watched, patched, deleted and evicted; and
+the part that the scheduler uses: nodes, listed and watched, and bindings.
 
 Invariants:
 
@@ -13,7 +14,6 @@ Events, the node and access reviews are in `apiserver_written`.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self
@@ -21,8 +21,8 @@ from typing import Any, Final, Self
 import yaml
 from aiohttp import web
 
-from gpumgr.aio import LatestValue
-from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of, status
+from gpumgr.sim.apiserver_objects import WatchedObjects
+from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -30,34 +30,27 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PENDING: Final = PodStatus(phase="Pending")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Event:
-    version: int
-    kind: str
-    pod: Document
-
-
 class SimApiServer:
     """Stores pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. `on_delete` is called with the UID of a pod that a client deleted or evicted.
-    `requests` records the requests, as "list", "watch", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has
-    pairs such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no
-    eviction. `written` is what clients wrote.
+    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding happens and its answer does not arrive.
+    `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the requests, as "list", "watch",
+    "read", "bind", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has pairs such as
+    ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is what
+    clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
         self.node_name = node_name
         self.delay_seconds = 0.0
+        self.lose_bindings = False
         self.requests: list[str] = []
         self.forbidden: set[Right] = set()
         self.protected: set[str] = set()
         self.written = Written(node_name, self.requests, self.forbidden)
         self._on_delete = on_delete
-        self._pods: dict[str, Document] = {}
-        self._events: list[_Event] = []
-        self._forgotten = 0
-        self._version = LatestValue(1)
+        self._watched = {"pods": WatchedObjects("Pod", self._delay), "nodes": WatchedObjects("Node", self._delay)}
+        self._pods = self._watched["pods"]
         self._port = 0
         self._runner: web.AppRunner | None = None
         self._open: dict[asyncio.Task[Any], web.Request] = {}
@@ -79,10 +72,13 @@ class SimApiServer:
     async def start(self) -> None:
         """Listens; after a `stop` at the same port."""
         app = web.Application(middlewares=[self._counted])
-        app.router.add_get("/api/v1/pods", self._get)
+        for resource in self._watched:
+            app.router.add_get(f"/api/v1/{resource}", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
         app.router.add_patch("/api/v1/namespaces/{namespace}/pods/{name}", self._patch)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}", self._get_pod)
+        app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind)
         self.written.add_routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
@@ -119,34 +115,39 @@ class SimApiServer:
 
     # -- pods --------------------------------------------------------------------------------------------------------------
 
+    def put_node(self, document: Document) -> None:
+        """Creates or replaces a node of the list of nodes. `written` is apart: one node, as its agent reads and patches it."""
+        self._watched["nodes"].put(document)
+
+    def remove_node(self, uid: str) -> None:
+        """Raises KeyError if it does not exist."""
+        self._watched["nodes"].remove(uid)
+
+    def put_document(self, pod: Document) -> None:
+        """Creates or replaces a pod on any node, or on none."""
+        self._pods.put(pod)
+
     def put(self, pod: SimPod, status: PodStatus = _PENDING, *, controlled: bool = False) -> None:
         """Sets the pod's status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
-        before = self._pods.get(pod.uid)
+        before = self._pods.items.get(pod.uid)
         created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         document = _document_of(pod, status, self.node_name, created, controlled=controlled)
         document["metadata"]["annotations"] = before["metadata"]["annotations"] if before else {}
-        self._pods[pod.uid] = document
-        self._record("MODIFIED" if before else "ADDED", document)
+        self._pods.put(document)
 
     def remove(self, uid: str) -> None:
         """Removes the pod. Raises KeyError if it does not exist."""
-        self._record("DELETED", self._pods.pop(uid))
+        self._pods.remove(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
         """Annotations of a pod. Raises KeyError if it does not exist."""
-        annotations: dict[str, str] = self._pods[uid]["metadata"]["annotations"]
+        annotations: dict[str, str] = self._pods.items[uid]["metadata"]["annotations"]
         return annotations
 
     def forget(self) -> None:
         """Drops the history of changes: no version so far can be watched from."""
-        self._forgotten = self._version.value
-        self._events.clear()
-
-    def _record(self, kind: str, document: Document) -> None:
-        version = self._version.value + 1
-        document["metadata"]["resourceVersion"] = str(version)
-        self._events.append(_Event(version=version, kind=kind, pod=json.loads(json.dumps(document))))
-        self._version.set(version)
+        for watched in self._watched.values():
+            watched.forget()
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -164,46 +165,11 @@ class SimApiServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         watch = request.query.get("watch") in ("true", "1")
         verb = "watch" if watch else "list"
-        if refused := self.written.refused(request, verb, verb, "pods"):
+        resource = request.path.rpartition("/")[2]
+        if refused := self.written.refused(request, verb, verb, resource):
             return refused
-        return await self._watch(request) if watch else self._list(request)
-
-    def _list(self, request: web.Request) -> web.Response:
-        """Returns everything on one page; a server may exceed `limit`."""
-        items = list(self._pods.values()) if self._wanted(request) else []
-        version = str(self._version.value)
-        return web.json_response(
-            {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": version}, "items": items}
-        )
-
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
-        sent = int(request.query.get("resourceVersion") or self._version.value)
-        seconds = float(request.query.get("timeoutSeconds", "300"))
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
-        bookmarks = request.query.get("allowWatchBookmarks") == "true"
-        try:
-            async with asyncio.timeout(seconds):
-                with self._version.subscribe() as versions:
-                    async for _ in versions:
-                        if sent < self._forgotten:
-                            await _send(response, "ERROR", status(410, "Expired", f"too old resource version: {sent}"))
-                            return response
-                        sent = await self._send_since(request, response, sent)
-        except TimeoutError:
-            if bookmarks:
-                await _send(response, "BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(sent)}})
-        return response
-
-    async def _send_since(self, request: web.Request, response: web.StreamResponse, sent: int) -> int:
-        """Sends events newer than `sent`; returns the version of the last event."""
-        if self._events and self._events[-1].version > sent:
-            await self._delay()
-        for event in [event for event in self._events if event.version > sent]:
-            if self._wanted(request):
-                await _send(response, event.kind, event.pod)
-            sent = event.version
-        return sent
+        objects, wanted = self._watched[resource], self._wanted(request)
+        return await objects.watch(request, wanted=wanted) if watch else objects.list(wanted=wanted)
 
     async def _delete(self, request: web.Request) -> web.Response:
         if refused := self.written.refused(request, "delete", "delete", "pods"):
@@ -231,14 +197,40 @@ class SimApiServer:
         merge(changed, patch)
         if problem := problem_of(changed["metadata"]):
             return failure(422, "Invalid", problem)
-        self._pods[metadata["uid"]] = changed
-        self._record("MODIFIED", changed)
+        self._pods.put(changed)
         return web.json_response(changed)
+
+    async def _get_pod(self, request: web.Request) -> web.Response:
+        if refused := self.written.refused(request, "read", "get", "pods"):
+            return refused
+        pod = self._named(request)
+        return web.json_response(pod) if pod is not None else _not_found(request)
+
+    async def _bind(self, request: web.Request) -> web.Response:
+        """Sets the node and merges the annotations, which the real server does not validate here either."""
+        if refused := self.written.refused(request, "bind", "create", "pods/binding"):
+            return refused
+        if (pod := self._named(request)) is None:
+            return _not_found(request)
+        binding = await request.json()
+        expected, uid = binding["metadata"].get("uid") or pod["metadata"]["uid"], pod["metadata"]["uid"]
+        if expected != uid:
+            return _conflict(expected, uid)
+        if pod["spec"].get("nodeName"):
+            message = f'pod {pod["metadata"]["name"]} is already assigned to node "{pod["spec"]["nodeName"]}"'
+            return failure(409, "Conflict", message)
+        changed = json.loads(json.dumps(pod))
+        changed["spec"]["nodeName"] = binding["target"]["name"]
+        merge(changed["metadata"], {"annotations": binding["metadata"].get("annotations") or {}})
+        self._pods.put(changed)
+        if self.lose_bindings and request.transport is not None:
+            request.transport.abort()
+        return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}, status=201)
 
     def _named(self, request: web.Request) -> Document | None:
         """The later of two pods with this name."""
         key = (request.match_info["namespace"], request.match_info["name"])
-        named = [pod for pod in self._pods.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
+        named = [pod for pod in self._pods.items.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
 
     def _end(
@@ -260,7 +252,7 @@ class SimApiServer:
     def _wanted(self, request: web.Request) -> bool:
         """Whether the request's field selector selects this node."""
         selector = request.query.get("fieldSelector", "")
-        return not selector or selector == f"spec.nodeName={self.node_name}"
+        return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 
     async def _delay(self) -> None:
         if self.delay_seconds:
@@ -304,7 +296,3 @@ def _not_found(request: web.Request) -> web.Response:
 
 def _conflict(expected: str, uid: str) -> web.Response:
     return failure(409, "Conflict", f"Precondition failed: UID in precondition: {expected}, UID in object meta: {uid}")
-
-
-async def _send(response: web.StreamResponse, kind: str, item: Mapping[str, Any]) -> None:
-    await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")

@@ -82,8 +82,8 @@ class Cluster:
         if os.geteuid() != 0:
             raise PermissionError("the end-to-end cluster needs root")
         build.install_packages()
-        self._binaries = build.build()
-        self._software = current_software(self._binaries)
+        self.binaries = build.build()
+        self._software = current_software(self.binaries)
         self._claim()
         try:
             self._start_runtime()
@@ -197,7 +197,7 @@ class Cluster:
         )
         self.processes.start(
             "kube-apiserver",
-            [self._binaries / "kubernetes" / "kube-apiserver",
+            [self.binaries / "kubernetes" / "kube-apiserver",
              f"--etcd-servers=http://127.0.0.1:{self._etcd}", f"--secure-port={self._server}",
              "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none",
              f"--cert-dir={STATE / 'pki'}", f"--token-auth-file={users}", "--authorization-mode=Node,RBAC",
@@ -210,7 +210,7 @@ class Cluster:
         wait_until("the API server", self._api_ready, 180, every=0.2)
         self.processes.start(
             "kube-scheduler",
-            [self._binaries / "kubernetes" / "kube-scheduler", f"--kubeconfig={self.kubeconfig('admin')}",
+            [self.binaries / "kubernetes" / "kube-scheduler", f"--kubeconfig={self.kubeconfig('admin')}",
              "--leader-elect=false", "--secure-port=0"],
         )  # fmt: skip
         # The API server makes the namespaces of a new cluster after it has said that it is ready.
@@ -232,7 +232,7 @@ class Cluster:
         """Starts what makes pods of DaemonSets and Deployments, and namespaces' accounts."""
         self.processes.start(
             "kube-controller-manager",
-            [self._binaries / "controllers" / "kube-controller-manager", f"--kubeconfig={self.kubeconfig('admin')}",
+            [self.binaries / "controllers" / "kube-controller-manager", f"--kubeconfig={self.kubeconfig('admin')}",
              f"--controllers={','.join(manifests.CONTROLLERS)}", "--leader-elect=false", "--secure-port=0",
              f"--root-ca-file={self._authority}", f"--service-account-private-key-file={STATE / 'pki' / 'accounts.key'}"],
         )  # fmt: skip
@@ -271,7 +271,7 @@ class Cluster:
     def older_node(self) -> Iterator[None]:
         """Runs an older kubelet and container runtime on the node, which must have no pods; the usual ones again afterwards."""
         usual = self._software
-        self._replace_software(older_software(self._binaries))
+        self._replace_software(older_software(self.binaries))
         try:
             yield
         finally:
@@ -361,7 +361,7 @@ class Cluster:
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """Runs kubectl as admin and answers what it printed."""
-        command = [str(self._binaries / "kubernetes" / "kubectl"), f"--kubeconfig={self.kubeconfig('admin')}", *arguments]
+        command = [str(self.binaries / "kubernetes" / "kubectl"), f"--kubeconfig={self.kubeconfig('admin')}", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, input=stdin).stdout
 
     def ctr(self, *arguments: str) -> str:
@@ -377,7 +377,7 @@ class Cluster:
 
     def start_floor(self, *arguments: str) -> None:
         """Starts the trivial plugin that offers 8 GPUs of 320 blocks and answers everything at once with nothing."""
-        self.processes.start("floor", [self._binaries / "floor" / "floor", *arguments])
+        self.processes.start("floor", [self.binaries / "floor" / "floor", *arguments])
 
     def keep_logs(self, folder: Path) -> None:
         """Copies the logs of all parts to `folder`, for a look after a failure."""

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gpumgr.allocator.ids import union
-from gpumgr.allocator.pods import ContainerKind, ContainerSpec, PodKey
+from gpumgr.allocator.pods import ContainerSpec, PodKey
 from gpumgr.allocator.sweep import sweep
 from gpumgr.errors import Refusal
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import CORES_PER_GPU, RESOURCES
 from tests.unit.allocator.kubelet import Table
 from tests.unit.allocator.nodes import empty, pod

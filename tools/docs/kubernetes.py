@@ -10,6 +10,7 @@ from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
+from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
 from gpumgr.kubeapi.publisher import condition, event_texts
 from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
 from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
@@ -47,6 +48,18 @@ ANNOTATIONS: Final = (
         ENFORCEMENT_ANNOTATION,
         "answered",
         "It names the mechanisms that enforce the container's limits, joined by `+`.",
+    ),
+    (
+        "pod",
+        PLACEMENT_ANNOTATION,
+        "read",
+        "It is JSON that names the GPUs and amounts of each container. `gpumgr scheduler` writes it when it binds the pod.",
+    ),
+    (
+        "node",
+        INVENTORY_ANNOTATION,
+        "written",
+        "It is JSON with the node's GPUs and with the allocations that no `gpumgr.io/placement` explains, for `gpumgr scheduler`.",
     ),
     ("node", NODE_ANNOTATION, "written", "It has the strength of the limits of new shares on each GPU, and the mechanisms."),
     (

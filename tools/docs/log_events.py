@@ -168,6 +168,14 @@ MEANINGS: Final = {
     "announcements_dropped": "Events arise faster than the API server accepts them. The oldest are dropped and counted.",
     "announcements_left": "The agent stopped before everything was published. Labels and annotations are written at the next "
     "start.",
+    # the scheduler
+    "scheduler_listening": "`gpumgr scheduler` serves kube-scheduler at this address.",
+    "pod_bound": "The pod was bound to its node. Its annotation `gpumgr.io/placement` names the GPUs.",
+    "pod_not_bound": "The pod was not bound. kube-scheduler shows `reason` in the pod's events and tries again.",
+    "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`. Its GPUs are free for other pods again.",
+    "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts until it can.",
+    "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
+    "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
     # over HTTP
     "web_listening": "The page and the metrics are served at this address.",
     "loopback_not_served": "The port is in use on the loopback address, so `kubectl port-forward` does not work.",

@@ -8,9 +8,9 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.reconciler import GAP_SECONDS, PATIENCE, PATIENCE_WHILE_INCOMPLETE, UNDER_WAY_SECONDS
 from gpumgr.allocator.ledger import Ledger
-from gpumgr.allocator.pods import ContainerKind
 from gpumgr.allocator.rebuild import AnonymousRecord, KubeletEntry, migrate
 from gpumgr.errors import CheckpointError
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import Refused, World

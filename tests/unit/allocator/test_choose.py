@@ -8,8 +8,9 @@ from gpumgr.allocator.callers import UNKNOWN_CALLER, Caller
 from gpumgr.allocator.choose import Choice, Request, candidates, choose
 from gpumgr.allocator.ids import ALL_CORES, Masks, count
 from gpumgr.allocator.ledger import Allocation, Ledger
-from gpumgr.allocator.pods import ContainerSpec, chain_needs
+from gpumgr.allocator.pods import ContainerSpec
 from gpumgr.errors import Refusal
+from gpumgr.evaluators.chain import chain_needs
 from gpumgr.units import Resource
 from tests.allocations import allocated
 

@@ -29,8 +29,7 @@ def present(path: Path) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Of one container; what is mounted there is unmounted."""
-    # Tests that run at the same time see one another's mounts.
-    made = tmp_path / "run" / "hami-core" / f"{os.getpid():016x}"
+    made = tmp_path / "run" / "hami-core" / ID
     made.mkdir(parents=True)
     yield made
     RegionVolumes().remove(made)
@@ -56,20 +55,29 @@ def test_each_start_has_an_empty_one_and_the_former_container_keeps_its_file(fol
     assert Path("/proc/self/mountinfo").read_text().count(f"{folder} ") == 1
 
 
+@pytest.fixture
+def own_name(folder: Path) -> Iterator[Path]:
+    """Tests that run at the same time see one another's mounts, so this folder has a name of its own."""
+    made = folder.with_name(f"{os.getpid():016x}")
+    made.mkdir()
+    yield made
+    RegionVolumes().remove(made)
+
+
 @mounts
-def test_a_file_in_a_container_shows_that_it_lives(folder: Path) -> None:
-    RegionVolumes().renew(folder)
-    (folder / "region.cache").touch()
-    assert mounted_names([folder.name]) == frozenset()
-    command = f"mount --bind {folder}/region.cache /etc/hostname && echo there && read line"
+def test_a_file_in_a_container_shows_that_it_lives(own_name: Path) -> None:
+    RegionVolumes().renew(own_name)
+    (own_name / "region.cache").touch()
+    assert mounted_names([own_name.name]) == frozenset()
+    command = f"mount --bind {own_name}/region.cache /etc/hostname && echo there && read line"
     pipe = subprocess.PIPE
     with subprocess.Popen(["unshare", "--mount", "sh", "-c", command], stdin=pipe, stdout=pipe, text=True) as container:
         assert container.stdout is not None
         assert container.stdout.readline() == "there\n"
-        RegionVolumes().remove(folder)  # a restart of the agent, or another start, does not hide it
-        assert mounted_names([folder.name]) == {folder.name}
+        RegionVolumes().remove(own_name)  # a restart of the agent, or another start, does not hide it
+        assert mounted_names([own_name.name]) == {own_name.name}
         container.communicate("\n")
-    assert mounted_names([folder.name]) == frozenset()
+    assert mounted_names([own_name.name]) == frozenset()
 
 
 @mounts

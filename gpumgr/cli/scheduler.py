@@ -1,0 +1,53 @@
+"""`gpumgr scheduler`: the extender of kube-scheduler."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import click
+
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import config_option, effective_settings, set_option
+
+_EXIT_CODES = {
+    0: "it was stopped (SIGTERM, SIGINT)",
+    1: "a bug ended it; the last line of the log names the part",
+    2: "wrong usage, settings or credentials, or the address can't be used",
+}
+
+
+@click.command("scheduler", cls=ExitingCommand, short_help="Choose node and GPUs for kube-scheduler.", exit_codes=_EXIT_CODES)
+@config_option
+@click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path),
+    help="Credentials for the API server.  [default: kubernetes.kubeconfig of the settings, else the pod's service account]",
+)
+@click.option("--listen", metavar="ADDRESS:PORT", required=True, help="Where kube-scheduler reaches the extender.")
+@click.option("--insecure-loopback", is_flag=True, help="Serve plain HTTP without certificates, on a loopback address.")
+@set_option
+def command(
+    file: Path | None, kubeconfig: Path | None, listen: str, insecure_loopback: bool, assignments: tuple[str, ...]
+) -> None:
+    """Run an extender of kube-scheduler until SIGTERM: it chooses the node and the GPUs of each pod (docs/scheduler.md).
+
+    \b
+    Examples:
+      gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
+    """
+    # Here, since `gpumgr --help` imports this module.
+    from gpumgr.log import configure_log
+    from gpumgr.scheduler.lifecycle import check_transport, parse_listen, run_scheduler
+
+    place = parse_listen(listen)
+    check_transport(place[0], insecure_loopback=insecure_loopback)
+    settings = effective_settings(file, assignments=assignments)
+    configure_log(settings.log.level, settings.log.format)
+
+    async def until_signalled() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_scheduler(settings, kubeconfig, place, stop=stop)
+
+    asyncio.run(until_signalled())

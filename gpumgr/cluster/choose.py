@@ -1,0 +1,143 @@
+"""The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses, and the rank of the node.
+
+binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
+left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.request import ContainerRequest, PodRequest
+from gpumgr.evaluators.capacity import GpuCapacity
+from gpumgr.evaluators.chain import chain_needs
+from gpumgr.evaluators.select import Placement, Policy, find
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+
+#: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
+Rank = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChoice:
+    """`shares` has the GPUs of each container of the request."""
+
+    shares: tuple[Shares, ...]
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Why a node can't take the pod: `container` finds no room on GPUs that are offered.
+
+    `closest` is the GPU that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
+    `distance` compares misfits of one container: the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the room.
+    """
+
+    container: ContainerRequest | None
+    closest: tuple[int, Amounts] | None = None
+    free_gpus: int = 0
+    distance: float = 0.0
+    not_offered: bool = False
+
+
+def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+    """Room that the pod's containers have one after another. Nothing is changed."""
+    use, chosen, score = PodUse(), [], 0
+    for position, container in enumerate(request.containers):
+        capacities = _capacities(node, used, use)
+        placement = _find(node, capacities, request.containers[position:], policy, use)
+        if placement is None:
+            return _misfit(node, container, capacities)
+        required = _reused(use, container)
+        gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
+        shares = tuple((gpu, _amounts(node, container, gpu)) for gpu in sorted(gpus))
+        use.add(container.kind, shares)
+        chosen.append(shares)
+        score += placement.score or 0
+    after = added(used, use.taken)
+    return NodeChoice(shares=tuple(chosen), rank=_rank(node, after, request, chosen, policy, score))
+
+
+def _find(
+    node: NodeState, capacities: list[GpuCapacity], chain: tuple[ContainerRequest, ...], policy: Policy, use: PodUse
+) -> Placement | None:
+    """GPUs for the first container of `chain`, with room for the later ones that reuse them."""
+    needs = chain_needs(chain)
+    cores = needs.cores
+    if needs.most_cores >= CORES_PER_GPU:
+        cores = needs.most_cores
+        if -(-needs.cores // CORES_PER_GPU) > max(
+            sum(each.entirely_free and each.healthy for each in capacities), needs.cores // CORES_PER_GPU
+        ):
+            return None
+    return find(
+        node.topology, capacities, cores=cores, memory_blocks=needs.memory_blocks, policy=policy, required=_reused(use, chain[0])
+    )
+
+
+def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
+    """GPUs that the container must be on, since the kubelet gives it what an init container leaves there."""
+    pools = {gpu: pool for gpu, pool in use.reusable.items() if pool != NOTHING}
+    return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
+
+
+def _capacities(node: NodeState, used: Used, use: PodUse) -> list[GpuCapacity]:
+    result = []
+    for position, gpu in enumerate(node.gpus):
+        held = used[position] + use.held(position)
+        result.append(
+            GpuCapacity(
+                index=position,
+                cores_free=max(0, CORES_PER_GPU - held.cores),
+                memory_blocks_free=max(0, gpu.memory_mebibytes - held.memory_mebibytes) // BLOCK_MEBIBYTES,
+                entirely_free=held == NOTHING,
+                healthy=gpu.offered,
+            )
+        )
+    return result
+
+
+def _amounts(node: NodeState, container: ContainerRequest, gpu: int) -> Amounts:
+    if container.whole:
+        return Amounts(CORES_PER_GPU, node.gpus[gpu].memory_mebibytes)
+    return Amounts(container.cores_per_gpu, container.memory_mebibytes)
+
+
+def _rank(
+    node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
+) -> tuple[int, ...]:
+    sign = 1 if policy == "binpack" else -1
+    shared = {
+        gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares
+    }
+    cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
+    memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
+    free = sum(gpu.offered and held == NOTHING for gpu, held in zip(node.gpus, after, strict=True))
+    whole = any(container.whole for container in request.containers)
+    order = (free, cores, memory) if whole else (cores, memory, free)
+    return (*(sign * each for each in order), -score)
+
+
+def _misfit(node: NodeState, container: ContainerRequest, capacities: list[GpuCapacity]) -> Misfit:
+    if not node.gpus:
+        return Misfit(container=None)
+    free = sum(each.entirely_free and each.healthy for each in capacities)
+    if container.whole:
+        there = sum(each.entirely_free for each in capacities)
+        not_offered = there >= container.gpus > free
+        return Misfit(container=container, free_gpus=free, distance=-float(free), not_offered=not_offered)
+    lacks = {each.index: _lack(each, container) for each in capacities if each.healthy}
+    not_offered = any(_lack(each, container) == 0 for each in capacities if not each.healthy)
+    if not lacks:
+        return Misfit(container=container, not_offered=not_offered, distance=float("inf"))
+    gpu = min(lacks, key=lambda index: (lacks[index], index))
+    room = Amounts(capacities[gpu].cores_free, capacities[gpu].memory_blocks_free * BLOCK_MEBIBYTES)
+    return Misfit(container=container, closest=(gpu, room), free_gpus=free, distance=lacks[gpu], not_offered=not_offered)
+
+
+def _lack(capacity: GpuCapacity, container: ContainerRequest) -> float:
+    """The share of the request that is missing on this GPU, of both resources together."""
+    cores = max(0, container.cores - capacity.cores_free) / container.cores
+    memory = max(0, container.memory_blocks - capacity.memory_blocks_free) / max(1, container.memory_blocks)
+    return cores + memory

@@ -1,0 +1,291 @@
+"""All nodes with their free amounts, and per request the nodes that fit. One writer; nothing in here waits.
+
+The state is derived: nodes, bound pods, and assumed placements that have not been bound yet. An index that is filled with the same nodes
+and bound pods in any order gives the same answers.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpumgr.cluster.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.explain import explain
+from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.request import PodRequest
+from gpumgr.evaluators.select import Policy
+from gpumgr.topology.devices import Topology
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: Request shapes with kept results; the least recently used one is dropped.
+MAX_SHAPES: Final = 64
+
+#: (UUID of the GPU, or its position where the node has no inventory; amounts) of each GPU of a container.
+NamedShares = tuple[tuple[str | int, Amounts], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPod:
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
+
+    uid: str
+    node: str
+    request: PodRequest
+    shares: tuple[NamedShares, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """No node that was offered fits. `text` has the reasons."""
+
+    text: str
+
+
+@dataclass
+class _Node:
+    """`kind` is the same for nodes on which equal use leads to equal choices."""
+
+    state: NodeState
+    kind: int
+    pods: dict[str, PlacedPod] = field(default_factory=dict)
+    used: Used | None = None
+
+
+@dataclass
+class _Results:
+    """What one request finds on each node. `stale`: nodes that have changed since."""
+
+    stale: set[str]
+    fits: dict[str, NodeChoice] = field(default_factory=dict)
+    misfits: dict[str, Misfit] = field(default_factory=dict)
+
+
+class ClusterIndex:
+    """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends)."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._node_of: dict[str, str] = {}
+        self._kinds: dict[tuple[Topology, tuple[tuple[int, bool], ...]], int] = {}
+        self._assumed: dict[str, float] = {}
+        self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def set_node(self, state: NodeState) -> None:
+        """The node is new or has changed."""
+        node = self._node(state.name)
+        if node.state != state:
+            node.state, node.kind = state, self._kind(state)
+            self._changed(state.name)
+
+    def remove_node(self, name: str) -> None:
+        """Its pods stay on record until they are removed, too: the node may come back before."""
+        self.set_node(NodeState(name=name))
+        if not self._nodes[name].pods:
+            self._drop(name)
+
+    def bind(self, pod: PlacedPod) -> None:
+        """The API server shows the pod on its node; this replaces what was assumed."""
+        if self.placement(pod.uid) != pod:
+            self._put(pod)
+        self._assumed.pop(pod.uid, None)
+
+    def assume(self, pod: PlacedPod, *, until: float) -> None:
+        """The pod is expected on its node. `until` is a time of the caller's clock, for `expire`."""
+        self._put(pod)
+        self._assumed[pod.uid] = until
+
+    def remove(self, uid: str) -> None:
+        """The pod has ended, or what was assumed has failed."""
+        self._assumed.pop(uid, None)
+        name = self._node_of.pop(uid, None)
+        if name is None:
+            return
+        node = self._nodes[name]
+        del node.pods[uid]
+        self._changed(name)
+        if not node.pods and not node.state.gpus:
+            self._drop(name)
+
+    def expire(self, now: float) -> tuple[str, ...]:
+        """Drops assumed placements that have ended, and returns the UIDs of their pods."""
+        ended = tuple(uid for uid, until in self._assumed.items() if until <= now)
+        for uid in ended:
+            self.remove(uid)
+        return ended
+
+    # -- queries -----------------------------------------------------------------------------------------------------------
+
+    def placement(self, uid: str) -> PlacedPod | None:
+        """Where the pod is bound or assumed."""
+        name = self._node_of.get(uid)
+        return self._nodes[name].pods[uid] if name is not None else None
+
+    def is_assumed(self, uid: str) -> bool:
+        return uid in self._assumed
+
+    def node(self, name: str) -> NodeState | None:
+        found = self._nodes.get(name)
+        return found.state if found is not None else None
+
+    def used(self, name: str) -> Used:
+        """What is used of each GPU of a node. It may exceed a GPU's capacity if pods or the node claim so."""
+        node = self._nodes[name]
+        if node.used is None:
+            node.used = used_on(node.state, node.pods.values())
+        return node.used
+
+    def rank(
+        self, request: PodRequest, policy: Policy, names: Iterable[str], most: int = 1
+    ) -> list[tuple[str, NodeChoice]] | Rejection:
+        """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name."""
+        results = self._current(request, policy)
+        offered = list(names)
+        fitting = [name for name in offered if name in results.fits]
+        if not fitting:
+            unknown = Misfit(container=None)
+            return Rejection(explain((name, results.misfits.get(name, unknown)) for name in offered))
+        if most == 1:
+            best = [min(fitting, key=lambda name: (results.fits[name].rank, name))]
+        else:
+            best = sorted(fitting, key=lambda name: (results.fits[name].rank, name))[:most]
+        return [(name, results.fits[name]) for name in best]
+
+    def fits(self, pod: PlacedPod) -> bool:
+        """Whether a placement with known GPUs has its room, on GPUs that are offered."""
+        node = self._nodes.get(pod.node)
+        taken = _taken(node.state, pod) if node is not None else None
+        if node is None or taken is None:
+            return False
+        without = self.used(pod.node) if pod.uid not in node.pods else used_on(node.state, _but(node.pods, pod.uid))
+        return all(
+            node.state.gpus[gpu].offered
+            and without[gpu].cores + amounts.cores <= CORES_PER_GPU
+            and without[gpu].memory_mebibytes + amounts.memory_mebibytes <= node.state.gpus[gpu].memory_mebibytes
+            for gpu, amounts in taken.items()
+        )
+
+    def choose_on(self, name: str, uid: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
+        """A choice on this node, as if the pod had nothing there yet."""
+        node = self._nodes.get(name)
+        if node is None:
+            return Misfit(container=None)
+        return choose(node.state, used_on(node.state, _but(node.pods, uid)), request, policy)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------
+
+    def _node(self, name: str) -> _Node:
+        if name not in self._nodes:
+            empty = NodeState(name=name)
+            self._nodes[name] = _Node(empty, self._kind(empty))
+            self._changed(name)
+        return self._nodes[name]
+
+    def _kind(self, state: NodeState) -> int:
+        gpus = tuple((gpu.memory_mebibytes, gpu.offered) for gpu in state.gpus)
+        return self._kinds.setdefault((state.topology, gpus), len(self._kinds))
+
+    def _put(self, pod: PlacedPod) -> None:
+        self.remove(pod.uid)
+        self._node(pod.node).pods[pod.uid] = pod
+        self._node_of[pod.uid] = pod.node
+        self._changed(pod.node)
+
+    def _drop(self, name: str) -> None:
+        del self._nodes[name]
+        for results in self._results.values():
+            results.stale.discard(name)
+            results.fits.pop(name, None)
+            results.misfits.pop(name, None)
+
+    def _changed(self, name: str) -> None:
+        self._nodes[name].used = None
+        for results in self._results.values():
+            results.stale.add(name)
+
+    def _current(self, request: PodRequest, policy: Policy) -> _Results:
+        shape = (request, policy)
+        results = self._results.get(shape)
+        if results is None:
+            results = self._results[shape] = _Results(stale=set(self._nodes))
+            if len(self._results) > MAX_SHAPES:
+                self._results.popitem(last=False)
+        self._results.move_to_end(shape)
+        # Nodes that differ by name alone are computed once: a new shape on a large cluster.
+        alike: dict[tuple[int, Used], NodeChoice | Misfit] = {}
+        for name in results.stale:
+            results.fits.pop(name, None)
+            results.misfits.pop(name, None)
+            key = (self._nodes[name].kind, self.used(name))
+            if (found := alike.get(key)) is None:
+                found = alike[key] = choose(self._nodes[name].state, key[1], request, policy)
+            if isinstance(found, NodeChoice):
+                results.fits[name] = found
+            else:
+                results.misfits[name] = found
+        results.stale.clear()
+        return results
+
+
+def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:
+    """The choice in terms that outlive a change of the node: UUIDs where the node has them."""
+    return tuple(tuple((node.gpus[gpu].uuid or gpu, amounts) for gpu, amounts in shares) for shares in choice.shares)
+
+
+def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
+    """What the node reports, then the pods with known GPUs, then a likely choice for the others; the order of `pods` has no influence."""
+    used: Used = (NOTHING,) * len(node.gpus)
+    for shares in node.other.values():
+        used = added(used, _summed(shares))
+    unknown = []
+    for pod in sorted(pods, key=lambda pod: pod.uid):
+        if pod.uid in node.other:
+            continue
+        taken = _taken(node, pod)
+        if taken is None:
+            unknown.append(pod)
+        else:
+            used = added(used, taken)
+    for pod in unknown:
+        choice = choose(node, used, pod.request, "binpack")
+        if isinstance(choice, NodeChoice):
+            used = added(used, _use(pod.request, choice.shares))
+    return used
+
+
+def _summed(shares: Shares) -> Mapping[int, Amounts]:
+    taken: dict[int, Amounts] = {}
+    for gpu, amounts in shares:
+        taken[gpu] = taken.get(gpu, NOTHING) + amounts
+    return taken
+
+
+def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
+    """None: its GPUs are not known, or not on this node any more."""
+    if pod.shares is None or len(pod.shares) != len(pod.request.containers):
+        return None
+    positions = node.positions
+    found: list[Shares] = []
+    for shares in pod.shares:
+        resolved = [(positions.get(gpu) if isinstance(gpu, str) else gpu, amounts) for gpu, amounts in shares]
+        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None and gpu < len(node.gpus)))
+        if len(found[-1]) != len(shares):
+            return None
+    return _use(pod.request, found)
+
+
+def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
+    """A whole GPU has all its memory."""
+    return Amounts(CORES_PER_GPU, node.gpus[gpu].memory_mebibytes) if amounts.whole else amounts
+
+
+def _use(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
+    use = PodUse()
+    for container, each in zip(request.containers, shares, strict=True):
+        use.add(container.kind, each)
+    return use.taken
+
+
+def _but(pods: Mapping[str, PlacedPod], uid: str) -> Iterable[PlacedPod]:
+    return (pod for pod in pods.values() if pod.uid != uid)

@@ -1,0 +1,90 @@
+"""A node's GPUs as the scheduler sees them, and what pods use of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.topology.devices import Level, Topology
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: (position of the GPU on its node, amounts) of each GPU of a container.
+Shares = tuple[tuple[int, Amounts], ...]
+Naming = Literal["uuid", "index", "none"]
+#: What is used of each GPU of a node, by position.
+Used = tuple[Amounts, ...]
+
+NOTHING = Amounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """`uuid` is empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not known."""
+
+    uuid: str = ""
+    model: str = ""
+    memory_mebibytes: int
+    numa: int = -1
+    healthy: bool = True
+    cordoned: bool = False
+
+    @property
+    def offered(self) -> bool:
+        return self.healthy and not self.cordoned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """`gpus` are in the order of NVML's indices; row i of `topology` belongs to gpus[i].
+
+    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
+    itself reports for a pod; it replaces what the pod's annotations say.
+    """
+
+    name: str
+    gpus: tuple[GpuState, ...] = ()
+    topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
+    naming: Naming = "uuid"
+    other: Mapping[str, Shares] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> Mapping[str, int]:
+        return {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
+
+
+def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:
+    """A node of which only the sums are known: equal GPUs, equally far from each other (as gpu-admission assumes)."""
+    count = cores // CORES_PER_GPU
+    rows = range(count)
+    return NodeState(
+        name=name,
+        gpus=tuple(GpuState(memory_mebibytes=memory_mebibytes // count) for _ in rows),
+        topology=Topology(
+            levels=tuple(tuple(Level.PSB if a == b else Level.SYS for b in rows) for a in rows), nvlinks=((0,) * count,) * count
+        ),
+        naming="index",
+    )
+
+
+class PodUse:
+    """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, Amounts] = {}
+        self.reusable: dict[int, Amounts] = {}
+
+    def add(self, kind: ContainerKind, shares: Iterable[tuple[int, Amounts]]) -> None:
+        for gpu, wanted in shares:
+            pool = self.reusable.get(gpu, NOTHING)
+            again = Amounts(min(pool.cores, wanted.cores), min(pool.memory_mebibytes, wanted.memory_mebibytes))
+            fresh = wanted - again
+            self.taken[gpu] = self.taken.get(gpu, NOTHING) + fresh
+            self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
+
+    def held(self, gpu: int) -> Amounts:
+        """What later containers of the pod cannot have."""
+        return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
+
+
+def added(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
+    return tuple(amounts + taken[gpu] if gpu in taken else amounts for gpu, amounts in enumerate(used))

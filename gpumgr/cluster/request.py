@@ -1,0 +1,67 @@
+"""The request of a pod: amounts per GPU for each container that wants GPUs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.chain import ContainerKind, chain_needs
+from gpumgr.evaluators.select import check_request
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerRequest:
+    """`gpus` GPUs with `cores_per_gpu` of each; 100 cores are a whole GPU. `memory_mebibytes` is on these GPUs together."""
+
+    kind: ContainerKind = "app"
+    gpus: int = 1
+    cores_per_gpu: int
+    memory_mebibytes: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.cores_per_gpu >= CORES_PER_GPU
+
+    @property
+    def cores(self) -> int:
+        return self.gpus * self.cores_per_gpu
+
+    @property
+    def memory_blocks(self) -> int:
+        return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class PodRequest:
+    """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
+
+    Names are not part of it: pods with equal requests share every result.
+    """
+
+    containers: tuple[ContainerRequest, ...] = ()
+
+
+NO_REQUEST: Final = PodRequest()
+
+
+def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:
+    """From (name, kind, cores, memory blocks) of containers that want GPUs. Raises Refusal for what the agents of all nodes refuse."""
+    made = []
+    for name, kind, cores, blocks in containers:
+        try:
+            check_request(cores, blocks)
+        except Refusal as error:
+            raise Refusal(error.code, f"container {name}: {error}") from error
+        gpus = max(1, cores // CORES_PER_GPU)
+        memory = blocks * BLOCK_MEBIBYTES
+        made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
+    for position in range(len(made)):
+        needs = chain_needs(made[position:])
+        if needs.most_cores < CORES_PER_GPU <= needs.cores:
+            raise Refusal(
+                "invalid_request",
+                f"an init container and the containers after it need {needs.cores} cores on one GPU, because the kubelet passes an init "
+                "container's ids on to them; ask for no more cores in the init container than in each of those that follow",
+            )
+    return PodRequest(tuple(made))

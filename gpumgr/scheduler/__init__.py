@@ -1,0 +1,1 @@
+"""`gpumgr scheduler`: an extender of kube-scheduler that chooses node and GPUs (docs/scheduler.md)."""

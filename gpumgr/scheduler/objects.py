@@ -1,0 +1,172 @@
+"""Nodes and pods of the API server as the index needs them.
+
+What users and agents write is checked; a bad text is a `problem`, not an error."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
+from gpumgr.cluster.index import NamedShares, PlacedPod
+from gpumgr.cluster.node import GpuState, NodeState, homogeneous
+from gpumgr.cluster.request import NO_REQUEST, PodRequest, vcuda_request
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.kubeapi.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    PLACEMENT_ANNOTATION,
+    decode_inventory,
+    decode_placement,
+)
+from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.topology.matrix import MAX_GPUS
+from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedNode:
+    """`problem`: why its inventory is not used."""
+
+    uid: str
+    state: NodeState
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedPod:
+    """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
+    container). `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of
+    its annotations. `problem`: why an annotation is not used.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    node: str | None = None
+    request: PodRequest = NO_REQUEST
+    containers: tuple[str, ...] = ()
+    places: tuple[int | None, ...] = ()
+    refusal: str | None = None
+    shares: tuple[NamedShares, ...] | None = None
+    annotation_bytes: int = 0
+    problem: str | None = None
+
+    @property
+    def wants_gpu(self) -> bool:
+        return bool(self.containers)
+
+    @property
+    def placed(self) -> PlacedPod | None:
+        """The pod on its node; None if it is not bound, or can hold no GPU."""
+        if self.node is None or not self.request.containers:
+            return None
+        return PlacedPod(uid=self.uid, node=self.node, request=self.request, shares=self.shares)
+
+
+def parse_node(item: Mapping[str, Any]) -> WatchedNode:
+    """Raises KeyError, TypeError or AttributeError for an object that is not a node."""
+    metadata = item["metadata"]
+    name, uid = str(metadata["name"]), str(metadata["uid"])
+    text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    problem = None
+    if text is not None:
+        try:
+            return WatchedNode(uid=uid, state=_from_inventory(name, str(text)))
+        except ValueError as error:
+            problem = f"annotation {INVENTORY_ANNOTATION}: {error}"
+    try:
+        return WatchedNode(uid=uid, state=_from_capacity(name, (item.get("status") or {}).get("capacity") or {}), problem=problem)
+    except ValueError as error:
+        return WatchedNode(uid=uid, state=NodeState(name=name), problem=problem or f"capacity: {error}")
+
+
+def _from_inventory(name: str, text: str) -> NodeState:
+    inventory = decode_inventory(text)
+    return NodeState(
+        name=name,
+        gpus=tuple(
+            GpuState(
+                uuid=gpu.uuid,
+                model=gpu.model,
+                memory_mebibytes=gpu.memory,
+                numa=gpu.numa,
+                healthy=gpu.healthy,
+                cordoned=gpu.cordoned,
+            )
+            for gpu in inventory.gpus
+        ),
+        topology=inventory.topology(),
+        naming="uuid" if inventory.topology_manager == "none" else "none",
+        other={
+            uid: tuple((position, Amounts(cores, memory)) for position, cores, memory in shares)
+            for uid, shares in inventory.other.items()
+        },
+    )
+
+
+def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
+    cores = parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+    blocks = parse_quantity(str(capacity.get(MEMORY_RESOURCE, "0")))
+    if cores > MAX_GPUS * CORES_PER_GPU:
+        raise ValueError(f"{cores} {CORE_RESOURCE} are more than the {MAX_GPUS} GPUs that gpumgr supports on one node")
+    return homogeneous(name, cores, blocks * BLOCK_MEBIBYTES) if cores >= CORES_PER_GPU else NodeState(name=name)
+
+
+def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
+    """Raises what `parse_pod` raises."""
+    view = parse_pod(item)
+    node = (item.get("spec") or {}).get("nodeName") or None
+    base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
+    wanted = [each for each in view.containers if each.cores or each.memory_blocks]
+    if not wanted or view.ended:
+        return base
+    apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
+    annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
+    made: dict[str, Any] = {
+        "containers": tuple(each.name for each in wanted),
+        "places": tuple(apps.get(each.name) for each in wanted),
+        "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
+    }
+    try:
+        asked: list[tuple[str, ContainerKind, int, int]] = [
+            (each.name, each.kind, each.cores, each.memory_blocks) for each in wanted
+        ]
+        made["request"] = vcuda_request(asked)
+    except Refusal as error:
+        made["refusal"] = str(error)
+    pod = replace(base, **made)
+    if node is None or pod.refusal is not None:
+        return pod
+    try:
+        return replace(pod, shares=_named_shares(pod, node, annotations))
+    except ValueError as error:
+        return replace(pod, problem=str(error))
+
+
+def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
+    """The GPUs by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
+    text = annotations.get(PLACEMENT_ANNOTATION)
+    if text is not None:
+        try:
+            placement = decode_placement(str(text))
+        except ValueError as error:
+            raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: {error}") from error
+        if placement.node != node:
+            raise ValueError(f"annotation {PLACEMENT_ANNOTATION} is about node {placement.node[:253]}, the pod is on {node}")
+        if placement.containers:
+            if set(placement.containers) != set(pod.containers):
+                raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
+            return tuple(
+                tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in placement.containers[name])
+                for name in pod.containers
+            )
+    if annotations.get(PREDICATE_NODE) != node:
+        return None
+    found: list[NamedShares] = []
+    for place, container in zip(pod.places, pod.request.containers, strict=True):
+        indices = str(annotations.get(f"{PREDICATE_INDEX}{place}", "")).split(",")
+        if place is None or len(indices) != container.gpus or not all(each.isascii() and each.isdigit() for each in indices):
+            return None
+        amounts = Amounts(container.cores_per_gpu, 0 if container.whole else container.memory_mebibytes)
+        found.append(tuple((int(each[:4]), amounts) for each in indices))
+    return tuple(found)

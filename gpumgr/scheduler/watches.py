@@ -1,0 +1,73 @@
+"""The watches of nodes and pods, which keep the index up to date."""
+
+import asyncio
+from typing import NoReturn
+
+import structlog
+
+from gpumgr.cluster.index import ClusterIndex
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+
+_log = structlog.get_logger(__name__)
+
+#: Ended pods hold nothing: for this watch they are deleted.
+_RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+class ClusterWatches:
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID."""
+
+    def __init__(self, server: ApiServer, index: ClusterIndex, *, watch_times: WatchTimes | None = None) -> None:
+        self._index = index
+        self.pending: dict[str, WatchedPod] = {}
+        self._nodes: Reflector[WatchedNode] = Reflector(
+            server, "/api/v1/nodes", {}, parse=parse_node, on_change=self._node_changed, watch_times=watch_times
+        )
+        self._pods: Reflector[WatchedPod] = Reflector(
+            server,
+            "/api/v1/pods",
+            {"fieldSelector": _RUNNING},
+            parse=parse_watched_pod,
+            on_change=self._pod_changed,
+            watch_times=watch_times,
+        )
+
+    @property
+    def synced(self) -> bool:
+        """True once all nodes and all pods have been listed."""
+        return self._nodes.synced.is_set() and self._pods.synced.is_set()
+
+    async def run(self) -> NoReturn:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._nodes.run(), name="node_watch")
+            group.create_task(self._pods.run(), name="pod_watch")
+        raise AssertionError("both watches run until they are cancelled")
+
+    def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
+        if before is not None and (after is None or after.state.name != before.state.name):
+            self._index.remove_node(before.state.name)
+        if after is None:
+            return
+        self._index.set_node(after.state)
+        if after.problem is not None and (before is None or before.problem != after.problem):
+            used = "its capacity" if after.state.gpus else "none of its GPUs"
+            _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
+
+    def _pod_changed(self, before: WatchedPod | None, after: WatchedPod | None) -> None:
+        if after is None:
+            if before is not None:
+                self.pending.pop(before.uid, None)
+                self._index.remove(before.uid)
+            return
+        if after.problem is not None and (before is None or before.problem != after.problem):
+            _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
+        if after.placed is not None:
+            self._index.bind(after.placed)
+        elif after.node is not None:
+            self._index.remove(after.uid)
+        if after.node is None and after.wants_gpu:
+            self.pending[after.uid] = after
+        else:
+            self.pending.pop(after.uid, None)

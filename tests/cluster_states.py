@@ -1,0 +1,47 @@
+"""Nodes and requests for tests of the scheduler."""
+
+from collections.abc import Mapping
+
+from gpumgr.cluster.node import GpuState, NodeState, Shares
+from gpumgr.cluster.request import PodRequest, vcuda_request
+from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.topology.matrix import topology_from_matrix
+
+GPU_MEBIBYTES = 16384
+
+
+def node_state(
+    name: str,
+    count: int,
+    *,
+    near: tuple[tuple[int, int], ...] = (),
+    unhealthy: tuple[int, ...] = (),
+    cordoned: tuple[int, ...] = (),
+    other: Mapping[str, Shares] | None = None,
+) -> NodeState:
+    """`count` GPUs of 64 blocks. The pairs in `near` are joined by NVLinks, all others across the sockets."""
+    pairs = {pair for a, b in near for pair in ((a, b), (b, a))}
+    rows = [["X" if a == b else "NV4" if (a, b) in pairs else "SYS" for b in range(count)] for a in range(count)]
+    return NodeState(
+        name=name,
+        gpus=tuple(
+            GpuState(
+                uuid=f"GPU-{name}-{number}",
+                memory_mebibytes=GPU_MEBIBYTES,
+                healthy=number not in unhealthy,
+                cordoned=number in cordoned,
+            )
+            for number in range(count)
+        ),
+        topology=topology_from_matrix(rows),
+        other=other or {},
+    )
+
+
+def request(*containers: tuple[ContainerKind, int, int]) -> PodRequest:
+    """From (kind, cores, memory blocks) of each container."""
+    return vcuda_request((f"c{place}", *each) for place, each in enumerate(containers))
+
+
+def share(cores: int, blocks: int) -> PodRequest:
+    return request(("app", cores, blocks))

@@ -1,0 +1,243 @@
+"""The extender below a real kube-scheduler, on nodes that exist in the API alone: their inventories are the test's."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpumgr.kubeapi.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    PLACEMENT_ANNOTATION,
+    Inventory,
+    InventoryGpu,
+    decode_placement,
+    encode,
+    levels_of,
+)
+from gpumgr.topology.matrix import topology_from_matrix
+
+from . import manifests
+from .api import PODS
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .places import PROJECT, STATE
+from .processes import free_ports, wait_until
+
+CONFIG = PROJECT / "config" / "scheduler"
+ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
+GROUP = "/apis/rbac.authorization.k8s.io/v1"
+SCHEDULER = "gpumgr-scheduler"
+#: 64 blocks.
+GPU_MEBIBYTES = 16384
+NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
+
+
+def uuid(node: str, gpu: int) -> str:
+    return f"GPU-{node}-{gpu}"
+
+
+def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
+    """GPUs 0 and 2, 1 and 3 are joined by NVLinks."""
+    rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
+    gpus = tuple(InventoryGpu(uuid=uuid(node, gpu), memory=GPU_MEBIBYTES, healthy=gpu not in unhealthy) for gpu in range(count))
+    return encode(Inventory(topology_manager="none", gpus=gpus, levels=levels_of(topology_from_matrix(rows))))
+
+
+def api_node(name: str, count: int) -> Json:
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", manifests.CORE: str(100 * count), manifests.MEMORY: str(64 * count)}
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": name,
+            "labels": {"kubernetes.io/hostname": name, "api-only": "true"},
+            "annotations": {INVENTORY_ANNOTATION: inventory(name, count)},
+        },
+        "status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]},
+    }
+
+
+class Scheduled:
+    """Pods of the second kube-scheduler; they may land on the API-only nodes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._names: list[str] = []
+
+    def create(self, name: str, *containers: tuple[int, int], **spec: Any) -> None:
+        made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
+        made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
+        self._names.append(name)
+        self._cluster.create([made])
+
+    def place(self, name: str, *containers: tuple[int, int], **spec: Any) -> tuple[str, list[list[str]]]:
+        """Creates a pod and waits until it is bound: its node, and the GPUs of each container."""
+        self.create(name, *containers, **spec)
+        return self.placed(name)
+
+    def placed(self, name: str) -> tuple[str, list[list[str]]]:
+        wait_until(f"pod {name} bound", lambda: self.node_of(name) is not None)
+        found = self._cluster.pods.all()[name]
+        placement = decode_placement(found["metadata"]["annotations"][PLACEMENT_ANNOTATION])
+        assert placement.node == found["spec"]["nodeName"]
+        return placement.node, [[gpu for gpu, _, _ in shares] for _, shares in sorted(placement.containers.items())]
+
+    def node_of(self, name: str) -> str | None:
+        node: str | None = self._cluster.pods.all().get(name, {}).get("spec", {}).get("nodeName")
+        return node
+
+    def annotations(self, name: str) -> Mapping[str, str]:
+        found: Mapping[str, str] = self._cluster.pods.all()[name]["metadata"]["annotations"]
+        return found
+
+    def rejection(self, name: str) -> str:
+        """The text of kube-scheduler's event, once it is there."""
+        uid = self._cluster.api.request("GET", f"{PODS}/{name}")["metadata"]["uid"]
+        messages: list[str] = []
+
+        def told() -> bool:
+            messages[:] = [
+                str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
+            ]
+            return bool(messages)
+
+        wait_until(f"an event of pod {name}", told)
+        return messages[-1]
+
+    def describe(self, node: str, text: str) -> None:
+        """Replaces the inventory of a node."""
+        found = self._cluster.api.request("GET", f"/api/v1/nodes/{node}")
+        found["metadata"]["annotations"][INVENTORY_ANNOTATION] = text
+        self._cluster.api.request("PUT", f"/api/v1/nodes/{node}", found)
+
+    def end(self, *names: str) -> None:
+        """Deletes pods as a kubelet would: at once and for good."""
+        for name in names:
+            self._cluster.delete([name], grace=0)
+        self._cluster.wait_gone(names)
+        self._names = [name for name in self._names if name not in names]
+
+    def end_all(self) -> None:
+        self.end(*self._names)
+
+
+def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
+    cluster.processes.start(
+        "gpumgr-scheduler",
+        [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
+         "--insecure-loopback", "--set", "log.format=json"],
+        cwd=PROJECT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scheduler(cluster: Cluster) -> Iterator[Scheduled]:
+    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes."""
+    wait_until("no pods", lambda: not cluster.pods.all())
+    account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
+    for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):
+        cluster.api.request("POST", path, made)
+    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
+    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
+    kubeconfig["users"][0]["user"] = {"token": token}
+    credentials = STATE / "scheduler.kubeconfig"
+    credentials.touch(mode=0o600)
+    credentials.write_text(json.dumps(kubeconfig))
+    (port,) = free_ports(1)
+    config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
+    config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
+    config["extenders"][0]["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
+    config["extenders"][0]["httpTimeout"] = "30s"  # the machine may stall
+    file = STATE / "kube-scheduler.yaml"
+    file.write_text(json.dumps(config))
+    for name, count in zip(NODES, COUNTS, strict=True):
+        cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
+    start_extender(cluster, credentials, port)
+    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
+    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
+    scheduled = Scheduled(cluster)
+    try:
+        yield scheduled
+    finally:
+        cluster.processes.stop("gpu-kube-scheduler")
+        assert cluster.processes.stop("gpumgr-scheduler") == 0
+        for path in [f"/api/v1/nodes/{name}" for name in NODES]:
+            cluster.api.request("DELETE", path)
+        for path in (f"{GROUP}/clusterrolebindings", f"{GROUP}/clusterroles", ACCOUNT):
+            cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+
+
+@pytest.fixture
+def pods(scheduler: Scheduled) -> Iterator[Scheduled]:
+    try:
+        yield scheduler
+    finally:
+        scheduler.end_all()
+
+
+def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None:
+    assert pods.place("first", (60, 16)) == ("api-a", [[uuid("api-a", 0)]])
+    assert pods.place("beside", (30, 16)) == ("api-a", [[uuid("api-a", 0)]])
+    assert pods.place("other-gpu", (50, 16)) == ("api-a", [[uuid("api-a", 1)]])
+    assert pods.place("pair", (200, 0)) == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
+    assert pods.place("two", (40, 32), (40, 32)) == ("api-b", [[uuid("api-b", 1)], [uuid("api-b", 1)]])
+    told = pods.annotations("pair")
+    assert told["tencent.com/predicate-gpu-idx-0"] == "0,2"
+    assert (told["tencent.com/predicate-node"], told["tencent.com/gpu-assigned"]) == ("api-b", "false")
+    assert told["tencent.com/predicate-time"].isdecimal()
+
+
+def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
+    """The sum of every node is large enough, so kube-scheduler alone would bind the pod."""
+    for name, count in zip(NODES, COUNTS, strict=True):
+        for gpu in range(count):
+            pods.place(f"{name}-{gpu}", (60, 32), nodeSelector={"kubernetes.io/hostname": name})
+    pods.create("waits", (50, 16))
+    assert pods.rejection("waits").startswith(
+        "0/4 nodes are available: 1 for the 3 nodes with enough in total: 3 have no GPU with 50 free cores and 4 GiB "
+        "(closest: api-a GPU 0, 40 cores and 8 GiB), 1 node(s) didn't match Pod's node affinity/selector."
+    )
+    freed = pods.placed("api-c-2")
+    pods.end("api-c-2")
+    assert pods.placed("waits") == freed
+
+
+def test_a_gpu_that_recovers_takes_the_pod_that_waits(pods: Scheduled) -> None:
+    pods.describe("api-a", inventory("api-a", 2, unhealthy=(0, 1)))
+    pods.create("waits", (100, 0), nodeSelector={"kubernetes.io/hostname": "api-a"})
+    assert "1 has no entirely free GPU but for unhealthy or cordoned ones" in pods.rejection("waits")
+    pods.describe("api-a", inventory("api-a", 2, unhealthy=(0,)))
+    assert pods.placed("waits") == ("api-a", [[uuid("api-a", 1)]])
+    pods.describe("api-a", inventory("api-a", 2))
+
+
+def test_pods_that_arrive_at_once_never_get_one_gpus_room_twice(pods: Scheduled) -> None:
+    """30 pods for ten GPUs, each of which has room for two."""
+    names = [f"crowd-{number}" for number in range(30)]
+    for name in names:
+        pods.create(name, (50, 32))
+    wait_until("20 pods bound", lambda: sum(pods.node_of(name) is not None for name in names) == 20)
+    placed = [pods.placed(name)[1][0][0] for name in names if pods.node_of(name) is not None]
+    assert sorted(placed) == sorted(
+        [uuid(name, gpu) for name, count in zip(NODES, COUNTS, strict=True) for gpu in range(count)] * 2
+    )
+
+
+def test_a_restarted_extender_continues_from_the_bound_pods(pods: Scheduled, cluster: Cluster) -> None:
+    pods.place("before", (60, 16), nodeSelector={"kubernetes.io/hostname": "api-a"})
+    command = Path(f"/proc/{cluster.processes.pid('gpumgr-scheduler')}/cmdline").read_bytes().decode().split("\0")
+    port, credentials = (
+        int(command[command.index("--listen") + 1].rpartition(":")[2]),
+        Path(command[command.index("--kubeconfig") + 1]),
+    )
+    cluster.processes.kill("gpumgr-scheduler")
+    pods.create("during", (60, 16), nodeSelector={"kubernetes.io/hostname": "api-a"})
+    assert "connection refused" in pods.rejection("during")
+    start_extender(cluster, credentials, port)
+    assert pods.placed("during") == ("api-a", [[uuid("api-a", 1)]])

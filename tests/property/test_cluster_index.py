@@ -1,0 +1,153 @@
+"""Any order of filter, bind, deletion, expiry and change of a node: no GPU is given beyond its capacity, and the index equals one that is
+filled from the nodes and the bound pods alone."""
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.node import NodeState, homogeneous
+from gpumgr.cluster.request import PodRequest
+from gpumgr.evaluators.select import Policy
+from tests.cluster_states import node_state, request, share
+
+NODES = (
+    node_state("a", 2),
+    node_state("b", 4, near=((0, 1), (2, 3))),
+    homogeneous("c", 200, 2 * 16384),
+)
+REQUESTS: tuple[PodRequest, ...] = (
+    share(10, 4),
+    share(60, 20),
+    share(50, 40),
+    request(("app", 100, 0)),
+    request(("app", 200, 100)),
+    request(("app", 40, 8), ("app", 30, 8)),
+    request(("init", 60, 16), ("app", 60, 8)),
+    request(("init", 100, 0), ("app", 30, 8), ("app", 30, 8)),
+    request(("init", 20, 8), ("sidecar", 20, 8), ("app", 200, 0)),
+    request(("sidecar", 30, 8), ("app", 100, 0)),
+)
+NAMES = [node.name for node in NODES]
+ASSUME_SECONDS = 60.0
+
+
+class Cluster(RuleBasedStateMachine):
+    """The index beside what the API server has: `nodes` and `bound`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = ClusterIndex()
+        self.nodes: dict[str, NodeState] = {}
+        self.bound: dict[str, PlacedPod] = {}
+        self.pending: dict[str, PodRequest] = {}
+        self.now = 0.0
+        for node in NODES:
+            self._set(node)
+
+    def _set(self, node: NodeState) -> None:
+        self.nodes[node.name] = node
+        self.index.set_node(node)
+
+    @rule(wanted=st.sampled_from(REQUESTS))
+    def create(self, wanted: PodRequest) -> None:
+        self.pending[f"pod-{len(self.pending) + len(self.bound)}-{self.now}"] = wanted
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), policy=st.sampled_from(["binpack", "spread"]), seconds=st.sampled_from([0.0, 0.0, 30.0, 61.0]))
+    def filter(self, data: st.DataObject, policy: Policy, seconds: float) -> None:
+        """As the extender does it: what had been assumed for the pod ends first."""
+        self.now += seconds
+        self.index.expire(self.now)
+        uid = data.draw(st.sampled_from(sorted(self.pending)))
+        names = data.draw(st.lists(st.sampled_from([*NAMES, "unknown"]), min_size=1, unique=True))
+        self.index.remove(uid)
+        ranked = self.index.rank(self.pending[uid], policy, names)
+        if isinstance(ranked, Rejection):
+            assert 0 < len(ranked.text) <= 300
+            return
+        ((name, choice),) = ranked
+        assert name in names
+        shares = named_shares(self.nodes[name], choice)
+        placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
+        self.index.assume(placed, until=self.now + ASSUME_SECONDS)
+        assert self.index.fits(placed)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), elsewhere=st.booleans(), named=st.sampled_from([True, True, False]))
+    def bind(self, data: st.DataObject, elsewhere: bool, named: bool) -> None:
+        """As the extender does it: the assumed GPUs if they are still free, else others of the node. Then the watch shows the pod."""
+        uid = data.draw(st.sampled_from(sorted(self.pending)))
+        placed = self.index.placement(uid)
+        if placed is None or elsewhere or not self.index.fits(placed):
+            name = data.draw(st.sampled_from(NAMES))
+            self.index.remove(uid)
+            choice = self.index.choose_on(name, uid, self.pending[uid], "binpack")
+            if isinstance(choice, Misfit):
+                return
+            shares = named_shares(self.nodes[name], choice)
+            placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
+            assert self.index.fits(placed)
+        if not named:  # the agent chooses
+            placed = replace(placed, shares=None)
+        del self.pending[uid]
+        self.bound[uid] = placed
+        self.index.bind(placed)
+
+    @precondition(lambda self: self.bound)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.bound)))
+        del self.bound[uid]
+        self.index.remove(uid)
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def delete_pending(self, data: st.DataObject) -> None:
+        uid = data.draw(st.sampled_from(sorted(self.pending)))
+        del self.pending[uid]
+        self.index.remove(uid)
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def change_health(self, name: str, data: st.DataObject) -> None:
+        node = self.nodes[name]
+        bad = data.draw(st.sets(st.integers(0, len(node.gpus) - 1)))
+        self._set(replace(node, gpus=tuple(replace(gpu, healthy=place not in bad) for place, gpu in enumerate(node.gpus))))
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose_and_find_a_node(self, name: str) -> None:
+        self.index.remove_node(name)
+        self.index.set_node(self.nodes[name])
+
+    @rule(seconds=st.sampled_from([1.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.index.expire(self.now)
+
+    @invariant()
+    def no_gpu_is_given_beyond_its_capacity(self) -> None:
+        for name, node in self.nodes.items():
+            for gpu, used in zip(node.gpus, self.index.used(name), strict=True):
+                assert 0 <= used.cores <= 100
+                assert 0 <= used.memory_mebibytes <= gpu.memory_mebibytes
+
+    @invariant()
+    def it_equals_an_index_that_is_filled_again(self) -> None:
+        again = ClusterIndex()
+        for pod in reversed(self.bound.values()):
+            again.bind(pod)
+        for node in self.nodes.values():
+            again.set_node(node)
+        for uid in self.pending:
+            if (placed := self.index.placement(uid)) is not None:
+                again.assume(placed, until=0.0 + ASSUME_SECONDS)
+        assert {name: again.used(name) for name in NAMES} == {name: self.index.used(name) for name in NAMES}
+        for wanted in REQUESTS:
+            assert again.rank(wanted, "binpack", NAMES, 3) == self.index.rank(wanted, "binpack", NAMES, 3)
+
+
+Cluster.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestCluster = Cluster.TestCase

@@ -1,0 +1,123 @@
+"""The choice of GPUs on one node, and which node comes first."""
+
+import pytest
+
+from gpumgr.cluster.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.node import NodeState, PodUse, Used, homogeneous
+from gpumgr.cluster.request import PodRequest, vcuda_request
+from gpumgr.errors import Refusal
+from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.evaluators.select import Policy
+from gpumgr.units import Amounts
+from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
+
+WHOLE = Amounts(100, GPU_MEBIBYTES)
+PAIRS = ((0, 2), (1, 3))
+
+
+def used(node: NodeState, **by_gpu: tuple[int, int]) -> Used:
+    """gpu0=(cores, blocks) ..."""
+    amounts = {int(name[3:]): Amounts(cores, blocks * 256) for name, (cores, blocks) in by_gpu.items()}
+    return tuple(amounts.get(gpu, Amounts()) for gpu in range(len(node.gpus)))
+
+
+def gpus(found: NodeChoice | Misfit) -> list[list[int]]:
+    assert isinstance(found, NodeChoice), found
+    return [[gpu for gpu, _ in shares] for shares in found.shares]
+
+
+@pytest.mark.parametrize(("policy", "gpu"), [("binpack", 1), ("spread", 2)])
+def test_a_share_goes_to_the_fullest_or_the_emptiest_gpu(policy: Policy, gpu: int) -> None:
+    node = node_state("a", 3)
+    found = choose(node, used(node, gpu0=(80, 4), gpu1=(40, 4)), share(30, 8), policy)
+    assert gpus(found) == [[gpu]]
+    assert isinstance(found, NodeChoice)
+    assert found.shares[0][0][1] == Amounts(30, 2048)
+
+
+def test_several_whole_gpus_are_those_that_are_joined_best() -> None:
+    node = node_state("a", 4, near=PAIRS)
+    found = choose(node, used(node), request(("app", 200, 0)), "binpack")
+    assert gpus(found) == [[0, 2]]
+    assert isinstance(found, NodeChoice)
+    assert [amounts for _, amounts in found.shares[0]] == [WHOLE, WHOLE]
+
+
+def test_containers_get_their_room_one_after_another() -> None:
+    node = node_state("a", 2)
+    assert gpus(choose(node, used(node), request(("app", 60, 8), ("app", 60, 8)), "binpack")) == [[0], [1]]
+    assert isinstance(choose(node, used(node), request(("app", 60, 8), ("app", 60, 8), ("app", 60, 8)), "binpack"), Misfit)
+
+
+@pytest.mark.parametrize(
+    ("containers", "expected", "cores"),
+    [
+        ([("init", 60, 16), ("app", 60, 16)], [[0], [0]], {0: 60}),
+        ([("init", 60, 16), ("app", 30, 8), ("app", 30, 8)], [[0], [0], [0]], {0: 60}),
+        ([("init", 100, 0), ("app", 50, 8)], [[0], [0]], {0: 100}),
+        ([("init", 50, 8), ("app", 100, 0)], [[0], [0]], {0: 100}),
+        ([("init", 200, 0), ("app", 100, 0), ("app", 100, 0)], [[0, 2], [0], [2]], {0: 100, 2: 100}),
+        ([("sidecar", 60, 16), ("app", 60, 16)], [[0], [1]], {0: 60, 1: 60}),
+    ],
+)
+def test_app_containers_reuse_the_gpus_of_init_containers_and_sidecars_keep_theirs(
+    containers: list[tuple[ContainerKind, int, int]], expected: list[list[int]], cores: dict[int, int]
+) -> None:
+    node = node_state("a", 4, near=PAIRS)
+    asked = request(*containers)
+    found = choose(node, used(node), asked, "binpack")
+    assert gpus(found) == expected
+    assert isinstance(found, NodeChoice)
+    use = PodUse()
+    for container, shares in zip(asked.containers, found.shares, strict=True):
+        use.add(container.kind, shares)
+    assert {gpu: taken.cores for gpu, taken in use.taken.items()} == cores
+
+
+def test_an_init_container_gets_a_gpu_that_has_room_for_the_containers_after_it() -> None:
+    node = node_state("a", 2)
+    found = choose(node, used(node, gpu0=(60, 4)), request(("init", 30, 4), ("app", 50, 4)), "binpack")
+    assert gpus(found) == [[1], [1]]
+
+
+@pytest.mark.parametrize("bad", ["unhealthy", "cordoned"])
+def test_gpus_that_are_not_offered_are_not_chosen(bad: str) -> None:
+    node = node_state("a", 2, unhealthy=(0,)) if bad == "unhealthy" else node_state("a", 2, cordoned=(0,))
+    assert gpus(choose(node, used(node), share(30, 8), "binpack")) == [[1]]
+    found = choose(node, used(node, gpu1=(90, 4)), share(30, 8), "binpack")
+    assert isinstance(found, Misfit)
+    assert found.not_offered
+
+
+def test_a_node_without_inventory_has_equal_gpus() -> None:
+    node = homogeneous("a", 250, 8192)
+    assert [gpu.memory_mebibytes for gpu in node.gpus] == [4096, 4096]
+    assert gpus(choose(node, used(node), share(30, 16), "binpack")) == [[0]]
+    assert isinstance(choose(node, used(node), share(30, 17), "binpack"), Misfit)
+
+
+def test_more_than_what_is_there_is_claimed() -> None:
+    """Two pods claim one GPU by hand-written annotations: the GPU has nothing free, and others still have."""
+    node = node_state("a", 2)
+    assert gpus(choose(node, used(node, gpu0=(200, 200)), share(30, 8), "binpack")) == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("containers", "reason"),
+    [
+        ([("main", "app", 150, 0)], "container main: 150 cores asked"),
+        ([("main", "app", 50, 0)], "container main: 50 cores asked without memory"),
+        ([("main", "app", 0, 4)], "asked without cores"),
+        ([("load", "init", 60, 4), ("main", "app", 40, 4), ("side", "app", 80, 4)], "need 120 cores on one GPU"),
+    ],
+)
+def test_requests_that_every_agent_refuses_are_refused(
+    containers: list[tuple[str, ContainerKind, int, int]], reason: str
+) -> None:
+    with pytest.raises(Refusal, match=reason):
+        vcuda_request(containers)
+
+
+def test_equal_requests_are_one_shape() -> None:
+    assert vcuda_request([("a", "app", 50, 4)]) == vcuda_request([("b", "app", 50, 4)])
+    assert hash(share(50, 4)) == hash(PodRequest(share(50, 4).containers))

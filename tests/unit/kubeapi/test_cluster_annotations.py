@@ -1,0 +1,103 @@
+"""The text of both annotations, and what their readers refuse."""
+
+import pytest
+
+from gpumgr.kubeapi.cluster_annotations import (
+    MAX_ANNOTATIONS_BYTES,
+    Inventory,
+    InventoryGpu,
+    Placement,
+    decode_inventory,
+    decode_placement,
+    encode,
+    levels_of,
+)
+from gpumgr.topology.matrix import topology_from_matrix
+
+TOPOLOGY = topology_from_matrix([["X", "NV4+NODE"], ["NV4+NODE", "X"]])
+INVENTORY = Inventory(
+    driver="580.65.06",
+    enforcement="mps",
+    topology_manager="none",
+    gpus=(
+        InventoryGpu(uuid="GPU-a", model="NVIDIA H100 80GB HBM3", memory=81408, numa=0),
+        InventoryGpu(uuid="GPU-b", model="NVIDIA H100 80GB HBM3", memory=81408, numa=1, healthy=False, cordoned=True),
+    ),
+    levels=levels_of(TOPOLOGY),
+    other={"uid-1": ((1, 50, 1024),)},
+)
+INVENTORY_TEXT = (
+    '{"driver":"580.65.06","enforcement":"mps","gpus":['
+    '{"cordoned":false,"healthy":true,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":0,"uuid":"GPU-a"},'
+    '{"cordoned":true,"healthy":false,"memory":81408,"model":"NVIDIA H100 80GB HBM3","numa":1,"uuid":"GPU-b"}],'
+    '"levels":[[0,420],[420,0]],"other":{"uid-1":[[1,50,1024]]},"topologyManager":"none","version":1}'
+)
+PLACEMENT = Placement(node="node-1", containers={"main": (("GPU-a", 100, 81408), ("GPU-b", 100, 81408))})
+PLACEMENT_TEXT = '{"containers":{"main":[["GPU-a",100,81408],["GPU-b",100,81408]]},"node":"node-1","version":1}'
+
+
+def test_an_inventory_has_this_text() -> None:
+    assert encode(INVENTORY) == INVENTORY_TEXT
+    assert decode_inventory(INVENTORY_TEXT) == INVENTORY
+    assert decode_inventory(INVENTORY_TEXT).topology() == TOPOLOGY
+
+
+def test_a_placement_has_this_text() -> None:
+    assert encode(PLACEMENT) == PLACEMENT_TEXT
+    assert decode_placement(PLACEMENT_TEXT) == PLACEMENT
+
+
+def test_a_field_that_a_later_program_adds_is_ignored() -> None:
+    assert decode_placement(PLACEMENT_TEXT.replace('"version"', '"later":{},"version"')) == PLACEMENT
+
+
+def test_the_inventory_of_16_gpus_with_allocations_has_at_most_16_kib() -> None:
+    gpus = tuple(
+        InventoryGpu(uuid=f"GPU-{number:08x}-0000-0000-0000-000000000000", model="NVIDIA H100 80GB HBM3", memory=81408, numa=0)
+        for number in range(16)
+    )
+    levels = tuple(tuple(0 if a == b else 1860 for b in range(16)) for a in range(16))
+    other = {f"{number:08d}-0000-0000-0000-000000000000": ((number % 16, 10, 4096),) for number in range(160)}
+    assert len(encode(Inventory(gpus=gpus, levels=levels, other=other))) <= 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (INVENTORY_TEXT, "", "not valid"),
+        (INVENTORY_TEXT, "[" * 100_000, "not valid"),
+        (INVENTORY_TEXT, "\ud800", "not valid"),
+        (INVENTORY_TEXT, " " * (MAX_ANNOTATIONS_BYTES + 1), "too long"),
+        ('"version":1', '"version":2', "version 2 is not supported"),
+        (',"version":1', "", "missing required field `version`"),
+        ("81408", "-1", ">= 0"),
+        ("81408", "1e30", "not valid"),
+        ('"uuid":"GPU-b"', '"uuid":"GPU-a"', "twice in gpus"),
+        ("[[0,420],[420,0]]", "[[0,420]]", "2 x 2"),
+        ("[[0,420],[420,0]]", "[[0,420],[410,0]]", "not symmetric"),
+        ("[[0,420],[420,0]]", "[[0,405],[405,0]]", "405 in levels"),
+        ("[[1,50,1024]]", "[[2,50,1024]]", "not in gpus"),
+        ("[[1,50,1024]]", "[[1,50,1024],[1,50,1024]]", "twice"),
+        ("[[1,50,1024]]", "[[1,101,1024]]", "<= 100"),
+        ("[[1,50,1024]]", "[[1000000000,50,1024]]", "<= 63"),
+    ],
+)
+def test_a_wrong_inventory_is_refused_with_the_reason(before: str, after: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        decode_inventory(INVENTORY_TEXT.replace(before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ('"version":1', '"version":9', "version 9 is not supported"),
+        ('"node":"node-1"', '"node":""', "length >= 1"),
+        ('"GPU-b"', '"GPU-a"', "one twice"),
+        ('[["GPU-a",100,81408],["GPU-b",100,81408]]', "[]", "names no GPU"),
+        ("100,81408", "100,-5", ">= 0"),
+        ("100,81408", "100", "not valid"),
+    ],
+)
+def test_a_wrong_placement_is_refused_with_the_reason(before: str, after: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        decode_placement(PLACEMENT_TEXT.replace(before, after))
