@@ -5,11 +5,13 @@ from typing import Final
 
 from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
+from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
 from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.app.node_enforcement import NODE_ANNOTATION
 from gpumgr.app.over_limit import EVICTED
+from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION
 from gpumgr.kubeapi.publisher import condition, event_texts
 from gpumgr.kubeapi.publisher.decisions import NOT_EVICTED
 from gpumgr.kubeapi.publisher.events import ALLOCATION_ANNOTATION, Event
@@ -28,6 +30,12 @@ ANNOTATIONS: Final = (
     ("pod", annotations.PREDICATE_INDEX + "N", "written", "It has the device minors of app container N (as with gpu-manager)."),
     ("pod", annotations.PREDICATE_NODE, "written", "It has the name of the node (as with gpu-manager)."),
     ("pod", annotations.PREDICATE_TIME, "written", "It has the time of the grant in nanoseconds (as with gpu-manager)."),
+    (
+        "pod",
+        PLACEMENT_ANNOTATION,
+        "read",
+        "It has the GPUs of each container as JSON, if gpumgr's scheduler chose them. The agent gives exactly these, or refuses the pod.",
+    ),
     (
         "pod",
         CORE_LIMIT_ANNOTATION,
@@ -49,6 +57,12 @@ ANNOTATIONS: Final = (
         "It names the mechanisms that enforce the container's limits, joined by `+`.",
     ),
     ("node", NODE_ANNOTATION, "written", "It names the enforcement mechanisms of this node, with the reason."),
+    (
+        "node",
+        INVENTORY_ANNOTATION,
+        "written",
+        "It has, as JSON for gpumgr's scheduler, the GPUs, and the allocations that no placement explains.",
+    ),
     (
         "node",
         condition.LABELS_ANNOTATION,
@@ -113,6 +127,12 @@ EVENTS: Final = (
         EVICTED,
         True,
         "A container stayed over its memory limit, and the agent requested the eviction of the pod (`enforcement.evict`).",
+    ),
+    (
+        "pod",
+        PLACEMENT_IGNORED,
+        True,
+        f"The annotation `{PLACEMENT_ANNOTATION}` is not valid or is about another node. The agent chose the GPUs.",
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
     ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),
