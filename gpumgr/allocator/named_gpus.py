@@ -21,7 +21,7 @@ def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]
     cores = sum(amounts.cores for _, amounts in shares)
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     wanted = spec.memory_blocks * BLOCK_MEBIBYTES
-    # A whole GPU is placed with all its memory, whatever the container requests.
+    # A whole GPU is placed with all its memory, also if the container requests less.
     fits = memory == wanted if spec.cores < CORES_PER_GPU else memory >= wanted
     if len(shares) != max(1, spec.cores // CORES_PER_GPU) or cores != spec.cores or not fits:
         named = f"it names {len(shares)} GPUs with {cores} cores and {memory} MiB"
