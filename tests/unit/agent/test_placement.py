@@ -1,13 +1,12 @@
 """Pods that the scheduler placed (annotation gpumgr.io/placement), from the kubelet's calls to the ledger."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.allocator.pods import PodView
-from gpumgr.sim.kubelet_pods import SimContainer, SimPod
-from gpumgr.units import Amounts
+from gpumgr.sim.kubelet_pods import SimContainer
 from tests.component.stage.stage import snapshot
 
 from .world import Refused, World
@@ -19,28 +18,8 @@ def app(name: str = "main", cores: int = 30, blocks: int = 4, kind: str = "app")
     return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind=kind)  # type: ignore[arg-type]
 
 
-class Placed(World):
-    """`gpus`: pod -> GPU on which the scheduler placed each of its containers. `ignored`: pod -> why its annotation is not used."""
-
-    gpus: dict[str, int]
-    ignored: dict[str, str]
-
-    def view(self, pod: SimPod, phase: str = "Pending") -> PodView:
-        view = super().view(pod, phase)
-        gpu = getattr(self, "gpus", {}).get(pod.name)
-        placed = (
-            ()
-            if gpu is None
-            else tuple((c.name, ((UUIDS[gpu], Amounts(c.cores, c.memory_blocks * 256)),)) for c in view.containers)
-        )
-        return replace(view, placed=placed, placement_ignored=getattr(self, "ignored", {}).get(pod.name))
-
-
-async def made(**options: object) -> Placed:
-    world = await Placed.made(snapshot(4, 16), **options)
-    assert isinstance(world, Placed)
-    world.gpus, world.ignored = {}, {}
-    return world
+async def made(**options: Any) -> World:
+    return await World.made(snapshot(4, 16), **options)
 
 
 def gpus(world: World) -> dict[str, set[int]]:
@@ -57,7 +36,7 @@ def gpus(world: World) -> dict[str, set[int]]:
 async def test_each_pod_gets_its_gpu_in_either_order_of_resources(seed: int, known: object) -> None:
     """The seeds give both orders: the kubelet has none."""
     world = await made(seed=seed, known=known)
-    world.gpus = {"a": 3, "b": 1, "c": 3}
+    world.placed = {"a": 3, "b": 1, "c": 3}
     for name in ("a", "free", "b", "c"):
         await world.run(world.pod(name, app("fetch", 10, 1, "init"), app("main", 20), app("side", 5, 1)))
     assert {name: where for name, where in gpus(world).items() if name != "free"} == {"a": {3}, "b": {1}, "c": {3}}
@@ -66,7 +45,7 @@ async def test_each_pod_gets_its_gpu_in_either_order_of_resources(seed: int, kno
 
 async def test_a_gpu_without_the_room_refuses_the_pod_and_changes_nothing() -> None:
     world = await made()
-    world.gpus = {"first": 2, "second": 2}
+    world.placed = {"first": 2, "second": 2}
     await world.run(world.pod("first", app(cores=80)))
     before = world.ledger.allocations
     with pytest.raises(Refused, match="the scheduler's placement of container main can't be followed: no GPU has 30 cores"):
@@ -77,7 +56,7 @@ async def test_a_gpu_without_the_room_refuses_the_pod_and_changes_nothing() -> N
 
 async def test_a_cordoned_gpu_refuses_the_pod_with_the_cordon() -> None:
     world = await made()
-    world.gpus = {"a": 2}
+    world.placed = {"a": 2}
     await world.agent_state.set_health(failed={}, cordoned={UUIDS[2]: "cordoned by the operator: fan"})
     with pytest.raises(Refused, match="cordoned by the operator: fan"):
         await world.run(world.pod("a", app()))
@@ -85,7 +64,7 @@ async def test_a_cordoned_gpu_refuses_the_pod_with_the_cordon() -> None:
 
 async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_pod() -> None:
     world = await made()
-    world.gpus = {"a": 3}
+    world.placed = {"a": 3}
 
     plugin_allocate = world.kubelet.clients["tencent.com/vcuda-core"].allocate
     restarted: list[bool] = []
@@ -103,12 +82,14 @@ async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_p
 
 
 async def test_an_ignored_placement_is_an_event_once_and_the_agent_chooses() -> None:
-    world = await made()
-    world.ignored = {"a": "the annotation gpumgr.io/placement is ignored: it is about node other"}
+    world = await made(known=False)
+    reason = "the annotation gpumgr.io/placement is ignored: it is about node other"
+    pod = world.pod("a", app(), app("side", 5, 1))
+    world.pods.views["team", "a"] = replace(world.view(pod), placement_ignored=reason)
     with capture_logs() as logs:
-        await world.run(world.pod("a", app(), app("side", 5, 1)))
+        await world.run(pod)
     (entry,) = [entry for entry in world.agent_state.history.entries() if entry.what == "event"]
-    assert (entry.code, entry.pod, entry.why) == ("GpuPlacementIgnored", ("team", "a"), world.ignored["a"])
+    assert (entry.code, entry.pod, entry.why) == ("GpuPlacementIgnored", ("team", "a"), reason)
     assert [log["event"] for log in logs].count("placement_ignored") == 1
     assert gpus(world) == {"a": {0}}
 
@@ -117,7 +98,7 @@ async def test_a_placed_pod_is_not_identified_by_the_order_of_pods() -> None:
     """Without PodResources, any pod that waits for this could be the caller."""
     world = await made()
     world.away = True
-    world.gpus = {"a": 3}
+    world.placed = {"a": 3}
     other = world.pod("b", app())
     with pytest.raises(Refused, match="the scheduler chose the GPUs of team/a"):
         await world.run(world.pod("a", app()))
