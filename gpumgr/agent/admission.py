@@ -21,13 +21,13 @@ from gpumgr.allocator.callers import (
     reuser,
     waits_for,
 )
-from gpumgr.allocator.choose import Choice, Request
+from gpumgr.allocator.choose import Choice, Request, open_allocation
 from gpumgr.allocator.ids import Masks, common, count, minus
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
-from gpumgr.allocator.pods import ContainerSpec, PodKey
+from gpumgr.allocator.pods import ContainerSpec, PodKey, PodView
 from gpumgr.allocator.sweep import freed_by_offer, named_by, unlisted
-from gpumgr.errors import KubeletError
+from gpumgr.errors import KubeletError, Refusal
 from gpumgr.units import RESOURCE_NAMES, Resource, other_resource
 
 log = structlog.get_logger(__name__)
@@ -137,7 +137,31 @@ class Admission:
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
             ledger = self._corrected(ledger, listing, resource, masks)
-        return ledger, self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
+        caller = self._follower(ledger, resource, size) or self._by_order(ledger, resource, size, masks)
+        if self._placed_rival(ledger, caller, resource, size) and (listing := await self.list_pods()) is not None:
+            caller = await self._find(ledger, listing, resource, size)
+        return ledger, caller
+
+    def refuse_guess(self, ledger: Ledger, caller: Caller, resource: Resource, size: int) -> None:
+        """Raises Refusal if the call may be for a pod that the scheduler placed, and only the order of calls could decide that."""
+        placed = self._placed_rival(ledger, caller, resource, size)
+        if placed is not None:
+            raise Refusal(
+                "conflict",
+                f"it is not certain which pod this call is for, and the scheduler chose the GPUs of {'/'.join(placed.key)}: the agent "
+                f"does not guess; the pod must be created again (if this continues, look for pod_resources_unavailable in the log)",
+            )
+
+    def _placed_rival(self, ledger: Ledger, caller: Caller, resource: Resource, size: int) -> PodView | None:
+        """A pod that the scheduler placed and that the call may be for, if the caller is not certain."""
+        if caller.guessed:
+            if open_allocation(ledger, caller, other_resource(resource)) is not None:
+                return None
+            views = [view for view in self._pods.all() if view.placed and waits_for(ledger, view, resource, size)]
+        else:
+            known = self._pods.get(caller.pod) if caller.pod and caller.spec is None and caller.continues is None else None
+            views = [known] if known and known.placed else []
+        return next(iter(views), None)
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         """To be called when an Allocate of this caller is answered."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 
@@ -23,7 +24,7 @@ from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import Choice, Request, candidates, choose, open_allocation
 from gpumgr.allocator.grant import grant
-from gpumgr.allocator.history import Call
+from gpumgr.allocator.history import Call, HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.node import NodeView
 from gpumgr.allocator.response import ContainerResponse
@@ -31,6 +32,9 @@ from gpumgr.errors import CheckpointError, LedgerError, Refusal
 from gpumgr.units import CORES_PER_GPU, Resource, other_resource
 
 log = structlog.get_logger(__name__)
+
+#: Reason of the event of a pod of which the annotation gpumgr.io/placement is not used.
+PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,7 @@ class Agent:
             ledger, caller = await self.admission.identify(agent_state.ledger, request)
             self._put(ledger)
             self._identified(record, caller)
+            self.admission.refuse_guess(ledger, caller, resource, size)
             self._refuse_share(resource, size)
             choice = await self._choose(caller, request)
             self.admission.pending = Pending(record=record, choice=choice)
@@ -152,6 +157,11 @@ class Agent:
         other = other_resource(record.resource)
         own = open_allocation(agent_state.ledger, caller, other)
         record.id = own.id if own else record.id
+        view = caller.view
+        if view is not None and view.placement_ignored and not agent_state.ledger.of(view.key, view.uid):
+            log.warning("placement_ignored", pod="/".join(view.key), pod_uid=view.uid, reason=view.placement_ignored)
+            entry = HistoryEntry(what="event", code=PLACEMENT_IGNORED, pod=view.key, pod_uid=view.uid, why=view.placement_ignored)
+            agent_state.history.add_unless_repeated(entry)
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
         """The best choice; if there is none, the best one with blocks that were just freed."""
@@ -187,6 +197,7 @@ class Agent:
                 self._put(ledger)
                 why, evaluator = "the kubelet asked for no preference", None
                 self._identified(record, caller)
+                self.admission.refuse_guess(ledger, caller, resource, len(device_ids))
             caller = record.caller
             self._refuse_share(resource, len(device_ids))
             allocation = grant(

@@ -5,12 +5,13 @@ resource gets the same GPUs, since the first grant pins them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.history import Candidate
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.allocator.ledger import Allocation, Ledger
+from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.capacity import GpuCapacity
@@ -58,13 +59,24 @@ class _Needs:
 
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """Best ids for this call. Raises Refusal if the container's request is wrong or fits nowhere."""
-    other = other_resource(request.resource)
+    """Best ids for this call, on the GPUs that the scheduler named if it did. Raises Refusal if the container's request is wrong or fits
+    nowhere."""
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
-    own = open_allocation(ledger, caller, other)
+    named = named_gpus(caller, ledger.gpu_registry)
+    if not named:
+        return _choose(node, ledger, caller, request)
+    try:
+        return replace(_choose(node, ledger, caller, request, named), why="the scheduler chose it")
+    except Refusal as refusal:
+        raise unfollowed(caller, refusal) from None
+
+
+def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, named: Sequence[GpuName] = ()) -> Choice:
+    own = open_allocation(ledger, caller, other_resource(request.resource))
     room = _room(node, ledger, caller, request, own)
-    needs = _needs(caller, request, own)
+    room = replace(room, pinned=room.pinned | {*named})
+    needs = _needs(caller, request, own, alone=bool(named))
     if needs.cores == 0:
         return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, ledger, room, needs)
@@ -109,12 +121,13 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
     return frozenset(most[: max(1, caller.spec.cores // CORES_PER_GPU)])
 
 
-def _needs(caller: Caller, request: Request, own: Allocation | None) -> _Needs:
+def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> _Needs:
+    """`alone`: without the pod's later containers, which the scheduler has placed, too."""
     if caller.spec is None:
         if request.resource == "core":
             return _Needs(cores=request.size, memory_blocks=0 if own or request.size >= CORES_PER_GPU else 1)
         return _Needs(cores=own.cores if own else 0, memory_blocks=request.size)
-    needs = chain_needs(caller.chain)
+    needs = chain_needs(caller.chain[:1] if alone else caller.chain)
     if needs.most_cores >= CORES_PER_GPU:
         return _Needs(cores=needs.most_cores, memory_blocks=needs.memory_blocks, whole_gpus=-(-needs.cores // CORES_PER_GPU))
     if needs.cores >= CORES_PER_GPU:
@@ -156,7 +169,7 @@ def _place(node: NodeView, ledger: Ledger, room: _Room, needs: _Needs) -> tuple[
         )
     missing = [gpu for gpu in room.pinned if gpu not in node.rows]
     if missing:
-        raise Refusal("gpu_unhealthy", f"{node.label(missing[0])} is gone, and the container holds ids of it")
+        raise Refusal("gpu_unhealthy", f"{node.label(missing[0])} is gone, and the container must be on it")
     placement = place(
         node.topology,
         capacities,

@@ -6,17 +6,19 @@ Rules:
 * Whole GPUs are granted with all their cores; no other pod holds anything on them.
 * Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
   many as it requests.
+* Of a container that the scheduler placed, new ids lie on the GPUs that it named.
 * An id that a running container holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
   UpdateAllocatedDevices while an Allocate is in flight).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.choose import open_allocation
 from gpumgr.allocator.ids import ALL_CORES, NO_IDS, Masks, common, count, minus, union
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
+from gpumgr.allocator.named_gpus import named_gpus, unfollowed
 from gpumgr.allocator.node import NodeView
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.select import check_request
@@ -48,6 +50,8 @@ def grant(
     reused = common(masks, ledger.reusable(resource, caller.pod, uid)) if caller.pod or uid else {}
     fresh = minus(masks, reused)
     _refuse_held(ledger, resource, fresh)
+    named = named_gpus(caller, ledger.gpu_registry)
+    _refuse_elsewhere(node, caller, named, fresh)
     _refuse_unfit(node, fresh)
     _refuse_shape(node, ledger, caller, resource, masks, fresh, own)
     base = own or Allocation(id=new_id, granted_at=now)
@@ -60,7 +64,7 @@ def grant(
         init=caller.init,
         why=base.why or why,
     )
-    gpus = _granted_gpus(ledger, allocation, device_ids)
+    gpus = _granted_gpus(ledger, allocation, device_ids, named)
     allocation = allocation.with_ids(ledger.gpu_registry, device_ids, gpus)
     _refuse_excess(node, ledger.occupy(allocation), gpus)
     return allocation
@@ -83,6 +87,14 @@ def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> No
             raise Refusal(
                 "conflict", f"{node.label(gpu)} does not have so much left: {after.without_ids[gpu]} are granted by claims"
             )
+
+
+def _refuse_elsewhere(node: NodeView, caller: Caller, named: Collection[GpuName], fresh: Masks) -> None:
+    outside = [node.label(gpu) for gpu in fresh if named and gpu not in named]
+    if outside:
+        wanted = ", ".join(map(node.label, named))
+        reason = f"it names {wanted}, and the kubelet's ids lie on {', '.join(outside)}"
+        raise unfollowed(caller, Refusal("conflict", reason))
 
 
 def _refuse_unfit(node: NodeView, fresh: Masks) -> None:
@@ -152,7 +164,9 @@ def _of_caller(allocation: Allocation, caller: Caller) -> bool:
     return allocation.same_pod(Allocation(id="", pod=caller.pod, uid=caller.uid))
 
 
-def _granted_gpus(ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks]) -> Sequence[GpuName]:
+def _granted_gpus(
+    ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
+) -> Sequence[GpuName]:
     """GPUs of the container, in the order of the registry: all of its ids' GPUs, or of taken-over ids as many as it requests."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
@@ -161,5 +175,7 @@ def _granted_gpus(ledger: Ledger, allocation: Allocation, device_ids: Mapping[Re
         return sorted(cores or blocks, key=order.index)
     running = [a for a in ledger.of(allocation.pod, allocation.uid) if not a.init and a.id != allocation.id]
     taken = {gpu for a in running for gpu in a.gpus}
-    best = sorted(cores, key=lambda gpu: (gpu not in blocks, gpu in taken, -cores[gpu].bit_count(), order.index(gpu)))
+    best = sorted(
+        cores, key=lambda gpu: (gpu not in blocks, gpu not in named, gpu in taken, -cores[gpu].bit_count(), order.index(gpu))
+    )
     return sorted(best[:wanted], key=order.index)

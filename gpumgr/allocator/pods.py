@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.units import Resource
+from gpumgr.units import Amounts, Resource
 
 #: (namespace, name). Names recur (StatefulSets): where it is known, the UID distinguishes two incarnations.
 PodKey = tuple[str, str]
+
+#: UUID of a GPU, and what a container gets of it.
+NamedGpu = tuple[str, Amounts]
 
 TERMINAL_PHASES = frozenset({"Succeeded", "Failed"})
 
@@ -33,6 +36,9 @@ class PodView:
     `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `runtime_uid` is the UID of a static pod in
     the kubelet and the runtime; its `uid` is that of its mirror pod. `submitter` (SUBMITTER in the environment of the first app
     container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+
+    `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
+    chooses. `placement_ignored`: why that annotation is not used.
     """
 
     namespace: str
@@ -49,6 +55,8 @@ class PodView:
     runtime_uid: str | None = None
     submitter: str | None = None
     cluster: str | None = None
+    placed: tuple[tuple[str, tuple[NamedGpu, ...]], ...] = ()
+    placement_ignored: str | None = None
 
     @property
     def key(self) -> PodKey:

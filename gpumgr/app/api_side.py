@@ -18,6 +18,7 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.cache import NoPods, PodCache
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.publisher.decisions import DecisionReporter
+from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.settings import Settings
@@ -76,12 +77,20 @@ class ApiSide:
         node = components.settings.node.name
         self.decisions = DecisionReporter(self.publisher, agent_state=components.agent_state, pods=self.pods, node=node)
         self.node = NodeReporter(self.publisher.node, report=readers.report)
+        inventory = InventoryReporter(
+            self.publisher.node.annotate,
+            report=readers.report,
+            pods=self.pods,
+            enforcement=components.enforcement.describe_limits,
+            topology_manager=components.settings.kubelet.topology_manager_policy,
+        )
         self.apply(components.settings.kubernetes)
         tasks: list[asyncio.Task[None]] = [group.create_task(self.pods.run(), name="pods")]
         for name, run in (
             ("publisher", self.publisher.run),
             ("decision_reporter", self.decisions.run),
             ("node_reporter", self.node.run),
+            ("inventory_reporter", inventory.run),
         ):
             tasks.append(group.create_task(persistently(name, run), name=name))
         if self.delete_failed:

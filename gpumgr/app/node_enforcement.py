@@ -142,6 +142,10 @@ class NodeEnforcement:
         """UUID -> limits of new shares on the GPU, without the operator's overrides."""
         return {gpu.uuid: self.limits.choice.limits(gpu) for gpu in self._snapshot.gpus}
 
+    def describe_limits(self) -> str:
+        """The limits of new shares on all GPUs, as one text."""
+        return self.limits.choice.describe(self._snapshot.gpus)
+
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
         """Call it before any call of the driver. `lost`: the checkpoint is lost, so the answers to earlier containers are unknown."""
         self._agent_state = agent_state
@@ -161,8 +165,8 @@ class NodeEnforcement:
                 await self.containers.refresh()
         # A library that was installed since is taken without a restart of the agent.
         self._hami_core.supply(*hami_core_library(self._settings))
-        choice = await self.limits.choose(self._snapshot.gpus)
-        if self._publisher is not None and (description := choice.describe(self._snapshot.gpus)) != self._annotated:
+        await self.limits.choose(self._snapshot.gpus)
+        if self._publisher is not None and (description := self.describe_limits()) != self._annotated:
             self._publisher.node.annotate(NODE_ANNOTATION, description)
             self._annotated = description
 

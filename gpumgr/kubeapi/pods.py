@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
@@ -52,7 +53,25 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
+        **_placement(annotations.get(PLACEMENT_ANNOTATION), str(spec.get("nodeName") or "")),
     )
+
+
+def _placement(text: object, node: str) -> dict[str, Any]:
+    """`placed` and `placement_ignored`. Users may write this annotation, so a wrong one does not make a pod unreadable."""
+    if text is None:
+        return {}
+    try:
+        placement = decode_placement(str(text))
+        if placement.node != node:
+            raise ValueError(f"it is about node {placement.node}, and the pod is bound to {node or 'none'}")
+    except ValueError as error:
+        return {"placement_ignored": f"the annotation {PLACEMENT_ANNOTATION} is ignored: {str(error)[:_MAX_WORD]}"}
+    named = {
+        name: tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in shares)
+        for name, shares in placement.containers.items()
+    }
+    return {"placed": tuple(named.items())}
 
 
 def parse_quantity(text: str) -> int:

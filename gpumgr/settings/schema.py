@@ -57,6 +57,8 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     #: Socket of the kubelet's PodResources API.
     pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    #: The kubelet's topologyManagerPolicy. With another one than none the scheduler chooses only the node.
+    topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,12 +123,18 @@ class Admissions(RuleBasedStateMachine):
         # A whole GPU's missing memory and the next container's memory look alike where no spec is known.
         specs = data.draw(containers(kinds=self.kinds, memory_always=world.known is not True))
         pod = world.pod("web-0" if recur and self.recurs and free_name else f"p{self.numbers}", *specs)
+        placed = data.draw(st.sampled_from([None, None, 0, 1, 2, 3]))
+        if placed is not None and pod.name != "web-0":
+            world.placed[pod.name] = placed
         try:
             self.do(world.admit(pod))
         except Refused as refusal:
             note(f"{pod.name}: {refusal}")
             world.clock.now += 1.5
             return
+        if pod.name in world.placed and world.known is True:
+            mine = world.ledger.of((pod.namespace, pod.name), pod.uid)
+            assert {gpu for a in mine for gpu in a.places} == {world.ledger.gpu_registry.gpus[world.placed[pod.name]].name}
         world.clock.now += pause
         if not world.away:
             world.check_places()

@@ -5,6 +5,7 @@ from typing import Final
 
 from gpumgr.accounting.findings import OVER_LIMIT
 from gpumgr.agent.drain_evictions import EVICTED as DRAINED
+from gpumgr.agent.writer import PLACEMENT_IGNORED
 from gpumgr.allocator import annotations
 from gpumgr.allocator.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION
 from gpumgr.allocator.history import HistoryEntry
@@ -29,6 +30,12 @@ ANNOTATIONS: Final = (
     ("pod", annotations.PREDICATE_INDEX + "N", "written", "It has the device minors of app container N (as with gpu-manager)."),
     ("pod", annotations.PREDICATE_NODE, "written", "It has the name of the node (as with gpu-manager)."),
     ("pod", annotations.PREDICATE_TIME, "written", "It has the time of the grant in nanoseconds (as with gpu-manager)."),
+    (
+        "pod",
+        PLACEMENT_ANNOTATION,
+        "read",
+        "It has the GPUs of each container as JSON, if gpumgr's scheduler chose them. The agent gives exactly these, or refuses the pod.",
+    ),
     (
         "pod",
         CORE_LIMIT_ANNOTATION,
@@ -126,6 +133,12 @@ EVENTS: Final = (
         EVICTED,
         True,
         "A container stayed over its memory limit, and the agent requested the eviction of the pod (`enforcement.evict`).",
+    ),
+    (
+        "pod",
+        PLACEMENT_IGNORED,
+        True,
+        f"The annotation `{PLACEMENT_ANNOTATION}` is not valid or is about another node. The agent chose the GPUs.",
     ),
     ("pod", NOT_EVICTED, True, "The API server refused the eviction."),
     ("pod", DRAINED, True, "The pod's GPU is drained, and the agent requested the eviction of the pod."),

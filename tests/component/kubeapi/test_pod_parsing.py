@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.allocator.pods import ContainerSpec
+from gpumgr.allocator.pods import ContainerSpec, PodView
 from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.units import Amounts
 
 METADATA = {"namespace": "ns", "name": "web-0", "uid": "u-1"}
 
@@ -157,3 +158,43 @@ def test_any_text_is_a_whole_quantity_or_a_value_error(text: str) -> None:
         assert 0 <= parse_quantity(text) < 1 << 63
     except ValueError:
         return
+
+
+def placed(text: object, node: str | None = "node-1") -> PodView:
+    spec = {"containers": [container("app", {"tencent.com/vcuda-core": "50"})], "nodeName": node}
+    return parse_pod({"metadata": {**METADATA, "annotations": {"gpumgr.io/placement": text}}, "spec": spec})
+
+
+def test_the_schedulers_placement_names_gpus_of_this_node() -> None:
+    view = placed('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":1}')
+    assert (view.placed, view.placement_ignored) == ((("app", (("GPU-a", Amounts(50, 1024)),)),), None)
+    assert placed('{"containers":{},"node":"node-1","version":1}').placed == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "reason"),
+    [
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-2","version":1}', "node-1", "it is about node node-2"),
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":1}', None, "the pod is bound to none"),
+        ('{"containers":{"app":[["GPU-a",50,1024]]},"node":"node-1","version":2}', "node-1", "version 2 is not supported"),
+        ('{"containers":{"app":[["GPU-a",5000,1024]]},"node":"node-1","version":1}', "node-1", "not valid"),
+        ("[" * 100_000, "node-1", "not valid"),
+        ("", "node-1", "not valid"),
+        (7, "node-1", "not valid"),
+        (f'{{"node":"{"n" * 5000}","version":1}}', "node-1", "not valid"),
+    ],
+)
+def test_a_placement_that_is_not_meant_for_this_node_is_ignored_with_the_reason(
+    text: object, node: str | None, reason: str
+) -> None:
+    view = placed(text, node)
+    assert (view.placed, view.containers[0].cores) == ((), 50)
+    assert view.placement_ignored is not None
+    assert view.placement_ignored.startswith("the annotation gpumgr.io/placement is ignored: ")
+    assert reason in view.placement_ignored
+    assert len(view.placement_ignored) < 400
+
+
+@given(st.text())
+def test_no_text_of_the_placement_makes_a_pod_unreadable(text: str) -> None:
+    assert placed(text).placed == ()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -29,7 +29,7 @@ from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
 from gpumgr.topology.devices import NodeSnapshot
-from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.units import RESOURCE_BY_NAME, RESOURCE_NAMES, RESOURCES, Amounts, Resource
 from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, snapshot, unlimited
 
 
@@ -139,6 +139,8 @@ class World:
         self.in_flight: Any = None
         self.processes: set[Process] = set()
         self.away = False
+        #: Pod -> GPU on which the scheduler placed all of its containers.
+        self.placed: dict[str, int] = {}
         #: So many of the next `List` calls fail.
         self.failing_lists = 0
         self.sources_ready = True
@@ -269,7 +271,12 @@ class World:
             ContainerSpec(name=c.name, kind=c.kind, cores=c.cores, memory_blocks=c.memory_blocks) for c in pod.admission_order
         )
         number = float(pod.uid.removeprefix("uid-"))
-        return PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=number, containers=specs)
+        view = PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=number, containers=specs)
+        gpu = self.placed.get(pod.name)
+        if gpu is None:
+            return view
+        uuid = self.node.gpus[gpu].uuid
+        return replace(view, placed=tuple((c.name, ((uuid, Amounts(c.cores, c.memory_blocks * 256)),)) for c in specs))
 
     def update_cache(self, pod: SimPod, phase: str = "Pending") -> None:
         self.pods.views[pod.namespace, pod.name] = self.view(pod, phase)

@@ -1,0 +1,147 @@
+"""Publishes the node's GPUs for the scheduler (annotation gpumgr.io/inventory), with the allocations that it can't derive from pods.
+
+The scheduler counts a pod that it placed by the pod's own annotation. Therefore the inventory changes for hardware, health, cordons and
+other pods alone, not with each pod: a changed node annotation makes kube-scheduler retry all waiting pods.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Pods
+from gpumgr.agent.writer import AgentView
+from gpumgr.aio import until_tick
+from gpumgr.allocator.ids import union
+from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.pods import PodView
+from gpumgr.kubeapi.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    Inventory,
+    InventoryGpu,
+    OtherShare,
+    TopologyManagerPolicy,
+    encode,
+    levels_of,
+)
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+
+REPORT_SECONDS: Final = 1.0
+#: An unchanged inventory is written again this often: the Node may have been deleted and registered again.
+RESYNC_SECONDS: Final = 600.0
+#: A pod that ended or was deleted holds its allocations until the next reconciliation. Only later are they reported.
+ENDING_SECONDS: Final = 15.0
+_MAX_TEXT: Final = 256
+
+
+class InventoryReporter:
+    """`annotate` sets an annotation of the node. `report` returns the current state, `enforcement` the text of gpumgr.io/enforcement.
+    `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        annotate: Callable[[str, str | None], None],
+        *,
+        report: Callable[[], NodeReport],
+        pods: Pods,
+        enforcement: Callable[[], str],
+        topology_manager: TopologyManagerPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._annotate, self._report, self._pods, self._clock = annotate, report, pods, clock
+        self._enforcement, self._topology_manager = enforcement, topology_manager
+        #: Allocation -> when a placement explained it last.
+        self._explained: dict[AllocationId, float] = {}
+        self._written, self._written_at = "", 0.0
+
+    async def run(self) -> NoReturn:
+        """Runs until it is cancelled."""
+        while True:
+            self.report()
+            await asyncio.sleep(until_tick(REPORT_SECONDS))
+
+    def report(self) -> None:
+        """To be called once a second. Writes nothing before the GPUs and the node's pods are known."""
+        report = self._report()
+        if not (report.view.inventory.snapshot.gpus and self._pods.synced):
+            return
+        text, now = encode(self._inventory(report)), self._clock()
+        if text != self._written or now - self._written_at >= RESYNC_SECONDS:
+            self._written, self._written_at = text, now
+            self._annotate(INVENTORY_ANNOTATION, text)
+
+    def _inventory(self, report: NodeReport) -> Inventory:
+        view = report.view
+        registry, snapshot = view.ledger.gpu_registry, view.inventory.snapshot
+        failed, unschedulable = view.inventory.failures(registry), view.inventory.unschedulable_reasons(registry)
+        names = [registry.by_uuid[gpu.uuid].name if gpu.uuid in registry.by_uuid else "" for gpu in snapshot.gpus]
+        return Inventory(
+            driver=(snapshot.driver_version or "")[:_MAX_TEXT],
+            enforcement=self._enforcement()[:_MAX_TEXT],
+            topology_manager=self._topology_manager,
+            gpus=tuple(
+                InventoryGpu(
+                    uuid=gpu.uuid,
+                    model=(gpu.model or "")[:_MAX_TEXT],
+                    memory=gpu.memory_blocks * BLOCK_MEBIBYTES,
+                    numa=-1 if gpu.numa_node is None else gpu.numa_node,
+                    healthy=bool(name) and name not in failed,
+                    cordoned=name in unschedulable,
+                )
+                for name, gpu in zip(names, snapshot.gpus, strict=True)
+            ),
+            levels=levels_of(snapshot.topology),
+            other=self._other(view, {name: position for position, name in enumerate(names) if name}),
+        )
+
+    def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, tuple[OtherShare, ...]]:
+        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, if its placement does not explain all of it."""
+        now, before = self._clock(), self._explained
+        self._explained = {}
+        pods: defaultdict[str, list[Allocation]] = defaultdict(list)
+        unexplained: set[str] = set()
+        for a in view.ledger.allocations.values():
+            pod = find_pod(self._pods, a.pod, a.uid)
+            uid = (pod.uid if pod else a.uid) or a.id
+            pods[uid].append(a)
+            if pod is not None and not pod.ended and explains(pod, a, view):
+                self._explained[a.id] = now
+            elif (pod is None or pod.ended) and now - before.get(a.id, float("-inf")) < ENDING_SECONDS:
+                self._explained[a.id] = before[a.id]
+            else:
+                unexplained.add(uid)
+        return {uid: _shares(pods[uid], positions) for uid in sorted(unexplained)}
+
+
+def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
+    """Whether the scheduler's placement of this pod covers all that the allocation holds."""
+    placed = dict(pod.placed)
+    if placed.keys() != {c.name for c in pod.containers if c.cores or c.memory_blocks} or a.container is None:
+        return False
+    named = {
+        view.ledger.gpu_registry.by_uuid[uuid].name: amounts
+        for uuid, amounts in placed.get(a.container, ())
+        if uuid in view.ledger.gpu_registry.by_uuid
+    }
+    return all(
+        gpu in named
+        and held.cores <= named[gpu].cores
+        and (named[gpu].whole or held.memory_mebibytes <= named[gpu].memory_mebibytes)
+        for gpu in a.places
+        for held in [a.amounts_on(gpu)]
+    )
+
+
+def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> tuple[OtherShare, ...]:
+    """What a pod's allocations hold together: an id that two containers have in turn counts once. GPUs that are gone have no position."""
+    cores, blocks = union(*(a.held("core") for a in allocations)), union(*(a.held("memory") for a in allocations))
+    shares: list[OtherShare] = []
+    for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
+        granted = [a.gpus[gpu] for a in allocations if gpu in a.gpus and (a.gpus[gpu].whole or not a.device_ids)]
+        most_cores = max([cores.get(gpu, 0).bit_count(), *(amounts.cores for amounts in granted)])
+        most_memory = max([blocks.get(gpu, 0).bit_count() * BLOCK_MEBIBYTES, *(amounts.memory_mebibytes for amounts in granted)])
+        shares.append((positions[gpu], min(most_cores, CORES_PER_GPU), most_memory))
+    return tuple(shares)

@@ -1,0 +1,173 @@
+"""The annotation gpumgr.io/inventory of the node: its content, and when it is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.allocator.ids import ALL_CORES
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.pods import ContainerSpec, NamedGpu, PodView
+from gpumgr.allocator.quarantine import Quarantine
+from gpumgr.kubeapi.cluster_annotations import Inventory, InventoryGpu, decode_inventory
+from gpumgr.kubeapi.publisher.inventory import ENDING_SECONDS, RESYNC_SECONDS, InventoryReporter
+from gpumgr.units import Amounts
+from tests.component.stage.stage import Clock, MemoryPods
+from tests.unit.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole
+
+LOW = (1 << 30) - 1
+
+
+@dataclass
+class Node:
+    """`written`: the values of the annotation, in order."""
+
+    pods: MemoryPods = field(default_factory=MemoryPods)
+    clock: Clock = field(default_factory=Clock)
+    written: list[str] = field(default_factory=list)
+    report: NodeReport = field(default_factory=lambda: NodeReport(view=view_of()))
+
+    def __post_init__(self) -> None:
+        self.reporter = InventoryReporter(
+            self._annotate,
+            report=lambda: self.report,
+            pods=self.pods,
+            enforcement=lambda: "mps",
+            topology_manager="none",
+            clock=self.clock,
+        )
+
+    def _annotate(self, key: str, value: str | None) -> None:
+        assert key == "gpumgr.io/inventory"
+        assert value is not None
+        self.written.append(value)
+
+    def look(self, *allocations: Allocation, seconds: float = 1.0, **view: Any) -> int:
+        """The number of writes one second later, with this state."""
+        self.clock.now += seconds
+        self.report = replace(self.report, view=view_of(*allocations, **view))
+        self.reporter.report()
+        return len(self.written)
+
+    @property
+    def inventory(self) -> Inventory:
+        return decode_inventory(self.written[-1])
+
+    @property
+    def other(self) -> Mapping[str, object]:
+        return self.inventory.other
+
+
+def pod(letter: str, *shares: NamedGpu, phase: str = "Running", **names: tuple[NamedGpu, ...]) -> PodView:
+    """A pod with the container "main" that the scheduler placed on `shares`."""
+    placed = {"main": shares, **names} if shares else {}
+    main = ContainerSpec(name="main", cores=30, memory_blocks=1)
+    return PodView(
+        namespace="team", name=letter, uid=f"uid-{letter}", phase=phase, containers=(main,), placed=tuple(placed.items())
+    )
+
+
+def share(letter: str, gpu: int, **more: Any) -> Allocation:
+    return allocation(letter, ("team", letter), cores={gpu: LOW}, blocks={gpu: 1}, **more)
+
+
+def named(gpu: int, cores: int = 30, memory: int = 256) -> NamedGpu:
+    return uuid_of(gpu), Amounts(cores, memory)
+
+
+def put(node: Node, *views: PodView) -> None:
+    for view in views:
+        node.pods.views[view.key] = view
+
+
+def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
+    node = Node()
+    busy = Quarantine(held={name_of(0): frozenset({(7, 70)})})
+    assert node.look(nvlinks=4, failed={uuid_of(1): "XID 79"}, quarantine=busy) == 1
+    found = node.inventory
+    assert (found.driver, found.enforcement, found.topology_manager, found.other) == ("550.54.15", "mps", "none", {})
+    gpu = InventoryGpu(uuid=uuid_of(0), model="NVIDIA A10", memory=BLOCKS * 256, numa=0, cordoned=True)
+    assert found.gpus == (gpu, InventoryGpu(uuid=uuid_of(1), model="NVIDIA A10", memory=BLOCKS * 256, numa=1, healthy=False))
+    assert found.topology() == snapshot_of(2, nvlinks=4).topology
+    node.look(cordoned={uuid_of(1): "by the operator"})
+    assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (True, True)]
+
+
+def test_it_is_written_when_it_changes_and_otherwise_seldom() -> None:
+    node = Node()
+    assert [node.look(), node.look(), node.look(cordoned={uuid_of(1): "x"}), node.look(cordoned={uuid_of(1): "y"})] == [
+        1,
+        1,
+        2,
+        2,
+    ]
+    assert node.look(seconds=RESYNC_SECONDS, cordoned={uuid_of(1): "y"}) == 3
+
+
+def test_it_is_not_written_before_the_gpus_and_the_pods_are_known() -> None:
+    node = Node(pods=MemoryPods(synced=False))
+    assert node.look(share("a", 0)) == 0
+    node.pods.synced = True
+    assert node.look(shown=0) == 0
+    assert node.look(share("a", 0)) == 1
+
+
+def test_pods_of_the_scheduler_cause_no_write() -> None:
+    """From the first of the kubelet's two calls to the end of the pod, also if it is deleted before the ledger frees its GPU."""
+    node = Node()
+    node.look()
+    put(node, pod("a", named(0)), pod("w", named(1, 100, BLOCKS * 256)))
+    half = allocation("a", ("team", "a"), cores={0: LOW})
+    assert node.look(half) == 1
+    assert node.look(share("a", 0), whole("w", ("team", "w"), 1)) == 1
+    put(node, pod("a", named(0), phase="Succeeded"))
+    del node.pods.views["team", "w"]
+    assert node.look(share("a", 0), whole("w", ("team", "w"), 1)) == 1
+    assert node.look() == 1
+
+
+def test_an_allocation_that_outlives_its_pod_is_reported() -> None:
+    node = Node()
+    put(node, pod("a", named(0)))
+    node.look(share("a", 0))
+    node.pods.views.clear()
+    assert node.look(share("a", 0), seconds=ENDING_SECONDS / 2) == 1
+    assert node.look(share("a", 0), seconds=ENDING_SECONDS) == 2
+    assert node.other == {"uid-a": ((0, 30, 256),)}
+
+
+def test_what_no_placement_explains_is_reported_by_pod() -> None:
+    node = Node()
+    put(
+        node,
+        pod("b"),
+        pod("c", named(1)),
+        pod("d", named(0, cores=20)),
+        pod("e", named(0), side=(named(0),)),
+        pod("f", (uuid_of(7), Amounts(30, 256))),
+    )
+    everyone = [replace(share(letter, 0), device_ids={}) for letter in "bcdefz"]
+    for each in everyone:
+        node.look(each)
+        assert node.other == {f"uid-{each.id}": ((0, 30, 256),)}, each.id
+    node.look(replace(share("n", 0), uid=None, pod=None))
+    assert node.other == {"n": ((0, 30, 256),)}
+
+
+def test_all_that_a_pod_holds_is_reported_if_a_part_is_not_explained() -> None:
+    """The scheduler then counts this instead of the pod's annotation. An id that two containers have in turn counts once."""
+    node = Node()
+    put(node, pod("a", named(0)))
+    first = replace(share("a", 0), id="1", container="init", init=True)
+    second = allocation("a", ("team", "a"), cores={0: LOW << 10}, blocks={0: 0b110})
+    node.look(first, second)
+    assert node.other == {"uid-a": ((0, 40, 768),)}
+
+
+def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> None:
+    node = Node()
+    pair = allocation("p", ("team", "p"), cores={0: ALL_CORES, 1: ALL_CORES}, blocks={0: 1})
+    node.look(pair)
+    assert node.other == {"uid-p": ((0, 100, BLOCKS * 256), (1, 100, BLOCKS * 256))}
+    node.look(pair, shown=1)
+    assert node.other == {"uid-p": ((0, 100, BLOCKS * 256),)}

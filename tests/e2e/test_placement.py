@@ -1,0 +1,59 @@
+"""Pods that a scheduler bound with the annotation gpumgr.io/placement: the kubelet and the agent follow it."""
+
+import json
+
+from .api import PODS
+from .manifests import Json, gpu_pod
+from .node import Node
+from .places import NODE
+from .processes import wait_until
+
+INVENTORY = "gpumgr.io/inventory"
+
+
+def inventory(node: Node) -> Json:
+    """The node's annotation; empty before it is written."""
+    found: Json = json.loads(node.cluster.node()["metadata"].get("annotations", {}).get(INVENTORY, "{}"))
+    return found
+
+
+def bind(node: Node, name: str, uuid: str, cores: int, blocks: int) -> None:
+    """Creates a pod that no scheduler takes, and binds it as gpumgr's scheduler does: one Binding with annotations."""
+    pod = gpu_pod(name, cores, blocks)
+    pod["spec"].pop("nodeName", None)
+    pod["spec"]["schedulerName"] = "the-test"
+    node.cluster.create([pod])
+    placement = {"version": 1, "node": NODE, "containers": {"main": [[uuid, cores, blocks * 256]]}}
+    binding = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": name, "annotations": {"gpumgr.io/placement": json.dumps(placement)}},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
+    }
+    node.cluster.api.request("POST", f"{PODS}/{name}/binding", binding)
+
+
+def name_of(uuid: str) -> str:
+    return uuid.removeprefix("GPU-")[:8]
+
+
+def test_a_bound_pod_gets_the_gpu_that_its_placement_names(node: Node) -> None:
+    """Best fit would choose the GPU that is in use. Only the pod that the agent placed is in the inventory."""
+    node.run([gpu_pod("other", 30, 16)])
+    (other,) = node.ledger_of("other")
+    uid = node.cluster.pods.all()["other"]["metadata"]["uid"]
+    wait_until("the inventory with the other pod", lambda: list(inventory(node).get("other", ())) == [uid])
+    before = inventory(node)
+    ((position, cores, memory),) = before["other"][uid]
+    uuids = [gpu["uuid"] for gpu in before["gpus"]]
+    assert (name_of(uuids[position]), cores, memory) == (other.gpus[0], 30, 16 * 256)
+    free = [uuid for uuid in uuids if name_of(uuid) not in other.gpus]
+    bind(node, "named", free[-1], 20, 16)
+    node.wait_running(["named"])
+    node.check()
+    assert [holding.gpus for holding in node.ledger_of("named")] == [(name_of(free[-1]),)]
+    bind(node, "full", free[-1], 90, 16)
+    node.wait_phase("full", "Failed")
+    assert "no GPU has 90 cores" in node.event("full", "GpuRefused")
+    assert node.ledger_of("full") == []
+    assert inventory(node) == before

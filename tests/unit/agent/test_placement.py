@@ -1,0 +1,113 @@
+"""Pods that the scheduler placed (annotation gpumgr.io/placement), from the kubelet's calls to the ledger."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.sim.kubelet_pods import SimContainer
+from tests.component.stage.stage import snapshot
+
+from .world import Refused, World
+
+UUIDS = [gpu.uuid for gpu in snapshot(4, 16).gpus]
+
+
+def app(name: str = "main", cores: int = 30, blocks: int = 4, kind: str = "app") -> SimContainer:
+    return SimContainer(name=name, cores=cores, memory_blocks=blocks, kind=kind)  # type: ignore[arg-type]
+
+
+async def made(**options: Any) -> World:
+    return await World.made(snapshot(4, 16), **options)
+
+
+def gpus(world: World) -> dict[str, set[int]]:
+    """Pod -> its GPUs."""
+    names = [gpu.name for gpu in world.ledger.gpu_registry.gpus]
+    result: dict[str, set[int]] = {}
+    for a in world.ledger.allocations.values():
+        result.setdefault(a.pod[1] if a.pod else "", set()).update(names.index(gpu) for gpu in a.places)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("known", [True, "late"])
+async def test_each_pod_gets_its_gpu_in_either_order_of_resources(seed: int, known: object) -> None:
+    """The seeds give both orders: the kubelet has none."""
+    world = await made(seed=seed, known=known)
+    world.placed = {"a": 3, "b": 1, "c": 3}
+    for name in ("a", "free", "b", "c"):
+        await world.run(world.pod(name, app("fetch", 10, 1, "init"), app("main", 20), app("side", 5, 1)))
+    assert {name: where for name, where in gpus(world).items() if name != "free"} == {"a": {3}, "b": {1}, "c": {3}}
+    world.check_ids()
+
+
+async def test_a_gpu_without_the_room_refuses_the_pod_and_changes_nothing() -> None:
+    world = await made()
+    world.placed = {"first": 2, "second": 2}
+    await world.run(world.pod("first", app(cores=80)))
+    before = world.ledger.allocations
+    with pytest.raises(Refused, match="the scheduler's placement of container main can't be followed: no GPU has 30 cores"):
+        await world.run(world.pod("second", app()))
+    assert world.ledger.allocations == before
+    assert world.agent_state.history.entries()[-1].code == "no_fit"
+
+
+async def test_a_cordoned_gpu_refuses_the_pod_with_the_cordon() -> None:
+    world = await made()
+    world.placed = {"a": 2}
+    await world.agent_state.set_health(failed={}, cordoned={UUIDS[2]: "cordoned by the operator: fan"})
+    with pytest.raises(Refused, match="cordoned by the operator: fan"):
+        await world.run(world.pod("a", app()))
+
+
+async def test_a_restart_between_the_preference_and_allocate_does_not_move_the_pod() -> None:
+    world = await made()
+    world.placed = {"a": 3}
+
+    plugin_allocate = world.kubelet.clients["tencent.com/vcuda-core"].allocate
+    restarted: list[bool] = []
+
+    async def allocate(ids: object) -> object:
+        if not restarted:
+            restarted.append(True)
+            await world.restart()
+        return await plugin_allocate(ids)  # type: ignore[arg-type]
+
+    world.kubelet.clients["tencent.com/vcuda-core"].allocate = allocate  # type: ignore[method-assign, assignment]
+    await world.run(world.pod("a", app()))
+    assert restarted
+    assert gpus(world) == {"a": {3}}
+
+
+async def test_an_ignored_placement_is_an_event_once_and_the_agent_chooses() -> None:
+    world = await made(known=False)
+    reason = "the annotation gpumgr.io/placement is ignored: it is about node other"
+    pod = world.pod("a", app(), app("side", 5, 1))
+    world.pods.views["team", "a"] = replace(world.view(pod), placement_ignored=reason)
+    with capture_logs() as logs:
+        await world.run(pod)
+    (entry,) = [entry for entry in world.agent_state.history.entries() if entry.what == "event"]
+    assert (entry.code, entry.pod, entry.why) == ("GpuPlacementIgnored", ("team", "a"), reason)
+    assert [log["event"] for log in logs].count("placement_ignored") == 1
+    assert gpus(world) == {"a": {0}}
+
+
+async def test_a_placed_pod_is_not_identified_by_the_order_of_pods() -> None:
+    """Without PodResources, any pod that waits for this could be the caller."""
+    world = await made()
+    world.away = True
+    world.placed = {"a": 3}
+    other = world.pod("b", app())
+    with pytest.raises(Refused, match="the scheduler chose the GPUs of team/a"):
+        await world.run(world.pod("a", app()))
+    await world.run(other)
+    assert set(gpus(world)) == {"b"}
+
+
+async def test_a_pod_that_is_placed_by_the_agent_waits_for_nothing_new() -> None:
+    world = await made()
+    world.away = True
+    await world.run(world.pod("b", app()))
+    assert gpus(world) == {"b": {0}}
