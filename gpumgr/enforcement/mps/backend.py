@@ -161,7 +161,7 @@ class Mps(Backend):
         """MPS is not available, but daemons of an earlier start of the agent may run: they are checked as far as possible, since their
         GPUs are in EXCLUSIVE_PROCESS mode and their containers get findings."""
         try:
-            if DaemonRecords(self._records_dir).uuids() or any(gpu_folders(self._root)):
+            if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
                 control = ControlProgram(Path(self._program), timeout_seconds=self._timeout_seconds, before=before)
                 self._configure(read_protocol(self._state_dir) or 2, control, None)
@@ -185,19 +185,15 @@ class Mps(Backend):
         of_cores: Strength = "hard" if protocol == 3 and self._exclusive else "soft"
         self.limits = {kind: of_cores if kind == "core" else "soft" for kind in self.limits}
         if self._supervisor is not None:
-            return self._supervisor.reconfigure(config)
+            self._supervisor.reconfigure(config)
+            return
         self._supervisor = Supervisor(
             self._root,
             config,
-            DaemonRecords(self._records_dir),
+            DaemonRecords(self._state_dir / "mps"),
             check_seconds=self._check_seconds,
             idle_seconds=self._idle_seconds,
         )
-        return None
-
-    @property
-    def _records_dir(self) -> Path:
-        return self._state_dir / "mps"
 
     def _ready(self) -> Supervisor:
         """Raises Refusal."""
@@ -322,9 +318,7 @@ class Mps(Backend):
     def _suspects(self, allocations: Collection[AllocationId], *, root_only: bool) -> list[GpuShare]:
         """The containers on a GPU that have processes; `root_only`: processes of root, by the host's user ids."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
-        return [
-            each.tenant for each in there if (any(processes.user_of(pid) == 0 for pid in each.pids) if root_only else each.pids)
-        ]
+        return [each.tenant for each in there if any(not root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
         if self._supervisor is not None:

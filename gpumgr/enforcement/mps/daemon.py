@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -86,7 +86,7 @@ class Daemon:
     _set_shares: dict[AllocationId, Share] = field(default_factory=dict)
     _set_namespaces: dict[AllocationId, limits.NamespaceLimits] = field(default_factory=dict)
     _set_process: Process | None = None
-    _set_bound: limits.Bound | None = None
+    _set_bound: Share | None = None
 
     @property
     def folder(self) -> GpuFolder:
@@ -110,9 +110,9 @@ class Daemon:
         self.folder.put(allocation, share)
         if self._is_healthy():
             await self._set_mode()
-            await self._limit({allocation: share}, anew=False)
+            await self._limit({allocation}, anew=False)
         elif await self.adopt():
-            await self._limit({allocation: share})
+            await self._limit({allocation})
         else:
             await self._start()
         self.trouble = None
@@ -151,7 +151,7 @@ class Daemon:
             await limits.drop_namespace(self._client, allocation)
             self._set_namespaces.pop(allocation, None)
         else:
-            await self._limit({})
+            await self._limit(())
 
     async def vacate(self) -> None:
         """Ends the daemon. The GPU is no longer shared, so the containers on record have ended. Raises MpsError, OSError."""
@@ -159,18 +159,25 @@ class Daemon:
             self.folder.drop(allocation)
         await self.stop()
 
-    async def _limit(self, shares: Mapping[AllocationId, Share], *, anew: bool = True) -> None:
-        """Sets limits: in protocol 3 of these shares, in protocol 2 of all clients. `anew`: also what was set already."""
+    def _shares(self) -> Mapping[AllocationId, Share]:
+        """What MPS limits for each container on record. Raises OSError."""
+        shares = self.folder.shares()
+        if self.config.limit_memory:
+            return shares
+        return {name: replace(share, memory_bytes=None) for name, share in shares.items()}
+
+    async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
+        """Sets limits: in protocol 3 of these containers, in protocol 2 of all clients. `anew`: also what was set already."""
+        shares = self._shares()
         if anew or self._set_process != self.process:
             self._set_shares, self._set_process, self._set_bound = {}, self.process, None
         if self.config.protocol == 3:
-            new = {name: share for name, share in shares.items() if not self._is_set(name, share)}
+            new = {name: share for name, share in shares.items() if name in allocations and not self._is_set(name, share)}
             if new:
-                limited = await limits.limit_namespaces(self._client, self.folder, new, limit_memory=self.config.limit_memory)
+                self._set_namespaces.update(await limits.limit_namespaces(self._client, self.folder, new))
                 self._set_shares.update(new)
-                self._set_namespaces.update(limited)
             return
-        bound = limits.largest(self.folder.shares().values(), limit_memory=self.config.limit_memory)
+        bound = limits.largest(shares.values())
         if bound is not None and bound != self._set_bound:
             await self._bounds.put(self._client, bound)
             self._set_bound = bound
@@ -180,14 +187,14 @@ class Daemon:
 
     async def _restore_limits(self) -> Tampering | None:
         """Corrects limits that a container changed. Raises MpsError, OSError."""
-        shares = await asyncio.to_thread(self.folder.shares)
+        shares = await asyncio.to_thread(self._shares)
         found = await self._restore_namespaces(shares) if self.config.protocol == 3 else await self._restore_bound(shares)
         if found is not None:
             log.warning("mps_limits_changed", gpu=self.uuid, what=found.what, containers=sorted(found.concerned), put_right=True)
         return found
 
     async def _restore_bound(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
-        bound = limits.largest(shares.values(), limit_memory=self.config.limit_memory)
+        bound = limits.largest(shares.values())
         if bound is None or not await self._bounds.restore(self._client, bound, self.servers):
             return None
         # Drivers 535 and 550 accept a server's limits from every user.
@@ -195,15 +202,15 @@ class Daemon:
 
     async def _restore_namespaces(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
         """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too."""
-        of = self.config.limit_memory
-        changed, unchecked, foreign = await limits.compare_namespaces(self._client, shares, self._set_namespaces, limit_memory=of)
+        changed, unchecked, foreign = await limits.compare_namespaces(self._client, shares, self._set_namespaces)
         for name in foreign:
             await limits.drop_namespace(self._client, name)
         made = foreign - self._set_namespaces.keys()
         self._set_namespaces = {name: limit for name, limit in self._set_namespaces.items() if name in shares}
         for name in changed | unchecked:
             self._set_shares.pop(name, None)
-        await self._limit({name: shares[name] for name in changed | unchecked}, anew=False)
+        if changed | unchecked:
+            await self._limit(changed | unchecked, anew=False)
         what = "changed the limits" if changed else "made namespaces"
         return Tampering(what, changed, root_only=True) if changed or made else None
 
@@ -222,7 +229,7 @@ class Daemon:
         servers = await self._list()
         if self.config.protocol == 3 and commands.SERVER not in servers:
             await self._create_server()
-            await self._limit(self.folder.shares())
+            await self._limit(self.folder.allocations())
         return True
 
     async def check(self) -> None:
@@ -273,9 +280,10 @@ class Daemon:
             )
         self.folder.make()
         await self._set_mode()
-        self._end_servers(without_clients=True)
+        if not any(start_time_ticks(pid) is not None for pid in self.clients):  # else their work would be lost
+            self._end_servers()
         self.folder.clear_pipe()
-        await self._mount_shm()
+        await self._mount_shm(mounted=True)
         config = self.config
         # The daemon finds the server program in PATH only; it lies beside the control program.
         program = config.control.program
@@ -288,7 +296,7 @@ class Daemon:
         await self._await_answer()
         if config.protocol == 3:
             await self._create_server()
-        await self._limit(self.folder.shares())
+        await self._limit(self.folder.allocations())
         assert self.process is not None
         self.trouble, self._settled_at = None, config.clock()
         log.info("mps_daemon_started", gpu=self.uuid, pid=self.process[0], protocol=config.protocol)
@@ -327,10 +335,10 @@ class Daemon:
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is not None:
             await self._quit(found)
-        self._end_servers(without_clients=False)
+        self._end_servers()
         self.process, self.servers, self.clients = None, (), {}
         await restore_mode(self.config.modes, self.uuid, self.records)
-        await self._unmount_shm()
+        await self._mount_shm(mounted=False)
         await asyncio.to_thread(self.folder.remove)
         self.records.drop(self.uuid)
         log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
@@ -350,11 +358,8 @@ class Daemon:
         if not gone:
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; check the kernel's log")
 
-    def _end_servers(self, *, without_clients: bool) -> None:
-        """Ends servers that outlived their daemon. `without_clients`: only if no client runs, since the client's work would be lost."""
-        clients_live = any(start_time_ticks(pid) is not None for pid in self.clients)
-        if without_clients and clients_live:
-            return
+    def _end_servers(self) -> None:
+        """Ends servers that outlived their daemon."""
         for pid in self.servers:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
@@ -372,14 +377,10 @@ class Daemon:
         change = set_exclusive if self.config.exclusive else restore_mode
         await change(self.config.modes, self.uuid, self.records)
 
-    async def _mount_shm(self) -> None:
-        command = launcher.mount_command(self.config.launcher, self.folder.shm)
-        if command is not None and not self.folder.shm.is_mount():
-            await self.config.control.run(command, {}, self.folder.log / "mount.log")
-
-    async def _unmount_shm(self) -> None:
-        command = launcher.unmount_command(self.config.launcher, self.folder.shm)
-        if command is not None and self.folder.shm.is_mount():
+    async def _mount_shm(self, *, mounted: bool) -> None:
+        """Mounts or unmounts the tmpfs, unless that is done already. Raises MpsError."""
+        command = (launcher.mount_command if mounted else launcher.unmount_command)(self.config.launcher, self.folder.shm)
+        if command is not None and self.folder.shm.is_mount() != mounted:
             await self.config.control.run(command, {}, self.folder.log / "mount.log")
 
     @property

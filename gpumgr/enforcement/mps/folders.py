@@ -20,7 +20,7 @@ from gpumgr.files import replace_file
 
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096
-_UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
+GPU_UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _ALLOCATION = re.compile(r"[0-9A-Za-z_]+\Z")
 
 log = structlog.get_logger(__name__)
@@ -28,10 +28,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a container was granted; `cores` in percent."""
+    """What a container was granted; `cores` in percent; `memory_bytes` None: MPS does not limit memory."""
 
     cores: int
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,7 @@ class GpuFolder:
 
     def allocations(self) -> list[AllocationId]:
         """The containers on record. Raises OSError if they can't be read, which does not mean that there are none."""
-        try:
-            return sorted(name for name in os.listdir(self._tenants) if _ALLOCATION.match(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return names_in(self._tenants, _ALLOCATION)
 
     def shares(self) -> Mapping[AllocationId, Share]:
         return {allocation: share for allocation in self.allocations() if (share := self._share(allocation)) is not None}
@@ -121,13 +118,15 @@ class GpuFolder:
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
     """uuid and folder of each GPU that has a folder. Raises OSError."""
+    return ((name, GpuFolder(root / name)) for name in names_in(root, GPU_UUID) if (root / name).is_dir())
+
+
+def names_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+    """The names in a folder that match, sorted; none if it is missing. Raises OSError."""
     try:
-        names = sorted(os.listdir(root))
+        return sorted(name for name in os.listdir(folder) if pattern.match(name))
     except (FileNotFoundError, NotADirectoryError):
-        return
-    for name in names:
-        if _UUID.match(name) and (root / name).is_dir():
-            yield name, GpuFolder(root / name)
+        return []
 
 
 def socket_path_bytes(root: Path) -> int:

@@ -18,20 +18,12 @@ from gpumgr.errors import MpsError, MpsTransientError
 NamespaceLimits = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """`cores` in percent; `memory_bytes` None: MPS does not limit memory."""
-
-    cores: int
-    memory_bytes: int | None
-
-
-def largest(shares: Collection[Share], *, limit_memory: bool) -> Bound | None:
+def largest(shares: Collection[Share]) -> Share | None:
     """The bound for these shares; None without any."""
     if not shares:
         return None
-    memory_bytes = max(share.memory_bytes for share in shares) if limit_memory else None
-    return Bound(cores=max(share.cores for share in shares), memory_bytes=memory_bytes)
+    sizes = [share.memory_bytes for share in shares if share.memory_bytes is not None]
+    return Share(cores=max(share.cores for share in shares), memory_bytes=max(sizes, default=None))
 
 
 @dataclass(slots=True)
@@ -40,7 +32,7 @@ class BoundKeeper:
 
     answers: Mapping[int | None, str] = field(default_factory=dict)
 
-    async def put(self, daemon: DaemonClient, bound: Bound) -> None:
+    async def put(self, daemon: DaemonClient, bound: Share) -> None:
         """Sets the bound. Raises MpsError."""
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
         # Servers are listed after that: one that starts in between has the new values already.
@@ -55,7 +47,7 @@ class BoundKeeper:
             raise MpsError(f"the MPS daemon did not accept the limits of its clients, it answers {default!r}")
         self.answers = answers
 
-    async def restore(self, daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> bool:
+    async def restore(self, daemon: DaemonClient, bound: Share, servers: Collection[int]) -> bool:
         """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later
         change is noticed. Raises MpsError."""
         found = await _read(daemon, bound, servers)
@@ -65,12 +57,12 @@ class BoundKeeper:
         return changed
 
 
-def _holds(answer: str, bound: Bound) -> bool:
+def _holds(answer: str, bound: Share) -> bool:
     percentage, *memory = answer.splitlines()
     return commands.within(("".join(memory), percentage), bound.cores, bound.memory_bytes)
 
 
-async def _read(daemon: DaemonClient, bound: Bound, servers: Collection[int]) -> Mapping[int | None, str]:
+async def _read(daemon: DaemonClient, bound: Share, servers: Collection[int]) -> Mapping[int | None, str]:
     """All answers by one run of the control program, which is what costs time. If it refuses a query (a server has ended since, or an
     older driver lacks it), the queries are run one by one and the refused one is left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
@@ -81,7 +73,7 @@ async def _read(daemon: DaemonClient, bound: Bound, servers: Collection[int]) ->
     return found
 
 
-async def _answers(daemon: DaemonClient, bound: Bound, queried: Sequence[int | None]) -> Mapping[int | None, str]:
+async def _answers(daemon: DaemonClient, bound: Share, queried: Sequence[int | None]) -> Mapping[int | None, str]:
     """Empty if a query was refused. Raises MpsTransientError."""
     memory = bound.memory_bytes is not None
     try:
@@ -93,7 +85,7 @@ async def _answers(daemon: DaemonClient, bound: Bound, queried: Sequence[int | N
 
 
 async def limit_namespaces(
-    daemon: DaemonClient, folder: GpuFolder, shares: Mapping[AllocationId, Share], *, limit_memory: bool
+    daemon: DaemonClient, folder: GpuFolder, shares: Mapping[AllocationId, Share]
 ) -> Mapping[AllocationId, NamespaceLimits]:
     """Creates missing namespaces, sets their limits and checks them: a namespace without limits gets the whole GPU. Returns the daemon's
     answers. Raises MpsError."""
@@ -105,17 +97,17 @@ async def limit_namespaces(
     for name, share in shares.items():
         if name not in existing:
             await daemon.run(commands.create_namespace(name))
-        await daemon.run(commands.limit_namespace(name, share.cores, share.memory_bytes if limit_memory else None))
+        await daemon.run(commands.limit_namespace(name, share.cores, share.memory_bytes))
     found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
     for name, share in shares.items():
-        limited = name in found and _granted(found[name], share, limit_memory=limit_memory)
+        limited = name in found and commands.within(found[name], share.cores, share.memory_bytes)
         if not limited or not sockets[name].exists():
             raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {folder.log}")
     return {name: found[name] for name in shares}
 
 
 async def compare_namespaces(
-    daemon: DaemonClient, shares: Mapping[AllocationId, Share], answers: Mapping[str, NamespaceLimits], *, limit_memory: bool
+    daemon: DaemonClient, shares: Mapping[AllocationId, Share], answers: Mapping[str, NamespaceLimits]
 ) -> tuple[frozenset[AllocationId], frozenset[AllocationId], frozenset[str]]:
     """The namespaces that were changed or deleted; those that are missing or not too high, while the daemon's answer
     after they were set is not known (the agent has restarted); and those that others made. By one run of the control program. Raises
@@ -123,16 +115,14 @@ async def compare_namespaces(
     found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
     wrong = {name for name in shares if name not in found or answers.get(name) != found[name]}
     new = wrong - answers.keys()
-    unchecked = {name for name in new if name not in found or _granted(found[name], shares[name], limit_memory=limit_memory)}
+    unchecked = {
+        name for name in new if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
+    }
     return (
         frozenset(wrong - unchecked),
         frozenset(unchecked),
         frozenset(found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}),
     )
-
-
-def _granted(limits: NamespaceLimits, share: Share, *, limit_memory: bool) -> bool:
-    return commands.within(limits, share.cores, share.memory_bytes if limit_memory else None)
 
 
 async def drop_namespace(daemon: DaemonClient, name: str) -> None:

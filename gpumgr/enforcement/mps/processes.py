@@ -21,6 +21,7 @@ from gpumgr.proc import PROC, Process, is_running, start_time_ticks
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
+_STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
 _POLL_SECONDS: Final = 0.05
 
 
@@ -85,9 +86,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
             continue
         with contextlib.suppress(OSError):
             program, *words = (proc / "cmdline").read_bytes().split(b"\0")
-            if os.path.basename(program) != b"nvidia-cuda-mps-control" or not {b"-d", b"-f", b"--daemon", b"--foreground"} & {
-                *words
-            }:
+            if os.path.basename(program) != b"nvidia-cuda-mps-control" or _STARTS_DAEMON.isdisjoint(words):
                 continue
             lines = (proc / "environ").read_bytes().split(b"\0")
             settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)

@@ -5,8 +5,6 @@ agent may find another enforcement.run_dir or an emptied one: the agent would th
 start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot are ignored.
 """
 
-import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -14,10 +12,10 @@ from typing import Final
 import msgspec
 
 from gpumgr.enforcement.mps.commands import PROTOCOLS, MpsProtocol
+from gpumgr.enforcement.mps.folders import GPU_UUID, names_in
 from gpumgr.files import replace_file
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-_UUID = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
 _PROTOCOL_NAME: Final = "mps_protocol"
 
 
@@ -36,8 +34,7 @@ class DaemonRecords:
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
         self._root, self._boot = root, boot_id()
-        names = sorted(os.listdir(root)) if root.is_dir() else []
-        found = {name: self._read(root / name) for name in names if _UUID.match(name)}
+        found = {name: self._read(root / name) for name in names_in(root, GPU_UUID)}
         self._known = {uuid: record for uuid, record in found.items() if record is not None}
 
     def uuids(self) -> list[str]:

@@ -1,6 +1,7 @@
 """A node for the MPS backend: short folders, a configurable control program, compute modes, a clock. Ends the processes it started."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -20,8 +21,8 @@ from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.records import DaemonRecords
-from gpumgr.errors import NvmlError
-from gpumgr.proc import start_time_ticks
+from gpumgr.errors import MpsError, NvmlError
+from gpumgr.proc import is_running, start_time_ticks
 from gpumgr.units import RESOURCES
 from gpumgr.usage.containers import Container
 from tests.shares import gpu_share, shared_gpu
@@ -170,11 +171,13 @@ class Place:
 
     async def close(self) -> None:
         await self.detach()
-        self.daemon_pid()
-        for pid in self._pids:
-            started = start_time_ticks(pid)
-            if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
-                processes.send_signal((pid, started), signal.SIGKILL)
+        with contextlib.suppress(MpsError):  # a daemon without a pid file is looked for by a connection; its queue may be full
+            self.daemon_pid()
+        started = [(pid, ticks) for pid in self._pids if (ticks := start_time_ticks(pid)) is not None]
+        own = [process for process in started if processes.uses_pipe_folder(process[0], self.folder.pipe)]
+        for process in own:
+            processes.send_signal(process, signal.SIGKILL)
+        await until(lambda: not any(map(is_running, own)))  # its socket refuses connections after that
         for pipe in self.root.rglob("pipe"):
             if (found := processes.find_daemon(pipe)) is not None:
                 processes.send_signal(found, signal.SIGKILL)
