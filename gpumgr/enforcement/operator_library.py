@@ -88,10 +88,10 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
     return target
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder with mode 0755, independent of the umask. Raises OSError."""
+def make_folder(folder: Path, mode: int = 0o755) -> None:
+    """Makes the folder with this mode, independent of the umask. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)
+    folder.chmod(mode)
 
 
 @contextmanager

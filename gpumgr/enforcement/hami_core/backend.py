@@ -25,7 +25,7 @@ from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
-from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import Refusal
 from gpumgr.files import names_in, replace_file
 from gpumgr.units import Resource
@@ -171,8 +171,7 @@ class HamiCore(Backend):
             old.close()
         folder = self._folder / tenant.allocation
         for each in (self._folder, folder):
-            each.mkdir(parents=True, exist_ok=True)
-            each.chmod(0o711)
+            make_folder(each, 0o711)
         if self._volumes is not None:
             self._volumes.renew(folder)
         self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
