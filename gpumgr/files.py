@@ -68,6 +68,14 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
         sync_folder(path.parent)
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder; none if it does not exist. Raises OSError."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
 def temporary_of(path: Path) -> Path:
     """The file that `replacing` writes to. If the process is killed during that, it remains until the next replacement."""
     return path.with_name(f".{path.name}.new")

@@ -5,7 +5,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumgr.driverfiles.elf import Elf, ElfError, read_elf
+from gpumgr.elf import Elf, ElfError, read_elf
 from gpumgr.errors import DriverFilesError
 from gpumgr.files import FileIdentity
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpumgr.driverfiles.elf import Elf
 from gpumgr.driverfiles.source import Source
 from gpumgr.driverfiles.volume_conf import CLIENT, SHIM
+from gpumgr.elf import Elf
 
 #: The libraries that the shim replaces.
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")

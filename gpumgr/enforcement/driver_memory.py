@@ -69,14 +69,10 @@ class _Limit:
 
     allocation: AllocationId
     uuid: str
-    cgroup: Path
-    memory_bytes: int
+    cgroup: str
+    wanted: MemoryLimit
     obstacle: str | None = None
     due: float = 0.0
-
-    @property
-    def wanted(self) -> MemoryLimit:
-        return MemoryLimit(soft_bytes=0, hard_bytes=self.memory_bytes)
 
 
 @dataclass(slots=True)
@@ -221,12 +217,9 @@ class DriverMemory(Backend):
     async def _keep(self, allocation: AllocationId, gpu: SharedGpu, container: str, cgroup: str) -> None:
         limit = self._limits.get((container, gpu.uuid))
         if limit is None:
-            limit = self._limits[container, gpu.uuid] = _Limit(
-                allocation=allocation,
-                uuid=gpu.uuid,
-                cgroup=self._cgroup_root / cgroup.lstrip("/"),
-                memory_bytes=gpu.memory_bytes,
-            )
+            wanted, path = MemoryLimit(soft_bytes=0, hard_bytes=gpu.memory_bytes), str(self._cgroup_root / cgroup.lstrip("/"))
+            limit = _Limit(allocation=allocation, uuid=gpu.uuid, cgroup=path, wanted=wanted)
+            self._limits[container, gpu.uuid] = limit
         if self._clock() < limit.due:
             return
         try:
@@ -238,20 +231,13 @@ class DriverMemory(Backend):
 
     async def _set(self, limit: _Limit) -> str | None:
         """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
-        cgroup, wanted = str(limit.cgroup), limit.wanted
-        before = await self._driver.memory_limit(limit.uuid, cgroup)
-        if before == wanted:
+        before = await self._driver.memory_limit(limit.uuid, limit.cgroup)
+        if before == limit.wanted:
             return None
-        if (obstacle := await self._put(limit.uuid, cgroup, wanted)) is not None:
+        if (obstacle := await self._put(limit.uuid, limit.cgroup, limit.wanted)) is not None:
             return f"{obstacle}; more than that may be in use already"
-        log.info(
-            "memory_limited",
-            allocation=limit.allocation,
-            gpu=limit.uuid,
-            cgroup=cgroup,
-            bytes=limit.memory_bytes,
-            before=_text_of(before),
-        )
+        place = {"allocation": limit.allocation, "gpu": limit.uuid, "cgroup": limit.cgroup}
+        log.info("memory_limited", **place, bytes=limit.wanted.hard_bytes, before=_text_of(before))
         return None
 
     async def _put(self, uuid: str, cgroup: str, limit: MemoryLimit) -> str | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -26,7 +25,7 @@ from gpumgr.enforcement.mechanism_choice import (
 )
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import GpumgrError, Refusal
-from gpumgr.files import replace_file
+from gpumgr.files import names_in, replace_file
 from gpumgr.topology.devices import Gpu
 from gpumgr.units import RESOURCES, Resource
 
@@ -41,8 +40,17 @@ _ALLOW_TRACING: Final = (
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
 #: The other containers on a container's GPU: their descriptions, and their mechanisms.
 Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
-#: Work that is repeated if it fails.
+
+
+#: Work that is repeated if it fails, and how its error is logged: with the backend's name, and the error's text.
 _Work = Literal["recover", "observe", "adjust", "list", "in_use"]
+_LOG_FAILURE: Final[Mapping[_Work, Callable[[str, str], None]]] = {
+    "recover": lambda name, error: log.warning("enforcement_not_recovered", backend=name, error=error),
+    "observe": lambda name, error: log.warning("enforcement_not_observed", backend=name, error=error),
+    "adjust": lambda name, error: log.warning("enforcement_not_adjusted", backend=name, error=error),
+    "list": lambda name, error: log.warning("orphans_not_listed", backend=name, error=error, remedy=_MAKE_READABLE),
+    "in_use": lambda _, error: log.warning("orphans_kept", error=error, remedy=_ALLOW_TRACING),
+}
 
 
 class Enforcer:
@@ -202,7 +210,7 @@ class Enforcer:
             yield
         except (GpumgrError, OSError) as error:
             if self._logged.get((work, name)) != str(error):
-                _log_failure(work, name, str(error))
+                _LOG_FAILURE[work](name, str(error))
             self._logged[work, name] = str(error)
         else:
             self._logged.pop((work, name), None)
@@ -255,11 +263,7 @@ class Enforcer:
 
     def _specs(self) -> Collection[AllocationId]:
         """Allocations that a CDI spec is kept for. Raises OSError."""
-        try:
-            names = os.listdir(self._cdi_dir)
-        except FileNotFoundError:
-            return ()
-        return [allocation for name in names if (allocation := cdi.allocation_of(name)) is not None]
+        return [allocation for name in names_in(self._cdi_dir) if (allocation := cdi.allocation_of(name)) is not None]
 
     async def _remove(self, allocation: AllocationId, known: Callable[[], Collection[AllocationId]]) -> None:
         async with self._starting.setdefault(allocation, asyncio.Lock()):
@@ -283,20 +287,6 @@ class Enforcer:
     async def close(self) -> None:
         for backend in self.backends.values():
             await backend.close()
-
-
-def _log_failure(work: _Work, name: str, error: str) -> None:
-    match work:
-        case "recover":
-            log.warning("enforcement_not_recovered", backend=name, error=error)
-        case "observe":
-            log.warning("enforcement_not_observed", backend=name, error=error)
-        case "adjust":
-            log.warning("enforcement_not_adjusted", backend=name, error=error)
-        case "list":
-            log.warning("orphans_not_listed", backend=name, error=error, remedy=_MAKE_READABLE)
-        case "in_use":
-            log.warning("orphans_kept", error=error, remedy=_ALLOW_TRACING)
 
 
 async def _obstacle(backend: Backend) -> str | None:

@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import stat
-import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,24 +17,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
+from gpumgr.elf import ET_DYN, ElfError, read_exports, read_header
 from gpumgr.errors import GpumgrError
 from gpumgr.files import FileIdentity, replacing
 
-#: ELF header, System V ABI chapter 4: e_ident[0:4], [EI_CLASS], [EI_DATA]; then e_type at 16 and e_machine at 18, two bytes each.
-_ELF_MAGIC: Final = b"\x7fELF"
-_ELF_CLASS_64: Final = 2
-_ELF_LITTLE_ENDIAN: Final = 1
-_ELF_SHARED_OBJECT: Final = 3
-_ELF_HEADER_BYTES: Final = 64
-#: The kernel's name of a machine -> e_machine of its programs.
-_ELF_MACHINE: Final = {"x86_64": 62, "aarch64": 183}
-_MACHINE_NAME: Final = {62: "x86-64", 183: "arm64"}
-#: Offsets of e_shoff (8 bytes) and e_shnum (2 bytes); a section header (its type, offset, size and sh_link are fields 1, 4, 5 and 6); the
-#: type of the table of exported symbols; and a symbol: name, binding and type, visibility, section (0: not defined here), value, size.
-_SECTIONS_AT, _SECTION_COUNT_AT = 40, 60
-_SECTION: Final = struct.Struct("<IIQQQQIIQQ")
-_DYNSYM: Final = 11
-_SYMBOL: Final = struct.Struct("<IBBHQQ")
+#: The kernel's name of a machine -> that of its programs.
+_MACHINES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 
 
 class LibraryError(GpumgrError):
@@ -58,7 +45,7 @@ def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> C
     """
     try:
         with _reading(path) as file:
-            _check_elf(path, file.read(_ELF_HEADER_BYTES))
+            _check_elf(path, file.fileno())
             identity = FileIdentity.of(os.fstat(file.fileno()))
             found = _digest(path, identity)
     except OSError as error:
@@ -101,10 +88,10 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
     return target
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the folder with mode 0755, independent of the umask. Raises OSError."""
+def make_folder(folder: Path, mode: int = 0o755) -> None:
+    """Makes the folder with this mode, independent of the umask. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o755)
+    folder.chmod(mode)
 
 
 @contextmanager
@@ -127,19 +114,20 @@ def _unreadable(path: Path, error: OSError) -> LibraryError:
     return LibraryError(f"can't read the library {path}: {error.strerror or error}; put it there, readable for gpumgr")
 
 
-def _check_elf(path: Path, header: bytes) -> None:
-    if len(header) < _ELF_HEADER_BYTES or header[:4] != _ELF_MAGIC:
-        raise LibraryError(f"{path} is not an ELF file; put the shared library there")
-    if header[4] != _ELF_CLASS_64 or header[5] != _ELF_LITTLE_ENDIAN:
-        raise LibraryError(f"{path} is not a 64-bit little-endian ELF file; build the library for {platform.machine()}")
-    if int.from_bytes(header[16:18], "little") != _ELF_SHARED_OBJECT:
+def _check_elf(path: Path, descriptor: int) -> None:
+    try:
+        header = read_header(descriptor)
+    except ElfError as error:
+        raise LibraryError(f"{path} {error}; put the shared library there") from error
+    host = platform.machine()
+    if (header.bits, header.order) != (64, "<"):
+        raise LibraryError(f"{path} is not a 64-bit little-endian ELF file; build the library for {host}")
+    if header.kind != ET_DYN:
         raise LibraryError(f"{path} is an ELF file, but not a shared library")
-    machine, host = int.from_bytes(header[18:20], "little"), platform.machine()
-    if host not in _ELF_MACHINE:
+    if host not in _MACHINES:
         raise LibraryError(f"this host is {host}; libraries like {path} are supported on x86_64 and aarch64")
-    if machine != _ELF_MACHINE[host]:
-        built_for = _MACHINE_NAME.get(machine, f"ELF machine {machine}")
-        raise LibraryError(f"{path} is built for {built_for}, this host is {host}: build it for this host")
+    if header.machine != _MACHINES[host]:
+        raise LibraryError(f"{path} is built for {header.machine}, this host is {host}: build it for this host")
 
 
 @functools.lru_cache(maxsize=32)
@@ -155,21 +143,11 @@ def _digest(path: Path, identity: FileIdentity) -> str:
 @functools.lru_cache(maxsize=32)
 def _exported(path: Path, identity: FileIdentity) -> frozenset[str]:  # noqa: ARG001
     """The symbols that other programs can use, cached while the file's identity stays the same. Raises LibraryError."""
-    with _reading(path) as file:
-        content = file.read()
     try:
-        (start,) = struct.unpack_from("<Q", content, _SECTIONS_AT)
-        (count,) = struct.unpack_from("<H", content, _SECTION_COUNT_AT)
-        sections = [_SECTION.unpack_from(content, start + n * _SECTION.size) for n in range(count)]
-        found = set()
-        for _, kind, _, _, offset, size, link, *_ in sections:
-            strings = sections[link][4]
-            for name, info, _, section, _, _ in _SYMBOL.iter_unpack(content[offset : offset + size] if kind == _DYNSYM else b""):
-                if section and info >> 4:  # defined, and not local
-                    found.add(content[strings + name : content.index(b"\0", strings + name)].decode(errors="replace"))
-    except (struct.error, IndexError, OverflowError, ValueError) as error:
+        with _reading(path) as file:
+            return read_exports(file.fileno())
+    except ElfError as error:
         raise LibraryError(f"{path} has a damaged table of symbols: build the library again") from error
-    return frozenset(found)
 
 
 def _is_installed(target: Path, sha256: str) -> bool:

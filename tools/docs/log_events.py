@@ -117,7 +117,6 @@ MEANINGS: Final = {
     "gpu_stranger": "A process on a GPU belongs to no allocation. Its memory is attributed to no container.",
     "gpu_stranger_gone": "The unattributed process has ended.",
     "memory_limited": "The driver's own memory limit was set for a container (`nvml-memory`).",
-    "hami_core_folder_not_listed": "The folder of the containers' regions can't be read. The agent retries.",
     "hami_core_regions_not_bounded": "Regions of HAMi-core lie in plain folders: a container can take "
     "room of run_dir for a second. The reason is in the line.",
     "region_repaired": "A container changed the limits in its region. The agent has corrected them.",
@@ -141,7 +140,6 @@ MEANINGS: Final = {
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
     "(`mps.exclusive_process`).",
     "vcuda_not_kept": "The limits of a container can't be enforced, for the given reason.",
-    "vcuda_folder_not_listed": "The folder of the containers' files can't be read. The agent retries.",
     "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
     "registration_names_differ": "A process registers with another container name than the kernel's cgroups show. The kernel's "
     "is used.",

@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import structlog
-
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
@@ -27,9 +25,9 @@ from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
-from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path
+from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import Refusal
-from gpumgr.files import replace_file
+from gpumgr.files import names_in, replace_file
 from gpumgr.units import Resource
 
 #: The region in the container: this path is in its environment, ...
@@ -48,8 +46,6 @@ _UNSET: Final = (
     "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
     "hami_core.library_sha256)"
 )
-
-log = structlog.get_logger(__name__)
 
 
 class HamiCore(Backend):
@@ -76,7 +72,6 @@ class HamiCore(Backend):
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
-        self._logged: set[str] = set()
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
@@ -141,13 +136,7 @@ class HamiCore(Backend):
             await asyncio.to_thread(self._adjust, tuple(running))
 
     def remains(self) -> Collection[AllocationId]:
-        try:
-            return frozenset(os.listdir(self._folder))
-        except FileNotFoundError:
-            return frozenset()
-        except OSError as error:
-            self._log_once(self._folder, error)
-            return frozenset(tuple(self._monitors))
+        return names_in(self._folder)
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Raises OSError."""
@@ -182,8 +171,7 @@ class HamiCore(Backend):
             old.close()
         folder = self._folder / tenant.allocation
         for each in (self._folder, folder):
-            each.mkdir(parents=True, exist_ok=True)
-            each.chmod(0o711)
+            make_folder(each, 0o711)
         if self._volumes is not None:
             self._volumes.renew(folder)
         self._monitors[tenant.allocation] = self._monitor(RegionFile.create(folder, seed.seed(wanted)))
@@ -214,13 +202,6 @@ class HamiCore(Backend):
         """The container's monitor; a container that runs and has no region gets one that reports this."""
         missing = Unreadable(reason="was never made, or is lost")
         return self._monitors.get(tenant.allocation) or self._monitors.setdefault(tenant.allocation, self._monitor(missing))
-
-    def _log_once(self, path: Path, error: OSError) -> None:
-        """Logs each text once."""
-        reason = f"{path}: {error.strerror or error}"
-        if reason not in self._logged:
-            self._logged.add(reason)
-            log.warning("hami_core_folder_not_listed", reason=reason)
 
     def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)

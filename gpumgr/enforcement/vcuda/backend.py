@@ -1,7 +1,6 @@
 """Backend "vcuda": files and a socket for each container; the operator's library in the container enforces the limits."""
 
 import asyncio
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from gpumgr.enforcement.vcuda.image_cuda import ImageCheck
 from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
 from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf, RegistrationBatches
 from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.files import names_in
 from gpumgr.proc import environment
 from gpumgr.units import Resource
 from gpumgr.unix_socket import path_problem
@@ -66,7 +66,7 @@ class VcudaBackend(Backend):
         self._pids_of, self._driver_files_obstacle = pids_of, driver_files_obstacle
         self._slots: dict[AllocationId, ContainerSlot] = {}
         self._batches = RegistrationBatches()
-        self._logged: dict[AllocationId | None, str] = {}
+        self._logged: dict[AllocationId, str] = {}
         self._images = ImageCheck(environment_of)
         self._service = RegistrationService(self, container_of, has_mounted)
 
@@ -117,17 +117,10 @@ class VcudaBackend(Backend):
                 await self._listen(slot)
 
     def remains(self) -> Collection[AllocationId]:
-        found = set(self._slots)
-        try:
-            names = os.listdir(self._allocation_dir)
-        except FileNotFoundError:
-            return found
-        except OSError as error:
-            if (reason := f"{self._allocation_dir}: {error.strerror or error}") != self._logged.get(None):
-                self._logged[None] = reason
-                _log.warning("vcuda_folder_not_listed", reason=reason)
-            return found
-        return found | {n for n in names if _ALLOCATION.fullmatch(n) and files.holds_ours(self._allocation_dir / n)}
+        ours = {
+            n for n in names_in(self._allocation_dir) if _ALLOCATION.fullmatch(n) and files.holds_ours(self._allocation_dir / n)
+        }
+        return ours.union(self._slots)
 
     async def cleanup(self, allocation: AllocationId) -> None:
         slot = self._slots.pop(allocation, None)

@@ -49,11 +49,8 @@ class _Server(DrainingServer):
     """A server for untrusted peers: h2 checks their headers, and little memory is kept for each of them."""
 
     def __init__(self, services: list[Any]) -> None:
-        super().__init__(services)
-        self._config = Configuration(
-            http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES
-        ).__for_server__()
-        self._h2_config = H2Configuration(client_side=False, header_encoding="ascii")
+        windows = Configuration(http2_connection_window_size=_WINDOW_BYTES, http2_stream_window_size=_WINDOW_BYTES)
+        super().__init__(services, config=windows, h2_config=H2Configuration(client_side=False, header_encoding="ascii"))
         self._limited: set[_LimitedProtocol] = set()
 
     def _protocol_factory(self) -> H2Protocol:

@@ -124,11 +124,8 @@ class RegistrationService:
     async def _admit(self, peer: Peer, tenant: GpuShare) -> Container:
         """The client's container, if it is the one of this socket. Raises GRPCError."""
         if peer.pid == 0:
-            raise self._refused(
-                peer,
-                None,
-                "the kernel does not show gpumgr the calling process: gpumgr must run in the host's pid namespace (hostPID)",
-            )
+            text = "the kernel does not show gpumgr the calling process: gpumgr must run in the host's pid namespace (hostPID)"
+            raise self._refused(peer, None, text)
         try:
             async with asyncio.timeout(_CONTAINER_TIMEOUT_SECONDS):
                 container = await self._container_of(peer.pid)
@@ -138,9 +135,8 @@ class RegistrationService:
         except GpumgrError as error:
             raise GRPCError(Status.UNAVAILABLE, f"the container of process {peer.pid} can't be found out: {error}") from error
         if container is None:
-            raise self._refused(
-                peer, None, f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
-            )
+            text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
+            raise self._refused(peer, None, text)
         verdict = belongs(container, tenant)
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"
@@ -149,11 +145,8 @@ class RegistrationService:
             raise GRPCError(Status.UNAVAILABLE, text)
         if verdict != "yes":
             lacking = ", and does not have its folder mounted" if verdict == "unclear" else ""
-            raise self._refused(
-                peer,
-                container,
-                f"process {peer.pid} is in {container.describe()}, and this socket belongs to {tenant.describe()}{lacking}",
-            )
+            text = f"process {peer.pid} is in {container.describe()}, and this socket belongs to {tenant.describe()}{lacking}"
+            raise self._refused(peer, container, text)
         return container
 
     def _refused(self, peer: Peer, container: Container | None, sentence: str) -> GRPCError:
@@ -231,8 +224,8 @@ async def _receive(stream: Any) -> bytes:
         if (size := int.from_bytes(head[1:], "big")) > MOST_REQUEST_BYTES:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, f"a request of {size} bytes is above the limit of {MOST_REQUEST_BYTES}")
         request: bytes = await raw.recv_data(size)
-    except AssertionError as error:
+        if len(request) < size:
+            raise EOFError
+    except (AssertionError, EOFError) as error:
         raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame") from error
-    if len(request) < size:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame")
     return request

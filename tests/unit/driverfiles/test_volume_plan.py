@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gpumgr.driverfiles.elf import Elf
 from gpumgr.driverfiles.source import Source
 from gpumgr.driverfiles.volume_plan import Overlay, VolumePlan, plan_volume
+from gpumgr.elf import Elf
 from gpumgr.files import FileIdentity
 
 DRIVER = "535.54.03"

@@ -210,15 +210,13 @@ async def test_a_container_that_would_get_no_library_is_refused(node: Node, libr
     assert await backend.unavailable() is None
 
 
-async def test_an_unreadable_folder_is_reported_once(node: Node, library_sha256: str) -> None:
+async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node: Node, library_sha256: str) -> None:
     gone = Node(node.folder / "gone").backend(library_sha256)
     (node.folder / "file").touch()
     blocked = Node(node.folder / "file").backend(library_sha256)
-    with capture_logs() as lines:
-        assert [set(each.remains()) for each in (gone, blocked, blocked)] == [set()] * 3
-    assert [(line["event"], line["reason"]) for line in lines] == [
-        ("vcuda_folder_not_listed", f"{node.folder}/file: Not a directory")
-    ]
+    assert set(gone.remains()) == set()
+    with pytest.raises(NotADirectoryError):  # the caller reports it and lists again later
+        blocked.remains()
 
 
 async def test_the_container_gets_no_library_from_nvidias_runtime(backend: VcudaBackend) -> None:

@@ -1,14 +1,16 @@
 """The reader of ELF headers, on well-formed files of several machines and on rubbish."""
 
+import subprocess
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory, TemporaryFile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.driverfiles.elf import Elf, ElfError, read_elf
+from gpumgr.elf import ET_DYN, Elf, ElfError, read_elf, read_exports, read_header
 from tests.unit.driverfiles.elves import MACHINES, elf
 
 
@@ -76,3 +78,38 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_elf(tmp_path / "none")
     with pytest.raises(ElfError, match="directory"):
         read_elf(tmp_path)
+
+
+@pytest.mark.parametrize("options", [[], ["-m32", "-nostdlib"]], ids=["64 bits", "32 bits"])
+def test_exports_are_the_defined_symbols_that_are_not_local(tmp_path: Path, options: list[str]) -> None:
+    source = (
+        "int there(void); int missing(void); static int hidden(void) { return missing(); } int there(void) { return hidden(); }"
+    )
+    path = tmp_path / "library.so"
+    built = ["cc", "-shared", "-fPIC", "-s", *options, "-x", "c", "-o", str(path), "-"]
+    if subprocess.run(built, input=source, text=True, capture_output=True).returncode:
+        pytest.skip("the compiler does not build for this machine")
+    with path.open("rb") as file:
+        assert (read_header(file.fileno()).kind, read_header(file.fileno()).bits) == (ET_DYN, 32 if options else 64)
+        assert {"there", "missing", "hidden"} & read_exports(file.fileno()) == {"there"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.binary(min_size=1, max_size=8)), min_size=1, max_size=6))
+def test_damaged_exports_raise_nothing_else(damages: list[tuple[int, bytes]]) -> None:
+    content = bytearray(exporting())
+    for place, damage in damages:
+        at = place % len(content)
+        content[at : at + len(damage)] = damage
+    with TemporaryFile() as file, suppress(ElfError):
+        file.write(content)
+        file.flush()
+        read_exports(file.fileno())
+
+
+@cache
+def exporting() -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "library.so")
+        command = ["cc", "-shared", "-nostdlib", "-x", "c", "-o", str(path), "-"]
+        subprocess.run(command, input="int there = 1;", text=True, check=True)
+        return path.read_bytes()

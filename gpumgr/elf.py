@@ -1,4 +1,4 @@
-"""Reads from an ELF file what a mirror of libraries needs. Every offset and count is checked.
+"""Reads ELF files: what a mirror of libraries needs, and the symbols that a library exports. Every offset and count is checked.
 
 Source of the layouts: System V ABI, chapters 4 and 5; of the ABI note: Linux Standard Base, "Note Sections".
 """
@@ -15,13 +15,17 @@ from gpumgr.errors import GpumgrError
 #: (offset, count) -> exactly `count` bytes; raises ElfError if the file is shorter.
 Read = Callable[[int, int], bytes]
 
+#: A library, or a program that is loaded at any address.
+ET_DYN: Final = 3
+
 _MAGIC: Final = b"\x7fELF"
 _IDENT_BYTES: Final = 16
-_ET_EXEC, _ET_DYN = 2, 3
+_ET_EXEC = 2
 _PT_LOAD, _PT_DYNAMIC, _PT_NOTE = 1, 2, 4
 _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 1, 5, 10, 14
+_SHT_DYNSYM = 11
 _NT_GNU_ABI_TAG = 1
-_MAX_SEGMENTS: Final = 4096
+_MAX_ENTRIES: Final = 4096
 _MAX_PART_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 4096
 _MACHINES: Final = {
@@ -36,6 +40,26 @@ _MACHINES: Final = {
 
 class ElfError(GpumgrError):
     """The file is not an ELF program or library, or is damaged."""
+
+
+class Table(NamedTuple):
+    """A table in the file: where it begins, and size and number of its entries."""
+
+    offset: int
+    entry_bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """`bits` is 32 or 64, `order` is "<" (little-endian) or ">". `kind`: ET_DYN, or the number of another type of file."""
+
+    bits: int
+    order: str
+    machine: str
+    kind: int
+    segments: Table
+    sections: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +85,56 @@ def read_elf(path: Path) -> Elf:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            total = os.fstat(descriptor).st_size
-
-            def read(offset: int, count: int) -> bytes:
-                _check_bounds(offset, count, total)
-                content = os.pread(descriptor, count, offset)
-                _check_bounds(offset, count, offset + len(content))
-                return content
-
-            return _parse(read)
+            return _parse(_reader(descriptor))
         finally:
             os.close(descriptor)
     except OSError as error:
         raise ElfError(f"can't be read: {error.strerror or error}") from error
 
 
-def _check_bounds(offset: int, count: int, total: int) -> None:
-    if offset + count > total:
-        raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it refers to")
+def read_header(descriptor: int) -> Header:
+    """Raises ElfError for everything that is not an ELF file, OSError."""
+    return _header(_reader(descriptor))
 
 
-def _parse(read: Read) -> Elf:
+def read_exports(descriptor: int) -> frozenset[str]:
+    """The dynamic symbols that other programs can use; none without a table of sections. Raises ElfError, OSError."""
+    read = _reader(descriptor)
+    header = _header(read)
+    wide, order = header.bits == 64, header.order
+    section = struct.Struct(f"{order}IIQQQQIIQQ" if wide else f"{order}10I")
+    symbol = struct.Struct(f"{order}IBBHQQ" if wide else f"{order}IIIBBH")
+    found = set()
+    sections = [_unpack(section, read, at) for at in _entries(header.sections, section, "section")]
+    for _, kind, _, _, offset, size, link, *_ in sections:
+        if kind != _SHT_DYNSYM:
+            continue
+        if link >= len(sections):
+            raise ElfError("has symbols, but no string table")
+        names = _part(read, *sections[link][4:6])
+        for name, *values in symbol.iter_unpack(_part(read, offset, size // symbol.size * symbol.size)):
+            info, _, place = values[:3] if wide else values[2:]
+            if place and info >> 4:  # defined, and not local
+                text, end, _ = names[name:].partition(b"\0")
+                if not end:
+                    raise ElfError("has a name outside of its string table")
+                found.add(text.decode(errors="replace"))
+    return frozenset(found)
+
+
+def _reader(descriptor: int) -> Read:
+    total = os.fstat(descriptor).st_size
+
+    def read(offset: int, count: int) -> bytes:
+        content = os.pread(descriptor, count, min(offset, total))
+        if offset > total or len(content) < count:
+            raise ElfError(f"ends at byte {total}, before the {count} bytes at {offset} that it refers to")
+        return content
+
+    return read
+
+
+def _header(read: Read) -> Header:
     if read(0, len(_MAGIC)) != _MAGIC:
         raise ElfError("is not an ELF file")
     ident = read(0, _IDENT_BYTES)
@@ -89,43 +142,55 @@ def _parse(read: Read) -> Elf:
         raise ElfError("is an ELF file of no known class or byte order")
     bits = 32 * ident[4]
     order = "<" if ident[5] == 1 else ">"
-    header = struct.Struct(f"{order}HHI{'QQQ' if bits == 64 else 'III'}IHHH")
-    kind, machine, _, _, table, _, _, _, entry_bytes, count = _unpack(header, read, _IDENT_BYTES)
-    if kind not in (_ET_EXEC, _ET_DYN):
-        raise ElfError("is an ELF file, but neither a program nor a library")
-    segments = list(_segments(read, order, bits, table, entry_bytes, count))
-    soname, needed = _dynamic(read, order, bits, segments)
-    return Elf(
+    layout = struct.Struct(f"{order}HHI{'QQQ' if bits == 64 else 'III'}IHHHHHH")
+    kind, machine, _, _, segments_at, sections_at, _, _, *sizes, _ = _unpack(layout, read, _IDENT_BYTES)
+    return Header(
         bits=bits,
-        machine=_MACHINES.get((machine, bits), f"machine {machine}"),
-        soname=soname,
-        needed=needed,
-        abi=_abi(read, order, segments),
+        order=order,
+        machine=_MACHINES.get((machine, bits), f"ELF machine {machine}"),
+        kind=kind,
+        segments=Table(segments_at, *sizes[:2]),
+        sections=Table(sections_at, *sizes[2:]),
     )
+
+
+def _parse(read: Read) -> Elf:
+    header = _header(read)
+    if header.kind not in (_ET_EXEC, ET_DYN):
+        raise ElfError("is an ELF file, but neither a program nor a library")
+    segments = list(_segments(read, header))
+    soname, needed = _dynamic(read, header, segments)
+    return Elf(bits=header.bits, machine=header.machine, soname=soname, needed=needed, abi=_abi(read, header.order, segments))
 
 
 def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:
     return layout.unpack(read(offset, layout.size))
 
 
-def _segments(read: Read, order: str, bits: int, table: int, entry_bytes: int, count: int) -> Iterator[_Segment]:
-    layout = struct.Struct(f"{order}IIQQQQ" if bits == 64 else f"{order}IIIIII")
-    if count > _MAX_SEGMENTS or (count and entry_bytes < layout.size):
-        raise ElfError("has an invalid program header")
-    for i in range(count):
-        values = _unpack(layout, read, table + i * entry_bytes)
+def _entries(table: Table, layout: struct.Struct, what: str) -> range:
+    """The offsets of a table's entries."""
+    if table.entries > _MAX_ENTRIES or (table.entries and table.entry_bytes < layout.size):
+        raise ElfError(f"has an invalid {what} header")
+    return range(table.offset, table.offset + table.entries * table.entry_bytes, table.entry_bytes or 1)
+
+
+def _segments(read: Read, header: Header) -> Iterator[_Segment]:
+    wide = header.bits == 64
+    layout = struct.Struct(f"{header.order}IIQQQQ" if wide else f"{header.order}IIIIII")
+    for at in _entries(header.segments, layout, "program"):
+        values = _unpack(layout, read, at)
         # 64 bits: type, flags, offset, address, physical address, size in the file; 32 bits: the flags come later.
-        kind, offset, address, size = (values[0], *values[2:4], values[5]) if bits == 64 else (*values[:3], values[4])
+        kind, offset, address, size = (values[0], *values[2:4], values[5]) if wide else (*values[:3], values[4])
         yield _Segment(kind, offset, address, size)
 
 
-def _dynamic(read: Read, order: str, bits: int, segments: list[_Segment]) -> tuple[str | None, tuple[str, ...]]:
+def _dynamic(read: Read, header: Header, segments: list[_Segment]) -> tuple[str | None, tuple[str, ...]]:
     """SONAME and NEEDED. A static program has neither."""
     segment = next((each for each in segments if each.kind == _PT_DYNAMIC), None)
     if segment is None:
         return None, ()
-    layout = struct.Struct(f"{order}QQ" if bits == 64 else f"{order}II")
-    content = _part(read, segment)
+    layout = struct.Struct(f"{header.order}QQ" if header.bits == 64 else f"{header.order}II")
+    content = _part(read, segment.offset, segment.size)
     entries: list[tuple[int, int]] = []
     for tag, value in layout.iter_unpack(content[: len(content) // layout.size * layout.size]):
         if tag == _DT_NULL:
@@ -143,10 +208,10 @@ def _dynamic(read: Read, order: str, bits: int, segments: list[_Segment]) -> tup
     return soname or None, tuple(name for tag, name in names if tag == _DT_NEEDED)
 
 
-def _part(read: Read, segment: _Segment) -> bytes:
-    if segment.size > _MAX_PART_BYTES:
-        raise ElfError(f"has a part of {segment.size} bytes and {_MAX_PART_BYTES} are the limit")
-    return read(segment.offset, segment.size)
+def _part(read: Read, offset: int, size: int) -> bytes:
+    if size > _MAX_PART_BYTES:
+        raise ElfError(f"has a part of {size} bytes and {_MAX_PART_BYTES} are the limit")
+    return read(offset, size)
 
 
 def _offset_of(address: int, segments: list[_Segment]) -> int:
@@ -176,7 +241,7 @@ def _abi(read: Read, order: str, segments: list[_Segment]) -> tuple[int, int, in
     for segment in segments:
         if segment.kind != _PT_NOTE:
             continue
-        content = _part(read, segment)
+        content = _part(read, segment.offset, segment.size)
         at = 0
         while at + head.size <= len(content):
             name_bytes, value_bytes, kind = head.unpack_from(content, at)
