@@ -49,8 +49,12 @@ def test_an_environment_is_read_up_to_a_limit(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_a_real_process() -> None:
-    with subprocess.Popen(["sleep", "60"], env={"CUDA_VERSION": "12.4"}) as process:
+    command = ["/bin/sh", "-c", "echo runs; read line"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env={"CUDA_VERSION": "12.4"}, stdin=pipe, stdout=pipe) as process:
         try:
-            assert environment(process.pid) == b"CUDA_VERSION=12.4\0"
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"runs\n"  # while a program is loaded, its environment is empty
+            assert environment(process.pid) .startswith(b"CUDA_VERSION=12.4\0")
         finally:
             process.kill()
