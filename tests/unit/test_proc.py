@@ -55,6 +55,6 @@ def test_the_environment_of_a_real_process() -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"runs\n"  # while a program is loaded, its environment is empty
-            assert environment(process.pid) .startswith(b"CUDA_VERSION=12.4\0")
+            assert environment(process.pid).startswith(b"CUDA_VERSION=12.4\0")
         finally:
             process.kill()

@@ -19,6 +19,8 @@ from gpumgr.enforcement.mps.launcher import best_method, outside
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
+#: More at one folder are not the agent's.
+_MOST_MOUNTS: Final = 8
 _SYSTEMD_SECONDS: Final = 10.0
 
 log = structlog.get_logger(__name__)
@@ -41,7 +43,7 @@ class RegionVolumes:
         for mount in (_mount, _let_systemd_mount):
             try:
                 mount(source, folder)
-                if f" {source} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape"):
+                if _on_host(folder):
                     return
                 self.remove(folder)
             except OSError as error:
@@ -52,11 +54,23 @@ class RegionVolumes:
 
     def remove(self, folder: Path) -> None:
         """Unmounts what `renew` mounted. Raises OSError."""
-        while folder.is_mount():
+        for _ in range(_MOST_MOUNTS):
+            if not folder.is_mount():
+                break
             try:
                 _call("umount2", os.fsencode(folder), _DETACH)
             except PermissionError:
                 _ask_systemd("umount", "--lazy", str(folder))
+        if _on_host(folder):  # the agent has the host's mounts in a namespace from which none propagates back
+            _ask_systemd("umount", "--lazy", str(folder))
+
+
+def _on_host(folder: Path) -> bool:
+    """Whether the host has the folder's mount; no, if the agent may not know it."""
+    try:
+        return f" gpumgr-{folder.name} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return False
 
 
 def _mount(source: str, folder: Path) -> None:

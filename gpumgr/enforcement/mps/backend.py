@@ -77,6 +77,7 @@ class Mps(Backend):
         self._idle_gpu, self._on_probed = idle_gpu, on_probed
         self._probing: asyncio.Task[None] | None = None
         self._next_probe = float("-inf")
+        self._tried: str | None = None
         self._keep = True
         self._supervisor: Supervisor | None = None
         self.transient = False
@@ -108,16 +109,21 @@ class Mps(Backend):
         config = self._ready().config
         program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
-        done = result is not None and result.of_this_boot and (result.failure is None or self._clock() < self._next_probe)
-        if not done and self._probing is None and self._idle_gpu is not None:
-            self._probing = asyncio.create_task(self._probe(self._idle_gpu), name="mps probe")
+        done = result is not None and result.of_this_boot and result.failure is None
+        if (
+            (self._clock() >= self._next_probe or program != self._tried)
+            and not done
+            and self._probing is None
+            and self._idle_gpu is not None
+        ):
+            self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
         return result.failure if result is not None else None
 
-    async def _probe(self, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
+    async def _probe(self, program: str, idle_gpu: Callable[[], Awaitable[str | None]]) -> None:
         try:
             uuid = await idle_gpu()
             if uuid is not None and uuid not in {daemon.uuid for daemon in self.daemons()}:
-                self._next_probe = self._clock() + probe.RETRY_SECONDS
+                self._next_probe, self._tried = self._clock() + probe.RETRY_SECONDS, program
                 await probe.try_daemon(uuid, self._root, self._state_dir, self._ready().config)
                 self._on_probed()
         except (GpumgrError, OSError) as error:

@@ -147,8 +147,9 @@ def _run(
             "check whether the driver answers (nvidia-smi) and what the kernel's log says"
         ) from None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the id is its own
+        if process.returncode is None:  # not reaped yet, so the id is its own, also if only its children run
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.stdout is not None:
             process.stdout.close()

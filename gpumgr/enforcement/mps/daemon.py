@@ -4,6 +4,7 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +31,8 @@ _QUIT_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.05
 #: After a crash the daemon is restarted at once, after further ones with pauses that double.
 _LONGEST_PAUSE_SECONDS: Final = 60.0
+#: Namespaces of others that one check deletes.
+_DELETED_AT_ONCE: Final = 8
 
 log = structlog.get_logger(__name__)
 
@@ -201,16 +204,18 @@ class Daemon:
         return Tampering("changed the limits", frozenset(shares), root_only=False)
 
     async def _restore_namespaces(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
-        """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too."""
+        """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too: a few at each check and after the limits
+        are restored, since a container can make thousands."""
         changed, unchecked, foreign = await limits.compare_namespaces(self._client, shares, self._set_namespaces)
-        for name in foreign:
-            await limits.drop_namespace(self._client, name)
         made = foreign - self._set_namespaces.keys()
         self._set_namespaces = {name: limit for name, limit in self._set_namespaces.items() if name in shares}
         for name in changed | unchecked:
             self._set_shares.pop(name, None)
         if changed | unchecked:
             await self._limit(changed | unchecked, anew=False)
+        for name in sorted(foreign)[:_DELETED_AT_ONCE]:
+            with contextlib.suppress(MpsError):  # the next check tries again
+                await self._client.run(commands.delete_namespace(name))
         what = "changed the limits" if changed else "made namespaces"
         return Tampering(what, changed, root_only=True) if changed or made else None
 

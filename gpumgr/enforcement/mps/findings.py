@@ -68,7 +68,7 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
 def _tampered(view: View, gpu: str) -> str:
     who = f"one of {', '.join(view.suspects)}" if view.suspects else "a process that has ended"
     if len(view.suspects) == 1:
-        who = f"{view.suspects[0]}, of which alone a process could do it"
+        who = f"{view.suspects[0]}, the only container with a process that could do it when gpumgr looked"
     remedy = (
         "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
         if view.protocol == 3

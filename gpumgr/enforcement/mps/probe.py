@@ -47,7 +47,12 @@ class ProbeResult:
 def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
     """Path, file and protocol: another file has another inode or time. Raises OSError."""
     seen = Path("/proc/1/root") / program.relative_to("/") if method == "host" else program
-    status = seen.stat()
+    try:
+        status = seen.stat()
+    except FileNotFoundError:
+        if method != "host":
+            raise
+        return f"{program} protocol {protocol}"  # an absolute link of the host, which leads elsewhere in the agent's pod
     return f"{program} {status.st_dev}:{status.st_ino} {status.st_size} {status.st_mtime_ns} protocol {protocol}"
 
 
@@ -63,7 +68,7 @@ def last_result(state_dir: Path, program: str) -> ProbeResult | None:
 async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> None:
     """Tries MPS on this idle GPU, the compute mode of which stays, and writes the result. Raises MpsTransientError, OSError."""
     failure = None
-    program = identify(config.control.program, config.protocol, config.launcher)
+    program = await asyncio.to_thread(identify, config.control.program, config.protocol, config.launcher)
     try:
         for left in DaemonRecords(state_dir / _RECORDS_NAME).uuids():  # of an agent that was killed
             await _daemon(left, root, state_dir, config).vacate()

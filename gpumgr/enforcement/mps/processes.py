@@ -85,6 +85,9 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
         if not proc.name.isdigit():
             continue
         with contextlib.suppress(OSError):
+            # Before any read of the process's memory, with which a tenant can make the agent hang.
+            if b"kubepods" in (proc / "cgroup").read_bytes():
+                continue
             program, *words = (proc / "cmdline").read_bytes().split(b"\0")
             if os.path.basename(program) != b"nvidia-cuda-mps-control" or _STARTS_DAEMON.isdisjoint(words):
                 continue
@@ -94,8 +97,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
             visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
             if Path(pipe).parts[-3:] in own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
                 continue
-            if b"kubepods" not in (proc / "cgroup").read_bytes():
-                return int(proc.name), pipe
+            return int(proc.name), pipe
     return None
 
 

@@ -147,7 +147,10 @@ async def test_namespaces_are_restored_within_a_second_and_the_container_is_name
     assert (place.folder.namespace("b2") / "control").exists()
     found = await backend.observe(look)
     assert {finding.allocation for finding in found} == {"a1"} | concerned
-    assert all("by demo/pod-a1 (main), of which alone a process could do it" in finding.message for finding in found)
+    assert all(
+        "by demo/pod-a1 (main), the only container with a process that could do it when gpumgr looked" in finding.message
+        for finding in found
+    )
     assert {finding.code for finding in found} == {"tampered"}
     await place.pass_time(backend)
     assert await backend.observe(look) == []

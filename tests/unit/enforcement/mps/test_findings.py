@@ -50,7 +50,7 @@ def test_users_are_checked_only_if_the_container_may_wait() -> None:
     ("suspects", "who"),
     [
         ((), "by a process that has ended;"),
-        (("demo/evil (main)",), "by demo/evil (main), of which alone a process could do it;"),
+        (("demo/evil (main)",), "by demo/evil (main), the only container with a process that could do it when gpumgr looked;"),
         (("demo/a (main)", "demo/b (main)"), "by one of demo/a (main), demo/b (main);"),
     ],
 )
