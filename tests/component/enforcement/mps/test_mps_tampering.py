@@ -210,3 +210,19 @@ async def test_another_user_can_change_nothing(place: Place) -> None:
     words = ("namespace", "set", "a1", "--server=gpu", "--active-thread-percentage=100")
     with pytest.raises(MpsError, match="Insufficient privileges for UID 1000"):
         await in_container(place, *words, user=1000)
+
+
+async def test_many_foreign_namespaces_do_not_delay_the_limits(place: Place) -> None:
+    backend = await place.agent()
+    await backend.start(tenant("a1"))
+    await place.pass_time(backend)
+    granted = await namespaces(backend)
+    for number in range(12):
+        await in_container(place, "namespace", "create", f"junk{number}", "--server=gpu")
+    await in_container(place, "namespace", "set", "a1", "--server=gpu", "--active-thread-percentage=100")
+    await place.pass_time(backend, 1.0)
+    found = await namespaces(backend)
+    assert found["a1"] == granted["a1"]
+    assert len(granted) < len(found) < len(granted) + 12
+    await place.pass_time(backend, 1.0)
+    assert await namespaces(backend) == granted
