@@ -169,7 +169,7 @@ def test_a_folder_for_several_things_is_mounted_once_with_the_rights_of_all() ->
     text = render(SETS["all in few folders"])
     mounts = {each["name"]: each for each in agent_container(text)["volumeMounts"]}
     volumes = {each["name"]: each for each in pod_spec(text)["volumes"]}
-    assert mounts["state"] == {"name": "state", "mountPath": "/run/gpumgr", "mountPropagation": "HostToContainer"}
+    assert mounts["state"] == {"name": "state", "mountPath": "/run/gpumgr", "mountPropagation": "Bidirectional"}
     assert volumes["state"]["hostPath"] == {"path": "/run/gpumgr", "type": "DirectoryOrCreate"}
     assert mounts["hami-core"] == {"name": "hami-core", "mountPath": "/opt/l", "readOnly": True}
     assert not {"run", "cri", "vcuda"} & mounts.keys()
@@ -577,3 +577,17 @@ def test_a_packaged_chart_has_everything_in_it(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("gpumgr-*.tgz")
     values = {**SETS["most"], "metrics": {"rules": {"enabled": True}, "dashboard": {"enabled": True}}}
     assert objects(render(values, chart=archive)) == objects(render(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "propagation"),
+    [
+        ({}, None),
+        ({"mps": {"enabled": True}}, "HostToContainer"),
+        ({"enforcement": {"hamiCore": {"image": "registry.example/hami-core:1"}}}, "Bidirectional"),
+    ],
+)
+def test_mounts_of_run_dir_reach_the_host_only_where_a_library_needs_it(values: dict[str, Any], propagation: str | None) -> None:
+    """Bidirectional needs a shared mount on the host, without which the pod would not start."""
+    mounts = {each["name"]: each for each in agent_container(render(values))["volumeMounts"]}
+    assert mounts["run"].get("mountPropagation") == propagation
