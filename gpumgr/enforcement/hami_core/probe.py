@@ -17,7 +17,10 @@ from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, ch
 _TIMEOUT_SECONDS: Final = 15.0
 _MEMORY_MIB, _CORES_PERCENT = 4660, 37
 _PROGRAM: Final = Path(__file__).with_name("load_library.py")
-_BUILD: Final = "build HAMi-core 1.2 or newer with its own build.sh (not as Release) on a glibc that is not newer than the agent's and the containers'"
+_BUILD: Final = (
+    "build HAMi-core 1.2 or newer with its own build.sh (not as Release) on a glibc that is not newer than the agent's and the "
+    "containers'"
+)
 
 
 @functools.lru_cache(maxsize=8)
