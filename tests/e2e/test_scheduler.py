@@ -21,9 +21,11 @@ from gpumgr.kubeapi.cluster_annotations import (
 from gpumgr.topology.matrix import topology_from_matrix
 
 from . import manifests
+from .agent import Agent
 from .api import PODS
 from .cluster import Cluster
 from .manifests import Json, container, pod
+from .node import cleared
 from .places import PROJECT, STATE
 from .processes import free_ports, wait_until
 
@@ -136,8 +138,11 @@ def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def scheduler(cluster: Cluster) -> Iterator[Scheduled]:
-    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes."""
+def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
+    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
+    with a kubelet has no agent, so it offers no GPUs."""
+    with cleared(cluster, running_agent):
+        running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
     account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
     for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):

@@ -20,7 +20,7 @@ from .region import Region, raised, tamper
 from .scenario import Skip, Trial, refused, scenario
 
 #: Builds that gpumgr must refuse, with words of the reason.
-WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "does not export", "94fff56-cu12": "its region is not valid"}
+WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "does not export", "94fff56-cu12": "its region has another layout"}
 #: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
 _KINDS: Final = ("direct", "dlsym", "proc", "proc1")
 
