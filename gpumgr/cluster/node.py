@@ -38,7 +38,7 @@ class NodeState:
     """`gpus` are in the order of NVML's indices; row i of `topology` belongs to gpus[i].
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
-    itself reports for a pod; it replaces what the pod's annotations say.
+    itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
     """
 
     name: str
@@ -46,6 +46,8 @@ class NodeState:
     topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
     naming: Naming = "uuid"
     other: Mapping[str, Shares] = field(default_factory=dict)
+    model_label: str = ""
+    pool: str = ""
 
     @property
     def positions(self) -> Mapping[str, int]:
