@@ -33,12 +33,12 @@ def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
             group.node, group.misfit = node, misfit
     ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
     if total == 1:
-        return bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
+        return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
     detailed = _joined(total, [(group, _closest(group)) for group in ordered])
     if len(detailed) <= MAX_CHARACTERS:
         return detailed
     best = min(ordered, key=lambda group: (group.misfit.distance, group.node))
-    return bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
+    return _bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
 
 
 def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
@@ -48,7 +48,7 @@ def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
     return f"for the {total} nodes with enough in total: {', '.join(reasons)}"
 
 
-def bounded(text: str) -> str:
+def _bounded(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 4] + " ..."
 
 

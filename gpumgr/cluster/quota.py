@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice
-from gpumgr.cluster.explain import bounded, memory_text
+from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
 from gpumgr.cluster.request import ContainerRequest, PodRequest
@@ -239,9 +239,9 @@ def _rejection(excluded: Mapping[str, Set[str]], names: Sequence[str], others: i
     offered = set(names)
     reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered))
     count = len(names) - others
-    denied = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}"
     rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
-    return Rejection(bounded(f"{denied}{rest}"))
+    whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
+    return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
 
 
 def _refusals(
