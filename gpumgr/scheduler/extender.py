@@ -5,12 +5,12 @@ Between reading the index and changing it there is no `await`, so verbs that ove
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import structlog
 
-from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.quota import Quotas, rank_within_quota
@@ -18,8 +18,9 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.binding import BindingError, binding_annotations, send_binding
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
+from gpumgr.scheduler.preemption import Preemption
 from gpumgr.scheduler.watches import ClusterWatches
-from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
@@ -45,6 +46,7 @@ class Extender:
     ) -> None:
         self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
         self._quotas = quotas
+        self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
 
     @property
     def ready(self) -> bool:
@@ -69,16 +71,52 @@ class Extender:
             return FilterResult(error="the pod is bound already")
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        policy, most = self._settings.policy, self._settings.candidates
-        ranked = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
+        ranked = self._ranked(pod, names)
         if isinstance(ranked, Rejection):
+            with self._preemption.without_lower(pod.priority) as more:
+                ranked = self._ranked(pod, names) if more else ranked
+        if isinstance(ranked, Rejection):
+            self._preemption.restore(pod.uid)
+            self._preemption.rejected(pod, names)
+            if pod.nominated is not None:
+                # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
+                return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         if self._settings.candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
             assert state is not None, "a node that fits is in the index"
-            self._assume(pod.on(name, named_shares(state, choice)))
+            placed = pod.on(name, named_shares(state, choice))
+            self._assume(placed)
+            self._preemption.placed(placed)
+        else:
+            self._preemption.restore(pod.uid)
         return self._passed(args, [name for name, _ in ranked])
+
+    def _ranked(self, pod: WatchedPod, names: Sequence[str]) -> list[tuple[str, NodeChoice]] | Rejection:
+        policy, most = self._settings.policy, self._settings.candidates
+        return rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
+
+    def preempt(self, args: PreemptArgs) -> PreemptResult:
+        """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
+        if not self.ready or self._quotas.problem is not None:
+            return PreemptResult()
+        try:
+            pod = parse_watched_pod(args.pod)
+            args.proposed()
+        except _UNREADABLE as error:
+            _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
+            return PreemptResult()
+        self._expire()
+        placed = self._index.placement(pod.uid)
+        bound = placed is not None and not self._index.is_assumed(pod.uid)
+        if bound or pod.refusal is not None or not pod.wants_gpu or not pod.preempts:
+            return PreemptResult()
+        result = self._preemption.preempt(pod, args)
+        for node, victims in result.victims.items():
+            uids = [each.uid for each in victims.pods or ()]
+            _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=node, victims=uids)
+        return result
 
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
@@ -119,6 +157,7 @@ class Extender:
             raise BindingError(excess)
         # The assumption must not end before the request does.
         self._index.assume(placed, until=math.inf)
+        self._preemption.placed(placed)
         try:
             annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
             await send_binding(self._server, pod, args.node, annotations)
@@ -163,7 +202,8 @@ class Extender:
 
     def _expire(self) -> None:
         for uid in self._index.expire(self._clock()):
-            _log.info("assumption_ended", pod_uid=uid, after_seconds=self._settings.assume_seconds)
+            _log.info("assumption_ended", pod_uid=uid)
+        self._preemption.refresh()
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
         if args.node_names is not None:

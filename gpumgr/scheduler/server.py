@@ -11,13 +11,13 @@ import structlog
 from aiohttp import web
 
 from gpumgr.scheduler.extender import NOT_SYNCED, Extender
-from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-_Args = TypeVar("_Args", FilterArgs, BindArgs)
-_Result = FilterResult | BindResult | list[HostPriority]
+_Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
+_Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
 
 
 class _RequestError(Exception):
@@ -30,6 +30,9 @@ def make_application(extender: Extender, *, max_request_mebibytes: int) -> web.A
 
     async def prioritize(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.prioritize, lambda _: [])
+
+    async def preempt(request: web.Request) -> web.Response:
+        return await _answer(request, PreemptArgs, extender.preempt, _no_victims)
 
     async def bind(request: web.Request) -> web.Response:
         try:
@@ -50,6 +53,7 @@ def make_application(extender: Extender, *, max_request_mebibytes: int) -> web.A
         [
             web.post(f"{PREFIX}/filter", filter_nodes),
             web.post(f"{PREFIX}/prioritize", prioritize),
+            web.post(f"{PREFIX}/preempt", preempt),
             web.post(f"{PREFIX}/bind", bind),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),
@@ -80,6 +84,12 @@ async def _read(request: web.Request, kind: type[_Args]) -> _Args:
         ) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _RequestError(f"the body is no request of extender/v1: {error}") from error
+
+
+def _no_victims(error: str) -> PreemptResult:
+    """The answer has no `Error`."""
+    _log.warning("preemption_refused", reason=error)
+    return PreemptResult()
 
 
 def _bug(request: web.Request, error: Exception) -> str:

@@ -44,3 +44,45 @@ class BindArgs(msgspec.Struct, kw_only=True):
 
 class BindResult(msgspec.Struct, rename="pascal"):
     error: str = ""
+
+
+class MetaPod(msgspec.Struct):
+    uid: str = msgspec.field(name="UID")
+
+
+class MetaVictims(msgspec.Struct):
+    """`violations`: of PodDisruptionBudgets."""
+
+    pods: list[MetaPod] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+
+class Victims(msgspec.Struct):
+    pods: list[dict[str, Any]] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+
+class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
+    """Victims that kube-scheduler proposes, by node: UIDs with nodeCacheCapable, else whole pods."""
+
+    pod: dict[str, Any]
+    node_name_to_victims: dict[str, Victims | None] | None = None
+    node_name_to_meta_victims: dict[str, MetaVictims | None] | None = None
+
+    def proposed(self) -> Mapping[str, tuple[frozenset[str], int]]:
+        """UIDs and violations by node. Raises KeyError or TypeError for pods without a UID."""
+        found = {
+            name: (frozenset(each.uid for each in victims.pods or ()), victims.violations)
+            for name, victims in (self.node_name_to_meta_victims or {}).items()
+            if victims is not None
+        }
+        for name, whole in (self.node_name_to_victims or {}).items():
+            if whole is not None:
+                found[name] = (frozenset(str(each["metadata"]["uid"]) for each in whole.pods or ()), whole.violations)
+        return found
+
+
+class PreemptResult(msgspec.Struct):
+    """UIDs in any case. A node without victims would fail the whole attempt."""
+
+    victims: dict[str, MetaVictims] = msgspec.field(name="NodeNameToMetaVictims", default_factory=dict)

@@ -69,9 +69,16 @@ class Clock:
 
 class Stage:
     def __init__(
-        self, sim: SimApiServer, index: ClusterIndex, quotas: Quotas, clock: Clock, url: str, session: ClientSession
+        self,
+        sim: SimApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        watches: ClusterWatches,
+        clock: Clock,
+        url: str,
+        session: ClientSession,
     ) -> None:
-        self.sim, self.index, self.quotas, self.clock = sim, index, quotas, clock
+        self.sim, self.index, self.quotas, self.watches, self.clock = sim, index, quotas, watches, clock
         self._url, self._session = url, session
 
     async def post(self, verb: str, body: bytes | str) -> Any:
@@ -134,7 +141,7 @@ async def _running(sim: SimApiServer, folder: Path, settings: SchedulerSettings)
     await site.start()
     task = asyncio.create_task(watches.run())
     async with ClientSession() as session:
-        stage = Stage(sim, index, quotas, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        stage = Stage(sim, index, quotas, watches, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
         try:
             await until(lambda: watches.synced)
             yield stage
