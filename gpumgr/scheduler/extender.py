@@ -13,6 +13,7 @@ import structlog
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.request import Policy
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.binding import BindingError, binding_annotations, send_binding
@@ -64,7 +65,7 @@ class Extender:
             return FilterResult(error="the pod is bound already")
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        ranked = self._index.rank(pod.request, self._settings.policy, names, self._settings.candidates)
+        ranked = self._index.rank(pod.request, self._policy(pod), names, self._settings.candidates)
         if isinstance(ranked, Rejection):
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         if self._settings.candidates == 1:
@@ -82,7 +83,7 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ranked = self._index.rank(pod.request, self._settings.policy, names, len(names))
+            ranked = self._index.rank(pod.request, self._policy(pod), names, len(names))
             if not isinstance(ranked, Rejection):
                 for place, (name, _) in enumerate(ranked):
                     scores[name] = MAX_SCORE - MAX_SCORE * place // len(ranked)
@@ -127,10 +128,10 @@ class Extender:
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        if placed is not None and placed.node == node and self._index.fits(placed):
+        if placed is not None and placed.node == node and placed.request == pod.request and self._index.fits(placed):
             return placed
         self._index.remove(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, self._settings.policy)
+        choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
         state = self._index.node(node)
         if isinstance(choice, Misfit) or state is None:
             misfit = choice if isinstance(choice, Misfit) else Misfit(container=None)
@@ -147,6 +148,9 @@ class Extender:
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
+
+    def _policy(self, pod: WatchedPod) -> Policy:
+        return pod.policy or self._settings.policy
 
     def _assume(self, placed: PlacedPod) -> None:
         self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)
