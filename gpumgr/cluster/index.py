@@ -12,15 +12,14 @@ from typing import Final, Protocol
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.topology.devices import Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Request shapes with kept results; the least recently used one is dropped.
 MAX_SHAPES: Final = 64
 
-#: (UUID of the GPU, or its position where the node has no inventory; amounts) of each GPU of a container.
+#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
@@ -79,7 +78,7 @@ class ClusterIndex:
         self._listeners = tuple(listeners)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
-        self._kinds: dict[tuple[Topology, tuple[tuple[int, bool], ...]], int] = {}
+        self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
 
@@ -205,8 +204,8 @@ class ClusterIndex:
         return self._nodes[name]
 
     def _kind(self, state: NodeState) -> int:
-        gpus = tuple((gpu.memory_mebibytes, gpu.offered) for gpu in state.gpus)
-        return self._kinds.setdefault((state.topology, gpus), len(self._kinds))
+        gpus = tuple((gpu.memory_mebibytes, gpu.offered, gpu.model, gpu.numa) for gpu in state.gpus)
+        return self._kinds.setdefault((state.topology, state.naming, gpus), len(self._kinds))
 
     def _put(self, pod: PlacedPod) -> None:
         self.remove(pod.uid)
@@ -239,11 +238,11 @@ class ClusterIndex:
                 self._results.popitem(last=False)
         self._results.move_to_end(shape)
         # Nodes that differ by name alone are computed once: a new shape on a large cluster.
-        alike: dict[tuple[int, Used], NodeChoice | Misfit] = {}
+        alike: dict[tuple[int, Used, tuple[int, ...]], NodeChoice | Misfit] = {}
         for name in results.stale:
             results.fits.pop(name, None)
             results.misfits.pop(name, None)
-            key = (self._nodes[name].kind, self.used(name))
+            key = (self._nodes[name].kind, self.used(name), request.constraints.named(self._nodes[name].state))
             if (found := alike.get(key)) is None:
                 found = alike[key] = choose(self._nodes[name].state, key[1], request, policy)
             if isinstance(found, NodeChoice):
@@ -274,7 +273,8 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = added(used, taken)
     for pod in unknown:
-        choice = choose(node, used, pod.request, "binpack")
+        # The agent, which has chosen, reads no constraints.
+        choice = choose(node, used, PodRequest(pod.request.containers), "binpack")
         if isinstance(choice, NodeChoice):
             used = added(used, _use(pod.request, choice.shares))
     return used
@@ -294,8 +294,8 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
     positions = node.positions
     found: list[Shares] = []
     for shares in pod.shares:
-        resolved = [(positions.get(gpu) if isinstance(gpu, str) else gpu, amounts) for gpu, amounts in shares]
-        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None and gpu < len(node.gpus)))
+        resolved = [(positions.get(gpu), amounts) for gpu, amounts in shares]
+        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None))
         if len(found[-1]) != len(shares):
             return None
     return _use(pod.request, found)

@@ -13,8 +13,7 @@ from gpumgr.cluster.choose import NodeChoice
 from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
-from gpumgr.cluster.request import ContainerRequest, PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 

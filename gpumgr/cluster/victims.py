@@ -13,8 +13,7 @@ from typing import Final
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
 from gpumgr.cluster.node import NOTHING, NodeState, Used
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Smaller sets that are tried in place of one that was found.

@@ -14,6 +14,7 @@ from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.quota import Quotas, rank_within_quota
+from gpumgr.cluster.request import Policy
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.binding import BindingError, binding_annotations, send_binding
@@ -94,8 +95,9 @@ class Extender:
         return self._passed(args, [name for name, _ in ranked])
 
     def _ranked(self, pod: WatchedPod, names: Sequence[str]) -> list[tuple[str, NodeChoice]] | Rejection:
-        policy, most = self._settings.policy, self._settings.candidates
-        return rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most)
+        return rank_within_quota(
+            self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, self._settings.candidates
+        )
 
     def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
@@ -126,7 +128,7 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ranked = self._index.rank(pod.request, self._settings.policy, names, len(names))
+            ranked = self._index.rank(pod.request, self._policy(pod), names, len(names))
             if not isinstance(ranked, Rejection):
                 for place, (name, _) in enumerate(ranked):
                     scores[name] = MAX_SCORE - MAX_SCORE * place // len(ranked)
@@ -176,10 +178,10 @@ class Extender:
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        if placed is not None and placed.node == node and self._index.fits(placed):
+        if placed is not None and placed.node == node and placed.request == pod.request and self._index.fits(placed):
             return placed
         self._index.remove(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, self._settings.policy)
+        choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
         state = self._index.node(node)
         if isinstance(choice, Misfit) or state is None:
             misfit = choice if isinstance(choice, Misfit) else Misfit(container=None)
@@ -196,6 +198,9 @@ class Extender:
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
+
+    def _policy(self, pod: WatchedPod) -> Policy:
+        return pod.policy or self._settings.policy
 
     def _assume(self, placed: PlacedPod) -> None:
         self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import UNSET
+
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
-from gpumgr.cluster.request import NO_REQUEST, PodRequest, vcuda_request
+from gpumgr.cluster.request import NO_REQUEST, PodRequest, Policy, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import (
@@ -19,6 +21,7 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_placement,
 )
 from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
 
@@ -35,9 +38,9 @@ class WatchedNode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
-    container). `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of
-    its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not Never. `nominated`: the node that
-    kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
+    name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
     uid: str
@@ -47,6 +50,7 @@ class WatchedPod:
     request: PodRequest = NO_REQUEST
     containers: tuple[str, ...] = ()
     places: tuple[int | None, ...] = ()
+    policy: Policy | None = None
     refusal: str | None = None
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
@@ -117,6 +121,7 @@ def _from_inventory(name: str, text: str) -> NodeState:
                 numa=gpu.numa,
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
+                index=None if gpu.index is UNSET else gpu.index,
             )
             for gpu in inventory.gpus
         ),
@@ -162,10 +167,12 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
             (each.name, each.kind, each.cores, each.memory_blocks) for each in wanted
         ]
         made["request"] = vcuda_request(asked)
+        made["policy"] = policy_of(annotations)
+        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
     pod = replace(base, **made)
-    if node is None or pod.refusal is not None:
+    if node is None or not pod.request.containers:
         return pod
     try:
         return replace(pod, shares=_named_shares(pod, node, annotations))

@@ -155,7 +155,8 @@ class Preemption:
             return self._quotas.refusal(pod.namespace, self._quotas.choice_holding(choice, pod.request, node), freed) is None
 
         pods = self._index.pods_on(name)
-        preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=self._settings.policy, permits=permits)
+        policy = pod.policy or self._settings.policy
+        preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=policy, permits=permits)
         unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
         return find_eviction(node, pods, preemptor, unbound=unbound, ending=self._watches.ending, proposed=proposed)
 

@@ -229,8 +229,8 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the nodes and GPUs that fit, take the fullest or the emptiest.
-    policy: Literal["binpack", "spread"] = "binpack"
+    #: Of the nodes and GPUs that fit, take the fullest, the emptiest, or the best joined GPUs. Pods may choose another policy.
+    policy: Literal["binpack", "spread", "topology"] = "binpack"
     #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: How long assumed GPUs are kept for a pod that is not bound.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from msgspec import UNSET
 
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
@@ -30,9 +31,13 @@ GPU_MEBIBYTES = 16384
 Json = dict[str, Any]
 
 
-def inventory(name: str, count: int, **more: Any) -> str:
+def inventory(name: str, count: int, *, model: str = "", indices: Sequence[int] = (), **more: Any) -> str:
+    """`indices`: NVML's, if they are not the positions."""
     rows = [["X" if a == b else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", memory=GPU_MEBIBYTES) for gpu in range(count))
+    gpus = tuple(
+        InventoryGpu(uuid=f"GPU-{name}-{gpu}", model=model, memory=GPU_MEBIBYTES, index=indices[gpu] if indices else UNSET)
+        for gpu in range(count)
+    )
     return encode(
         Inventory(**{"topology_manager": "none", "gpus": gpus, "levels": levels_of(topology_from_matrix(rows)), **more})
     )
