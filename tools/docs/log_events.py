@@ -175,6 +175,7 @@ MEANINGS: Final = {
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts until it can.",
     "preemption": "kube-scheduler was given pods of one node to evict. The GPUs that they free are kept for the pod that preempts.",
     "preemption_refused": "A request for preemption can't be read. No pod is evicted.",
+    "quotas_changed": "The quotas of the ConfigMap are used from now on, for this number of namespaces; 0: there are none.",
     "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",

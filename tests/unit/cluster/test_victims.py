@@ -40,7 +40,7 @@ FULL = [held(f"low{gpu}", gpu, 100) for gpu in "123"]
     [
         ([*FULL, held("high", "0", 60, 10)], share(50, 1), "low1"),
         ([*FULL, held("high", "0", 60, 10), held("own", "0", 10, 9)], share(30, 1), ""),
-        # One GPU's pods, not the pods whose sum is enough: kube-scheduler would evict any two.
+        # The pod beside one of a higher priority is of no use.
         ([held("a", "0", 50), held("b", "1", 50), *[held(f"x{g}", g, 100, 5) for g in "23"], held("c", "1", 50, 9)], WHOLE, "a"),
         # The lowest highest priority comes first, then the fewest.
         ([held("one", "0", 90, 5), held("p", "1", 50, 1), held("q", "1", 50, 1), *FULL[1:]], WHOLE, "low2"),
