@@ -16,8 +16,9 @@ from gpumgr.cluster.node import NOTHING, NodeState, Used
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
-#: Smaller sets that are tried in place of one that was found.
-_MAX_TRIES: Final = 64
+#: Smaller sets are tried in place of one with at most so many pods, and so many of them.
+_MAX_EXACT: Final = 4
+_MAX_TRIES: Final = 32
 #: The lowest highest priority, the number of pods, the sum of their priorities.
 Cost = tuple[int, int, int]
 _NO_PRIORITY: Final = -(1 << 31)
@@ -115,8 +116,9 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
         return None
     on = {gpu: [each for each in pool if gpu in each.gpus] for each in pool for gpu in each.gpus}
     order = sorted(on, key=lambda gpu: (_cost(on[gpu]), gpu))
-    grown = [_grown(pool, [on[gpu] for gpu in [first, *order]], fits) for first in order] or [pool]
-    return min((_reduced(each, fits) for each in grown), key=lambda found: (_cost(found), sorted(_uids(found))))
+    sets = [_grown(pool, [on[gpu] for gpu in [first, *order]], fits) for first in order] or [pool]
+    different = {_uids(each): each for each in sets}.values()
+    return min((_reduced(each, fits) for each in different), key=lambda found: (_cost(found), sorted(_uids(found))))
 
 
 def _grown(
@@ -137,6 +139,8 @@ def _reduced(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) 
         rest = tuple(other for other in left if other is not each)
         if rest and fits(_uids(rest)):
             left = rest
+    if len(left) > _MAX_EXACT:
+        return left
     by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
     for base in (by_priority, left):
         smaller = (found for size in range(1, len(left)) for found in combinations(base, size))

@@ -20,8 +20,8 @@ from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.scheduler.wire import MetaPod, MetaVictims, PreemptArgs, PreemptResult
 from gpumgr.settings.schema import SchedulerSettings
 
-#: Nodes that are examined in one call, about 4 ms each: first those that kube-scheduler proposes.
-_MAX_NODES: Final = 50
+#: Nodes that are examined in one call: 1 ms each, 10 ms with 32 pods.
+_MAX_NODES: Final = 32
 #: Pods that were rejected last, with the nodes that kube-scheduler had offered: it calls preempt right after filter.
 _MAX_REJECTED: Final = 8
 
@@ -98,9 +98,11 @@ class Preemption:
         lower = self._lower(priority)
         for uid in lower:
             self._index.remove(uid)
-        yield bool(lower)
-        for uid in lower:
-            self.restore(uid)
+        try:
+            yield bool(lower)
+        finally:
+            for uid in lower:
+                self.restore(uid)
 
     def _lower(self, priority: int) -> list[str]:
         return [uid for uid, kept in self._kept.items() if kept.pod.priority < priority and self._index.is_assumed(uid)]
@@ -136,13 +138,15 @@ class Preemption:
         victims = [MetaPod(uid) for uid in sorted(eviction.victims)]
         return PreemptResult(victims={name: MetaVictims(pods=victims, violations=violations)})
 
-    def _examined(self, pod: WatchedPod, proposed: Mapping[str, object]) -> Sequence[str]:
-        offered = [name for name in self._rejected.pop(pod.uid, ()) if name not in proposed]
+    def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]]) -> list[str]:
+        """Nodes with pods of a lower priority that were proposed, or that this pod's last filter has rejected: the most promising ones."""
         lowest = {
-            name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority) for name in offered
+            name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)
+            for name in {*proposed, *self._rejected.pop(pod.uid, ())}
         }
-        others = sorted((name for name in offered if lowest[name] < pod.priority), key=lambda name: (lowest[name], name))
-        return [*proposed, *others][:_MAX_NODES]
+        helpful = [name for name, priority in lowest.items() if priority < pod.priority]
+        none: tuple[Set[str], int] = (frozenset(), 0)
+        return sorted(helpful, key=lambda name: (proposed.get(name, none)[1], lowest[name], name))[:_MAX_NODES]
 
     def _eviction(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Eviction | None:
         node = self._index.node(name)
