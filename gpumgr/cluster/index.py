@@ -69,6 +69,8 @@ class ClusterIndex:
         self._kinds: dict[tuple[Topology, tuple[tuple[int, bool], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
+        #: Names of nodes that have changed; who follows the index clears it.
+        self.changed: set[str] = set()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,20 @@ class ClusterIndex:
             best = sorted(fitting, key=lambda name: (results.fits[name].rank, name))[:most]
         return [(name, results.fits[name]) for name in best]
 
+    def results(self, request: PodRequest, policy: Policy) -> tuple[Mapping[str, NodeChoice], Mapping[str, Misfit]]:
+        """By node: the choice where the request fits, and why it does not fit elsewhere. Both change with the index."""
+        found = self._current(request, policy)
+        return found.fits, found.misfits
+
+    @property
+    def placed_pods(self) -> int:
+        """Bound and assumed pods."""
+        return len(self._node_of)
+
+    @property
+    def assumed_pods(self) -> int:
+        return len(self._assumed)
+
     def fits(self, pod: PlacedPod) -> bool:
         """Whether a placement with known GPUs has its room, on GPUs that are offered."""
         node = self._nodes.get(pod.node)
@@ -194,6 +210,7 @@ class ClusterIndex:
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
+        self.changed.add(name)
         for results in self._results.values():
             results.stale.discard(name)
             results.fits.pop(name, None)
@@ -201,6 +218,7 @@ class ClusterIndex:
 
     def _changed(self, name: str) -> None:
         self._nodes[name].used = None
+        self.changed.add(name)
         for results in self._results.values():
             results.stale.add(name)
 

@@ -17,11 +17,12 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID."""
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nodes` has all nodes, by name."""
 
     def __init__(self, server: ApiServer, index: ClusterIndex, *, watch_times: WatchTimes | None = None) -> None:
         self._index = index
         self.pending: dict[str, WatchedPod] = {}
+        self.nodes: dict[str, WatchedNode] = {}
         self._nodes: Reflector[WatchedNode] = Reflector(
             server, "/api/v1/nodes", {}, parse=parse_node, on_change=self._node_changed, watch_times=watch_times
         )
@@ -48,9 +49,12 @@ class ClusterWatches:
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
             self._index.remove_node(before.state.name)
+            self.nodes.pop(before.state.name, None)
         if after is None:
             return
         self._index.set_node(after.state)
+        self.nodes[after.state.name] = after
+        self._index.changed.add(after.state.name)
         if after.problem is not None and (before is None or before.problem != after.problem):
             used = "its capacity" if after.state.gpus else "none of its GPUs"
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)

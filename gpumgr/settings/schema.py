@@ -237,6 +237,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     #: Limit of the body of a request.
     max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
+    #: Port of the cluster page and of /metrics, on http.address and under the access rules of the section http. 0: any free port.
+    http_port: Port = 5679
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,149 @@
+"""Why a pod waits: the reason of every node, from the index, whether or not the pod has reached the verbs."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.explain import explain, memory_text
+from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.request import ContainerRequest, PodRequest
+from gpumgr.cluster.summary import covers, in_total
+from gpumgr.evaluators.select import Policy
+from gpumgr.scheduler.objects import WatchedPod
+from gpumgr.scheduler.overview import ClusterOverview
+from gpumgr.units import Amounts
+
+#: "refused": no agent grants the request. "quota": its namespace may hold no more. "resources": no node has enough in total.
+#: "fragmentation": a node has enough in total, and no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
+#: kube-scheduler has not tried yet, or rejects these nodes itself.
+Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+#: Nodes that are examined before the event loop serves others.
+_SLICE: Final = 500
+#: Different requests of waiting pods that are examined; the index keeps results for a bounded number of them, for the verbs above all.
+MAX_REQUESTS: Final = 48
+
+
+class NodeGroup(msgspec.Struct, kw_only=True):
+    """Nodes with the same reason. `nodes`: (name, its own detail), if they were asked for."""
+
+    reason: str
+    count: int
+    closest: str = ""
+    nodes: list[tuple[str, str]] = []
+
+
+class Waiting(msgspec.Struct, kw_only=True):
+    """`request` in words. `limit`: what stands against the pod wherever it goes (its request, or a quota)."""
+
+    kind: Kind
+    request: str
+    limit: str = ""
+    groups: list[NodeGroup] = []
+
+
+class Reasons:
+    """`quota` returns why the pod's quota does not allow it now, or None."""
+
+    def __init__(
+        self,
+        index: ClusterIndex,
+        overview: ClusterOverview,
+        policy: Policy,
+        *,
+        quota: Callable[[WatchedPod], str | None] = lambda _: None,
+    ) -> None:
+        self._index, self._overview, self._policy, self._quota = index, overview, policy, quota
+
+    def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
+        """With the limit that stands against the pod, or "". Refresh the overview before."""
+        if pod.refusal is not None:
+            return "refused", pod.refusal
+        if (limit := self._quota(pod)) is not None:
+            return "quota", limit
+        fits, _ = self._index.results(pod.request, self._policy)
+        if fits:
+            return "elsewhere", ""
+        wanted = in_total(pod.request)
+        return ("fragmentation" if any(covers(sums, wanted) for sums in self._overview.largest_sums) else "resources"), ""
+
+    async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
+        """Of each pod what `kind` says; None for pods whose requests are too many to examine."""
+        await self._overview.refresh()
+        examined: set[PodRequest] = set()
+        found: list[tuple[WatchedPod, Kind | None, str]] = []
+        for pod in list(pods):
+            if pod.request not in examined:
+                if len(examined) == MAX_REQUESTS:
+                    found.append((pod, None, ""))
+                    continue
+                examined.add(pod.request)
+                await asyncio.sleep(0)
+            found.append((pod, *self.kind(pod)))
+        return found
+
+    async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
+        """The groups of nodes, the largest one first."""
+        await self._overview.refresh()
+        kind, limit = self.kind(pod)
+        waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
+        if pod.refusal is not None:
+            return waiting
+        fits, misfits = self._index.results(pod.request, self._policy)
+        wanted = in_total(pod.request)
+        found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
+        for number, name in enumerate(list(self._overview.names), start=1):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            reason, detail, lack = self._of_node(name, name in fits, misfits.get(name), wanted)
+            found[reason].append((name, detail, lack))
+        for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
+            nearest = min(nodes, key=lambda node: (node[2], node[0]))
+            closest = f"{nearest[0]}, {nearest[1]}" if nearest[1] else ""
+            listed = sorted((name, detail) for name, detail, _ in nodes) if each_node else []
+            waiting.groups.append(NodeGroup(reason=reason, count=len(nodes), closest=closest, nodes=listed))
+        return waiting
+
+    def _of_node(self, name: str, fits: bool, misfit: Misfit | None, wanted: Amounts) -> tuple[str, str, float]:
+        """The reason, what the node has, and how much it lacks: the lowest lacks least."""
+        if fits:
+            return "have the GPUs that it asks for", "", 0.0
+        if misfit is None or misfit.container is None:
+            return "have no GPUs that gpumgr can use", "", 0.0
+        sums = self._overview.sums(name)
+        if covers(sums, wanted):
+            return (*_split(name, misfit), misfit.distance)
+        lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
+        return f"have less than {_in_total(wanted)} free in total", _in_total(sums), lack
+
+
+def request_text(request: PodRequest) -> str:
+    """Such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
+    return "; ".join(f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers)
+
+
+def _container_text(container: ContainerRequest) -> str:
+    if container.whole:
+        memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
+        return f"{container.gpus} GPU{'s' if container.gpus > 1 else ''}{memory}"
+    return f"{container.cores} cores and {memory_text(container.memory_mebibytes)} of one GPU"
+
+
+def _split(name: str, misfit: Misfit) -> tuple[str, str]:
+    """The reason of a group, and what is free on this node."""
+    text = explain([(name, misfit)]).removeprefix("has ")
+    reason, _, detail = text.partition(" (")
+    return f"have {reason}", detail.removeprefix("closest: ").removesuffix(")")
+
+
+def _in_total(amounts: Amounts) -> str:
+    return f"{amounts.cores} cores" + (f" and {memory_text(amounts.memory_mebibytes)}" if amounts.memory_mebibytes else "")
+
+
+def _share(have: int, wanted: int) -> float:
+    return min(1.0, have / wanted) if wanted else 1.0
