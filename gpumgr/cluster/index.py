@@ -154,11 +154,6 @@ class ClusterIndex:
             best = sorted(fitting, key=lambda name: (results.fits[name].rank, name))[:most]
         return [(name, results.fits[name]) for name in best]
 
-    def results(self, request: PodRequest, policy: Policy) -> tuple[Mapping[str, NodeChoice], Mapping[str, Misfit]]:
-        """By node: the choice where the request fits, and why it does not fit elsewhere. Both change with the index."""
-        found = self._current(request, policy)
-        return found.fits, found.misfits
-
     @property
     def placed_pods(self) -> int:
         """Bound and assumed pods."""

@@ -47,7 +47,7 @@ _NODES: Final = gauge(
     "inventory",
 )
 _PLACED: Final = gauge("scheduler_placed_pods", "Pods with GPUs in the index, bound and assumed.")
-_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods whose GPUs are assumed until they are bound.")
+_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods with GPUs that are assumed until the pod is bound.")
 _WAITING: Final = gauge(
     "scheduler_waiting_pods",
     "Pods with GPU requests that are not bound, by reason: refused (no agent grants the request), quota, resources (no node has enough in "
@@ -96,7 +96,7 @@ class SchedulerMetrics:
 
     @property
     def middleware(self) -> Middleware:
-        """Counts the requests whose path ends in a verb."""
+        """Counts the calls of the verbs by the last part of their path."""
 
         @web.middleware
         async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -154,8 +154,3 @@ def _by_model(amounts: ByModel, parts: tuple[str, ...], shown: set[str], unit: f
             series[name, each] += 0
         series[name, part] += amounts[model, part]
     return {label_text(("model", "part"), key): round(amount * unit, 2) for key, amount in series.items()}
-
-
-def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Name, type, labels and help of all families, by name; without the label `le` of histograms."""
-    return sorted((family.name, family.kind, family.labels, family.about) for family in FAMILIES)

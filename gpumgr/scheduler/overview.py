@@ -92,6 +92,7 @@ class ClusterOverview:
 
     @property
     def names(self) -> Iterable[str]:
+        """Nodes with GPUs or an inventory."""
         return self._nodes.keys()
 
     def sums(self, name: str) -> Amounts:

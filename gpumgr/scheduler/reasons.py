@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain, memory_text
-from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.index import ClusterIndex, Rejection
 from gpumgr.cluster.request import ContainerRequest, PodRequest
 from gpumgr.cluster.summary import covers, in_total
 from gpumgr.evaluators.select import Policy
@@ -24,7 +24,7 @@ Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 #: Nodes that are examined before the event loop serves others.
-_SLICE: Final = 500
+_SLICE: Final = 20
 #: Different requests of waiting pods that are examined; the index keeps results for a bounded number of them, for the verbs above all.
 MAX_REQUESTS: Final = 48
 
@@ -47,33 +47,41 @@ class Waiting(msgspec.Struct, kw_only=True):
     groups: list[NodeGroup] = []
 
 
-class Reasons:
-    """`quota` returns why the pod's quota does not allow it now, or None."""
+class Denied(NamedTuple):
+    """Nodes that the quota of the pod's namespace closes to it, and why."""
 
+    nodes: Collection[str] = ()
+    text: str = ""
+
+
+class Reasons:
     def __init__(
         self,
         index: ClusterIndex,
         overview: ClusterOverview,
         policy: Policy,
         *,
-        quota: Callable[[WatchedPod], str | None] = lambda _: None,
+        quota: Callable[[WatchedPod], Denied] = lambda _: Denied(),
     ) -> None:
         self._index, self._overview, self._policy, self._quota = index, overview, policy, quota
 
     def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
-        """With the limit that stands against the pod, or "". Refresh the overview before."""
+        """With what stands against the pod wherever it goes, or "". Refresh the overview before."""
         if pod.refusal is not None:
             return "refused", pod.refusal
-        if (limit := self._quota(pod)) is not None:
-            return "quota", limit
-        fits, _ = self._index.results(pod.request, self._policy)
-        if fits:
+        denied = self._quota(pod)
+        if self._fits(pod, [name for name in self._overview.names if name not in denied.nodes]):
             return "elsewhere", ""
+        if self._fits(pod, list(denied.nodes)):
+            return "quota", denied.text
         wanted = in_total(pod.request)
         return ("fragmentation" if any(covers(sums, wanted) for sums in self._overview.largest_sums) else "resources"), ""
 
+    def _fits(self, pod: WatchedPod, names: list[str]) -> bool:
+        return bool(names) and not isinstance(self._index.rank(pod.request, self._policy, names), Rejection)
+
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Of each pod what `kind` says; None for pods whose requests are too many to examine."""
+        """What `kind` says of each pod; None beyond MAX_REQUESTS different requests."""
         await self._overview.refresh()
         examined: set[PodRequest] = set()
         found: list[tuple[WatchedPod, Kind | None, str]] = []
@@ -94,13 +102,14 @@ class Reasons:
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
-        fits, misfits = self._index.results(pod.request, self._policy)
-        wanted = in_total(pod.request)
+        denied = self._quota(pod)
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
-        for number, name in enumerate(list(self._overview.names), start=1):
+        for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-            reason, detail, lack = self._of_node(name, name in fits, misfits.get(name), wanted)
+            reason, detail, lack = (
+                (f"are denied by quota: {denied.text}", "", 0.0) if name in denied.nodes else self._on(name, pod)
+            )
             found[reason].append((name, detail, lack))
         for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
             nearest = min(nodes, key=lambda node: (node[2], node[0]))
@@ -109,17 +118,17 @@ class Reasons:
             waiting.groups.append(NodeGroup(reason=reason, count=len(nodes), closest=closest, nodes=listed))
         return waiting
 
-    def _of_node(self, name: str, fits: bool, misfit: Misfit | None, wanted: Amounts) -> tuple[str, str, float]:
+    def _on(self, name: str, pod: WatchedPod) -> tuple[str, str, float]:
         """The reason, what the node has, and how much it lacks: the lowest lacks least."""
-        if fits:
+        sums, wanted = self._overview.sums(name), in_total(pod.request)
+        if not covers(sums, wanted):
+            lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
+            return f"have less than {_in_total(wanted)} free in total", _in_total(sums), lack
+        choice = self._index.choose_on(name, pod.uid, pod.request, self._policy)
+        if not isinstance(choice, Misfit):
             return "have the GPUs that it asks for", "", 0.0
-        if misfit is None or misfit.container is None:
-            return "have no GPUs that gpumgr can use", "", 0.0
-        sums = self._overview.sums(name)
-        if covers(sums, wanted):
-            return (*_split(name, misfit), misfit.distance)
-        lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
-        return f"have less than {_in_total(wanted)} free in total", _in_total(sums), lack
+        reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
+        return f"have {reason}", detail.removeprefix("closest: ").removesuffix(")"), choice.distance
 
 
 def request_text(request: PodRequest) -> str:
@@ -132,13 +141,6 @@ def _container_text(container: ContainerRequest) -> str:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
         return f"{container.gpus} GPU{'s' if container.gpus > 1 else ''}{memory}"
     return f"{container.cores} cores and {memory_text(container.memory_mebibytes)} of one GPU"
-
-
-def _split(name: str, misfit: Misfit) -> tuple[str, str]:
-    """The reason of a group, and what is free on this node."""
-    text = explain([(name, misfit)]).removeprefix("has ")
-    reason, _, detail = text.partition(" (")
-    return f"have {reason}", detail.removeprefix("closest: ").removesuffix(")")
 
 
 def _in_total(amounts: Amounts) -> str:
