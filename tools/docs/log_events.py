@@ -177,6 +177,7 @@ MEANINGS: Final = {
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
     # over HTTP
+    "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); pods are scheduled.",
     "web_listening": "The page and the metrics are served at this address.",
     "loopback_not_served": "The port is in use on the loopback address, so `kubectl port-forward` does not work.",
     "token_in_plain_http": "The token is sent unencrypted over the network. Set `http.tls_cert_file`.",
