@@ -23,7 +23,7 @@ from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningCon
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
 from gpumgr.enforcement.hami_core.probe import refusal
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import Refusal
@@ -196,14 +196,19 @@ class HamiCore(Backend):
         for tenant in tenants:
             folder = self._folder / tenant.allocation
             if tenant.allocation not in self._monitors and os.path.lexists(folder):
-                self._monitors[tenant.allocation] = self._monitor(RegionFile.open(folder))
+                try:
+                    region: RegionFile | str = RegionFile.open(folder)
+                except OSError as error:
+                    region = f"its file can't be opened: {error.strerror or error}"
+                self._monitors[tenant.allocation] = self._monitor(region)
 
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
         """The container's monitor; a container that runs and has no region gets one that reports this."""
-        missing = Unreadable(reason="was never made, or is lost")
-        return self._monitors.get(tenant.allocation) or self._monitors.setdefault(tenant.allocation, self._monitor(missing))
+        if tenant.allocation not in self._monitors:
+            self._monitors[tenant.allocation] = self._monitor("it was never made, or is lost")
+        return self._monitors[tenant.allocation]
 
-    def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
+    def _monitor(self, region: RegionFile | str) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
 
 

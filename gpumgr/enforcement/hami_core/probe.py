@@ -7,10 +7,11 @@ import functools
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.seed import MEBIBYTE
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
@@ -67,13 +68,11 @@ def _probe(path: Path, folder: Path) -> str | None:
 
 
 def _judge(folder: Path) -> str | None:
-    region = RegionFile.open(folder)
-    if isinstance(region, Unreadable):
-        return f"its region's {region.reason}"
-    longer, seen = region.cut(), region.read()
-    region.close()
-    if isinstance(seen, Unreadable):
-        return f"its region {seen.reason}"
+    try:
+        with closing(RegionFile.open(folder)) as region:
+            longer, seen = region.cut(), region.read()
+    except OSError as error:
+        return f"its region can't be used ({error.strerror or error})"
     if longer:
         return f"its region has another layout: it is {longer} bytes longer"
     if seen.problems:
