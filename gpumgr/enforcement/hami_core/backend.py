@@ -6,6 +6,7 @@ start: another version of the library, or slots of the former container, would s
 """
 
 import asyncio
+import math
 import os
 import shutil
 import threading
@@ -22,7 +23,7 @@ from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
-from gpumgr.enforcement.hami_core.probe import refusal
+from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
@@ -42,6 +43,8 @@ _PRELOAD: Final = "ld.so.preload"
 _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
+#: A library that was refused is tried again after this time.
+RETRY_SECONDS: Final = 300.0
 _UNSET: Final = (
     "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
     "hami_core.library_sha256)"
@@ -72,6 +75,9 @@ class HamiCore(Backend):
         self._folder = run_dir / _FOLDER
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
+        self._trying = asyncio.Lock()
+        #: The library that was tried, why it can't be used, and until when that counts.
+        self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
@@ -79,10 +85,25 @@ class HamiCore(Backend):
 
     async def unavailable(self) -> str | None:
         try:
-            await asyncio.to_thread(self._usable_library)
+            await self._usable_library()
         except LibraryError as error:
             return str(error)
         return None
+
+    async def _usable_library(self) -> CheckedLibrary:
+        """Raises LibraryError."""
+        path, sha256 = self._library
+        if path is None or sha256 is None:
+            raise LibraryError(_UNSET)
+        library = await asyncio.to_thread(check, path, sha256, exports=EXPORTS)
+        async with self._trying:  # starts that arrive meanwhile get the same result
+            tried, reason, end = self._tried
+            if library != tried or self._clock() >= end:
+                reason = await asyncio.to_thread(refusal, library)
+                self._tried = library, reason, self._clock() + RETRY_SECONDS if reason else math.inf
+        if reason is not None:
+            raise LibraryError(reason)
+        return library
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Raises Refusal if the settings name no library."""
@@ -119,7 +140,7 @@ class HamiCore(Backend):
     async def start(self, tenant: GpuShare) -> None:
         """Installs the library and makes a new region file: the container of the former one is gone."""
         try:
-            await asyncio.to_thread(self._start, tenant)
+            await asyncio.to_thread(self._start, tenant, await self._usable_library())
         except LibraryError as error:
             raise Refusal("internal", f"HAMi-core's library can't be used: {error}") from error
         except ValueError as error:
@@ -152,20 +173,10 @@ class HamiCore(Backend):
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _usable_library(self) -> CheckedLibrary:
-        """Raises LibraryError."""
-        path, sha256 = self._library
-        if path is None or sha256 is None:
-            raise LibraryError(_UNSET)
-        library = check(path, sha256)
-        if (reason := refusal(library)) is not None:
-            raise LibraryError(reason)
-        return library
-
-    def _start(self, tenant: GpuShare) -> None:
+    def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
         wanted = seed.limits(tenant.gpus)
         with _INSTALLING:
-            _install(self._usable_library(), self._library_dir)
+            _install(library, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()

@@ -15,11 +15,13 @@ import pytest
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core import backend as backend_module
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.backend import RETRY_SECONDS, HamiCore
 from gpumgr.enforcement.hami_core.monitor import CHECKS_WRONG_HOST
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.operator_library import CheckedLibrary
 from gpumgr.errors import Refusal
 from gpumgr.files import FileIdentity
 from tests.component.enforcement.hami_core.harness import (
@@ -197,11 +199,38 @@ async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_star
     build(mine, "-DHIDDEN")
     backend = make_backend(tmp_path, mine)
     reason = await backend.unavailable() or ""
-    assert "it does not export cuInit" in reason
-    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* it does not export cuInit"):
+    assert "does not export cuDeviceTotalMem_v2, " in reason
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* does not export cuDeviceTotalMem_v2, "):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
+
+
+async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
+    tmp_path: Path, clock: Seconds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[CheckedLibrary] = []
+    monkeypatch.setattr(backend_module, "refusal", lambda library: tries.append(library) or "it made no region within 15 s")
+    mine = tmp_path / "libvgpu.so"
+    build(mine)
+    backend = make_backend(tmp_path, mine, clock)
+
+    async def start(number: int) -> None:
+        with pytest.raises(Refusal, match="it made no region within 15 s"):
+            await backend.start(tenant(f"{number:016x}"))
+
+    await asyncio.gather(*(start(number) for number in range(20)))
+    clock.now += RETRY_SECONDS - 1
+    await start(20)
+    assert len(tries) == 1
+    clock.now += 1
+    await start(21)
+    assert len(tries) == 2
+    monkeypatch.setattr(backend_module, "refusal", lambda _: None)
+    backend.supply(mine, build(mine, "-DNEEDS", "-Wl,-z,lazy"))  # another file
+    await backend.start(tenant())
+    monkeypatch.undo()
+    await backend.close()
 
 
 @pytest.mark.parametrize(("cores", "memory_bytes"), [(0, 1 << 30), (100, 1 << 30), (30, 0)])
