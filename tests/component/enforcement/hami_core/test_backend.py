@@ -210,7 +210,12 @@ async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
     tmp_path: Path, clock: Seconds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[CheckedLibrary] = []
-    monkeypatch.setattr(backend_module, "refusal", lambda library: tries.append(library) or "it made no region within 15 s")
+
+    def refusal(library: CheckedLibrary) -> str:
+        tries.append(library)
+        return "it made no region within 15 s"
+
+    monkeypatch.setattr(backend_module, "refusal", refusal)
     mine = tmp_path / "libvgpu.so"
     build(mine)
     backend = make_backend(tmp_path, mine, clock)
