@@ -175,7 +175,12 @@ class DriverMemory(Backend):
         self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        found = [_broken(each.tenant, gpu, _retried(reason)) for each in running for gpu, reason in self._obstacles(each)]
+        found = [
+            _broken(each.tenant, gpu, _retried(limit.obstacle))
+            for each in running
+            for gpu in each.tenant.gpus
+            if (limit := self._limits.get((each.container.id, gpu.uuid))) is not None and limit.obstacle is not None
+        ]
         late = await self._overdue({each.tenant.allocation for each in running})
         return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
 
@@ -194,12 +199,6 @@ class DriverMemory(Backend):
         for unlisted in (self._unlisted[name] for name in due if name in self._unlisted):
             unlisted.due = now + (now - unlisted.since)
         return late
-
-    def _obstacles(self, each: RunningContainer) -> Iterator[tuple[SharedGpu, str]]:
-        for gpu in _limited(each.tenant):
-            limit = self._limits.get((each.container.id, gpu.uuid))
-            if limit is not None and limit.obstacle is not None:
-                yield gpu, limit.obstacle
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
         present = {each.container.id for each in running}

@@ -7,7 +7,6 @@ start: another version of the library, or slots of the former container, would s
 
 import asyncio
 import math
-import os
 import shutil
 import threading
 import time
@@ -35,7 +34,8 @@ from gpumgr.units import Resource
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 #: ... and this one is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
-_FOLDER: Final = "hami-core"
+#: In run_dir; it has a folder for each allocation.
+FOLDER: Final = "hami-core"
 #: The files in the folder of the installed library: the library, and the list that preloads it.
 _LIBRARY: Final = "libvgpu.so"
 _PRELOAD: Final = "ld.so.preload"
@@ -72,7 +72,7 @@ class HamiCore(Backend):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._library, self._library_dir = (library_path, library_sha256), library_dir
-        self._folder = run_dir / _FOLDER
+        self._folder = run_dir / FOLDER
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
         self._trying = asyncio.Lock()
@@ -96,7 +96,7 @@ class HamiCore(Backend):
         if path is None or sha256 is None:
             raise LibraryError(_UNSET)
         library = await asyncio.to_thread(check, path, sha256, exports=EXPORTS)
-        async with self._trying:  # starts that arrive meanwhile get the same result
+        async with self._trying:  # starts that wait here get the same result
             tried, reason, end = self._tried
             if library != tried or self._clock() >= end:
                 reason = await asyncio.to_thread(refusal, library)
@@ -163,9 +163,6 @@ class HamiCore(Backend):
         """Raises OSError."""
         await asyncio.to_thread(self._cleanup, allocation)
 
-    async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        await asyncio.to_thread(self._recover, tuple(tenants))
-
     async def close(self) -> None:
         monitors, self._monitors = self._monitors, {}
         for monitor in monitors.values():
@@ -202,22 +199,16 @@ class HamiCore(Backend):
         with suppress(FileNotFoundError):
             shutil.rmtree(self._folder / allocation)
 
-    def _recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Opens existing regions; a container that has not started yet has none."""
-        for tenant in tenants:
-            folder = self._folder / tenant.allocation
-            if tenant.allocation not in self._monitors and os.path.lexists(folder):
-                try:
-                    region: RegionFile | str = RegionFile.open(folder)
-                except OSError as error:
-                    region = f"its file can't be opened: {error.strerror or error}"
-                self._monitors[tenant.allocation] = self._monitor(region)
-
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
-        """The container's monitor; a container that runs and has no region gets one that reports this."""
-        if tenant.allocation not in self._monitors:
-            self._monitors[tenant.allocation] = self._monitor("it was never made, or is lost")
-        return self._monitors[tenant.allocation]
+        """The container's monitor; after a restart of the agent that of the region which an earlier process of the agent made."""
+        known = self._monitors.get(tenant.allocation)
+        return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant)))
+
+    def _opened(self, tenant: GpuShare) -> RegionFile | str:
+        try:
+            return RegionFile.open(self._folder / tenant.allocation)
+        except OSError as error:
+            return f"its file can't be opened: {error.strerror or error}"
 
     def _monitor(self, region: RegionFile | str) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)

@@ -179,7 +179,7 @@ class RegionMonitor:
 
 
 class _PidMap:
-    """Pids in the container and on the host. /proc is read once for each process, and only when needed."""
+    """Pids in the container and on the host. /proc is read once for each process."""
 
     def __init__(self, nspid_of: NspidOf) -> None:
         self._nspid_of = nspid_of
@@ -198,16 +198,10 @@ class _PidMap:
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
         """Finds those of `pids` with a given pid in the container: one, or several with nested pid namespaces."""
         table: dict[int, list[int]] = {}
-
-        def find(number: int) -> Sequence[int]:
-            if not table:
-                for pid in pids:
-                    inside = self.inside(pid)
-                    if inside is not None:
-                        table.setdefault(inside, []).append(pid)
-            return table.get(number, ())
-
-        return find
+        for pid in pids:
+            if (inside := self.inside(pid)) is not None:
+                table.setdefault(inside, []).append(pid)
+        return lambda number: table.get(number, ())
 
 
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
