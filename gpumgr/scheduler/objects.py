@@ -36,7 +36,8 @@ class WatchedNode:
 class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
     container). `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of
-    its annotations. `problem`: why an annotation is not used.
+    its annotations. `problem`: why an annotation is not used. `promised`: the node that the annotations of a
+    pod which is not bound name; kube-scheduler may be binding it there.
     """
 
     uid: str
@@ -50,6 +51,7 @@ class WatchedPod:
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
     problem: str | None = None
+    promised: str | None = None
 
     @property
     def wants_gpu(self) -> bool:
@@ -61,6 +63,12 @@ class WatchedPod:
         if self.node is None or not self.request.containers:
             return None
         return PlacedPod(uid=self.uid, node=self.node, request=self.request, shares=self.shares)
+
+    @property
+    def promise(self) -> PlacedPod | None:
+        if self.promised is None or not self.request.containers:
+            return None
+        return PlacedPod(uid=self.uid, node=self.promised, request=self.request, shares=self.shares)
 
 
 def parse_node(item: Mapping[str, Any]) -> WatchedNode:
@@ -134,11 +142,13 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         made["request"] = vcuda_request(asked)
     except Refusal as error:
         made["refusal"] = str(error)
-    pod = replace(base, **made)
-    if node is None or pod.refusal is not None:
+    promised = annotations.get(PREDICATE_NODE) if node is None else None
+    pod = replace(base, **made, promised=str(promised) if promised else None)
+    named = node or pod.promised
+    if named is None or pod.refusal is not None:
         return pod
     try:
-        return replace(pod, shares=_named_shares(pod, node, annotations))
+        return replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
         return replace(pod, problem=str(error))
 

@@ -1,11 +1,13 @@
 """The watches of nodes and pods, which keep the index up to date."""
 
 import asyncio
+import math
 from typing import NoReturn
 
 import structlog
 
-from gpumgr.cluster.index import ClusterIndex
+from gpumgr.aio import run_until
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
@@ -17,10 +19,13 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID."""
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID. `synced`: all nodes and all
+    pods have been listed once. `promises`: annotations of pods that are not bound count, since kube-scheduler may be binding them."""
 
-    def __init__(self, server: ApiServer, index: ClusterIndex, *, watch_times: WatchTimes | None = None) -> None:
-        self._index = index
+    def __init__(
+        self, server: ApiServer, index: ClusterIndex, *, promises: bool = False, watch_times: WatchTimes | None = None
+    ) -> None:
+        self._index, self._promises = index, promises
         self.pending: dict[str, WatchedPod] = {}
         self._nodes: Reflector[WatchedNode] = Reflector(
             server, "/api/v1/nodes", {}, parse=parse_node, on_change=self._node_changed, watch_times=watch_times
@@ -34,16 +39,33 @@ class ClusterWatches:
             watch_times=watch_times,
         )
 
-    @property
-    def synced(self) -> bool:
-        """True once all nodes and all pods have been listed."""
-        return self._nodes.synced.is_set() and self._pods.synced.is_set()
+        self._listed, self._list_again = asyncio.Event(), asyncio.Event()
+        self.synced = False
 
     async def run(self) -> NoReturn:
+        while True:
+            watching = await run_until(self._list_again.wait(), self._watch())
+            if not watching.cancelled():
+                watching.result()
+            self._list_again.clear()
+            for each in (self._nodes, self._pods):
+                each.expire()
+
+    async def refresh(self) -> None:
+        """Lists everything again, while `run` runs. The index then has what the API server had when this was called."""
+        self._listed.clear()
+        self._list_again.set()
+        await self._listed.wait()
+
+    async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._nodes.run(), name="node_watch")
-            group.create_task(self._pods.run(), name="pod_watch")
-        raise AssertionError("both watches run until they are cancelled")
+            for each in (self._nodes, self._pods):
+                group.create_task(each.run())
+            for each in (self._nodes, self._pods):
+                await each.synced.wait()
+            self.synced = True
+            if not self._list_again.is_set():
+                self._listed.set()
 
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
@@ -69,5 +91,19 @@ class ClusterWatches:
             self._index.remove(after.uid)
         if after.node is None and after.wants_gpu:
             self.pending[after.uid] = after
+            if self._promises:
+                self._keep_promise(after)
         else:
             self.pending.pop(after.uid, None)
+
+    def _keep_promise(self, pod: WatchedPod) -> None:
+        """The GPUs that /scheduler/predicates wrote to the pod are kept until it is bound, deleted or placed again. A newer choice that
+        the pod does not show yet stays."""
+        promise, current = pod.promise, self._index.placement(pod.uid)
+        if promise is not None and (current is None or _same_gpus(current, promise)):
+            self._index.assume(current or promise, until=math.inf)
+
+
+def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:
+    names = [[[gpu for gpu, _ in shares] for shares in each.shares or ()] for each in (placed, promise)]
+    return placed.node == promise.node and (promise.shares is None or names[0] == names[1])
