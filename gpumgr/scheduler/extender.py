@@ -15,6 +15,8 @@ import structlog
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.quota import Quotas, rank_within_quota
+from gpumgr.cluster.request import Policy
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
@@ -40,6 +42,7 @@ class Extender:
         self,
         server: ApiServer,
         index: ClusterIndex,
+        quotas: Quotas,
         watches: ClusterWatches,
         settings: SchedulerSettings,
         *,
@@ -47,6 +50,7 @@ class Extender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
+        self._quotas = quotas
         self._leadership = leadership
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
@@ -76,6 +80,8 @@ class Extender:
             return self._passed(args, list(names))
         if pod.refusal is not None:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
+        if self._quotas.problem is not None:
+            return FilterResult(error=self._quotas.problem)
         self._expire()
         if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
@@ -83,14 +89,14 @@ class Extender:
             return self._as_sent(args, pod, names)
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        ranked = self._index.rank(pod.request, self._settings.policy, names, candidates)
+        ranked = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, candidates)
         if isinstance(ranked, Rejection):
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         if candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
             assert state is not None, "a node that fits is in the index"
-            self._assume(PlacedPod(uid=pod.uid, node=name, request=pod.request, shares=named_shares(state, choice)))
+            self._assume(pod.on(name, named_shares(state, choice)))
         return self._passed(args, [name for name, _ in ranked])
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
@@ -104,11 +110,16 @@ class Extender:
         """gpu-admission's only verb: filter, which also writes the annotations to the pod, since kube-scheduler binds it itself."""
         if not self._settings.predicates:
             return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
+        try:
+            pod = parse_watched_pod(args.pod)
+        except _UNREADABLE:
+            return self._filter(args, 1)
+        if pod.uid in self._sending:
+            return FilterResult(error="the pod's annotations are being written already")
         result = self._filter(args, 1)
-        pod = self._watches.pending.get(str(args.pod.get("metadata", {}).get("uid"))) if not result.error else None
-        placed = self._index.placement(pod.uid) if pod is not None and not result.failed_and_unresolvable_nodes else None
+        placed = self._index.placement(pod.uid) if not (result.error or result.failed_and_unresolvable_nodes) else None
         node = self._index.node(placed.node) if placed is not None else None
-        if pod is None or placed is None or node is None:
+        if placed is None or node is None:
             result.failed_nodes = result.failed_and_unresolvable_nodes  # kube-schedulers of gpu-admission's time read this one
             return result
         try:
@@ -127,7 +138,7 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ranked = self._index.rank(pod.request, self._settings.policy, names, len(names))
+            ranked = self._index.rank(pod.request, self._policy(pod), names, len(names))
             if not isinstance(ranked, Rejection):
                 for place, (name, _) in enumerate(ranked):
                     scores[name] = MAX_SCORE - MAX_SCORE * place // len(ranked)
@@ -149,9 +160,16 @@ class Extender:
         pod = self._watches.pending.get(args.pod_uid) or await self._read_pod(args)
         if pod.refusal is not None:
             raise BindingError(pod.refusal)
+        if pod.uid in self._sending:
+            raise BindingError("the pod is being bound already")
         placed = self._validated(pod, args.node)
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
+        if pod.uid not in self._unsettled:
+            self._index.remove(pod.uid)
+            excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
+            if excess is not None:
+                raise BindingError(excess)
         try:
             with self._writing(pod, placed):
                 annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
@@ -167,8 +185,6 @@ class Extender:
         """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
         for certain. Raises BindingError."""
         uid = pod.uid
-        if uid in self._sending:
-            raise BindingError("the pod is being bound already")
         self._index.assume(placed, until=math.inf)
         self._sending.add(uid)
         try:
@@ -211,20 +227,21 @@ class Extender:
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
-        """What was assumed if it still has its room, else another choice on the node. Raises BindingError."""
+        """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
         self._expire()
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        if placed is not None and placed.node == node and self._index.fits(placed):
+        sent = pod.uid in self._unsettled
+        if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._index.remove(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, self._settings.policy)
+        choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
         state = self._index.node(node)
         if isinstance(choice, Misfit) or state is None:
             misfit = choice if isinstance(choice, Misfit) else Misfit(container=None)
             raise BindingError(f"node {node} {explain([(node, misfit)])}")
-        return PlacedPod(uid=pod.uid, node=node, request=pod.request, shares=named_shares(state, choice))
+        return pod.on(node, named_shares(state, choice))
 
     async def _read_pod(self, args: BindArgs) -> WatchedPod:
         """Raises BindingError."""
@@ -238,6 +255,9 @@ class Extender:
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
+
+    def _policy(self, pod: WatchedPod) -> Policy:
+        return pod.policy or self._settings.policy
 
     def _assume(self, placed: PlacedPod) -> None:
         self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)

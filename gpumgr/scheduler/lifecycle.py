@@ -11,6 +11,7 @@ from typing import Final
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.extender import Extender
@@ -80,10 +81,11 @@ async def run_scheduler(
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
     replica = this_replica(wanted) if wanted.leader_election else None
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
-    index = ClusterIndex()
-    watches = ClusterWatches(server, index, promises=wanted.predicates)
+    quotas = Quotas()
+    index = ClusterIndex([quotas])
+    watches = ClusterWatches(server, index, quotas, wanted)
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
-    extender = Extender(server, index, watches, wanted, leadership=leadership)
+    extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     application = make_application(extender, max_request_mebibytes=wanted.max_request_mebibytes, client_names=wanted.client_names)
     listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
     daemons = asyncio.create_task(_run(watches.run(), *([leadership.run()] if leadership is not None else [])))

@@ -1,16 +1,19 @@
-"""The watches of nodes and pods, which keep the index up to date."""
+"""The watches of nodes, pods and quotas, which keep the index up to date."""
 
 import asyncio
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
-from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
+from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
@@ -19,17 +22,47 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID. `synced`: all nodes and all
-    pods have been listed once. `promises`: annotations of pods that are not bound count, since kube-scheduler may be binding them."""
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
+    node; `ending` the UIDs of pods that are being deleted. `quotas` follows the index and gets its limits here. `synced`: nodes, pods and
+    quotas have been listed once.
+    """
 
     def __init__(
-        self, server: ApiServer, index: ClusterIndex, *, promises: bool = False, watch_times: WatchTimes | None = None
+        self,
+        server: ApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        settings: SchedulerSettings,
+        *,
+        watch_times: WatchTimes | None = None,
     ) -> None:
-        self._index, self._promises = index, promises
+        #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
+        self._promises = settings.predicates
+        self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
         self.pending: dict[str, WatchedPod] = {}
+        self.nominated: dict[str, WatchedPod] = {}
+        self.ending: set[str] = set()
+        self._quota_known = False
+        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
         self._nodes: Reflector[WatchedNode] = Reflector(
-            server, "/api/v1/nodes", {}, parse=parse_node, on_change=self._node_changed, watch_times=watch_times
+            server,
+            "/api/v1/nodes",
+            {},
+            parse=lambda item: parse_node(item, labels),
+            on_change=self._node_changed,
+            watch_times=watch_times,
         )
+        self._limits: Reflector[WatchedQuotas] | None = None
+        if self._quota_source:
+            namespace, _, name = self._quota_source.partition("/")
+            self._limits = Reflector(
+                server,
+                f"/api/v1/namespaces/{namespace}/configmaps",
+                {"fieldSelector": f"metadata.name={name}"},
+                parse=parse_quotas,
+                on_change=self._quotas_changed,
+                watch_times=watch_times,
+            )
         self._pods: Reflector[WatchedPod] = Reflector(
             server,
             "/api/v1/pods",
@@ -42,13 +75,17 @@ class ClusterWatches:
         self._listed, self._list_again = asyncio.Event(), asyncio.Event()
         self.synced = False
 
+    @property
+    def _watched(self) -> list[Reflector[Any]]:
+        return [each for each in (self._nodes, self._pods, self._limits) if each is not None]
+
     async def run(self) -> NoReturn:
         while True:
             watching = await run_until(self._list_again.wait(), self._watch())
             if not watching.cancelled():
                 watching.result()
             self._list_again.clear()
-            for each in (self._nodes, self._pods):
+            for each in self._watched:
                 each.expire()
 
     async def refresh(self) -> None:
@@ -59,9 +96,9 @@ class ClusterWatches:
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for each in (self._nodes, self._pods):
+            for each in self._watched:
                 group.create_task(each.run())
-            for each in (self._nodes, self._pods):
+            for each in self._watched:
                 await each.synced.wait()
             self.synced = True
             if not self._list_again.is_set():
@@ -81,6 +118,8 @@ class ClusterWatches:
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)
+                self.nominated.pop(before.uid, None)
+                self.ending.discard(before.uid)
                 self._index.remove(before.uid)
             return
         if after.problem is not None and (before is None or before.problem != after.problem):
@@ -95,6 +134,12 @@ class ClusterWatches:
                 self._keep_promise(after)
         else:
             self.pending.pop(after.uid, None)
+        if after.nominated is not None:
+            self.nominated[after.uid] = after
+        else:
+            self.nominated.pop(after.uid, None)
+        if after.ending:
+            self.ending.add(after.uid)
 
     def _keep_promise(self, pod: WatchedPod) -> None:
         """The GPUs that /scheduler/predicates wrote to the pod are kept until it is bound, deleted or placed again. A newer choice that
@@ -102,6 +147,21 @@ class ClusterWatches:
         promise, current = pod.promise, self._index.placement(pod.uid)
         if promise is not None and (current is None or _same_gpus(current, promise)):
             self._index.assume(current or promise, until=math.inf)
+
+    def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
+        """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
+        if after is None:
+            self._quotas.limits, self._quotas.problem, self._quota_known = {}, None, False
+        elif after.problem is None:
+            self._quotas.limits, self._quotas.problem, self._quota_known = after.limits, None, True
+        else:
+            where = f"ConfigMap {self._quota_source}"
+            if not self._quota_known:
+                self._quotas.problem = (
+                    f"{where} can't be used, so the quotas are not known: {after.problem}; correct it or delete it"
+                )
+            used = "the quotas before" if self._quota_known else "nothing; no pod is placed"
+            _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)
 
 
 def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:
