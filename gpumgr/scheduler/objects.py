@@ -4,7 +4,7 @@ What users and agents write is checked; a bad text is a `problem`, not an error.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET
 
@@ -28,10 +28,14 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """`problem`: why its inventory is not used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
+    the agent has gone, or can't write. "none": by capacity (gpu-manager's nodes), or without GPUs. `problem`: why its inventory is not
+    used."""
 
     uid: str
     state: NodeState
+    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    ready: bool = True
     problem: str | None = None
 
 
@@ -40,7 +44,8 @@ class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
     container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
     name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
-    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node
+    that the annotations of a pod which is not bound name; kube-scheduler may be binding it there.
     """
 
     uid: str
@@ -59,6 +64,7 @@ class WatchedPod:
     preempts: bool = True
     nominated: str | None = None
     ending: bool = False
+    promised: str | None = None
 
     @property
     def wants_gpu(self) -> bool:
@@ -75,6 +81,12 @@ class WatchedPod:
         return PlacedPod(
             uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
         )
+
+    @property
+    def promise(self) -> PlacedPod | None:
+        if self.promised is None or not self.request.containers:
+            return None
+        return self.on(self.promised, self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +109,24 @@ def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
     name, uid = str(metadata["name"]), str(metadata["uid"])
     text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    status: Mapping[str, Any] = item.get("status") or {}
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
+    capacity: Mapping[str, object] = status.get("capacity") or {}
     problem = None
     if text is not None:
         try:
-            return WatchedNode(uid=uid, state=_from_inventory(name, str(text)))
+            state = _from_inventory(name, str(text))
         except ValueError as error:
             problem = f"annotation {INVENTORY_ANNOTATION}: {error}"
+        else:
+            outdated = ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU
+            return WatchedNode(uid=uid, state=state, inventory="outdated" if outdated else "used", ready=ready)
+    inventory: Literal["unusable", "none"] = "none" if problem is None else "unusable"
     try:
-        return WatchedNode(uid=uid, state=_from_capacity(name, (item.get("status") or {}).get("capacity") or {}), problem=problem)
+        state = _from_capacity(name, capacity)
     except ValueError as error:
-        return WatchedNode(uid=uid, state=NodeState(name=name), problem=problem or f"capacity: {error}")
+        state, problem = NodeState(name=name), problem or f"capacity: {error}"
+    return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
 def _from_inventory(name: str, text: str) -> NodeState:
@@ -132,6 +152,13 @@ def _from_inventory(name: str, text: str) -> NodeState:
             for uid, shares in inventory.other.items()
         },
     )
+
+
+def _cores(capacity: Mapping[str, object]) -> int:
+    try:
+        return parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+    except ValueError:
+        return 0
 
 
 def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
@@ -171,11 +198,13 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
-    pod = replace(base, **made)
-    if node is None or not pod.request.containers:
+    promised = annotations.get(PREDICATE_NODE) if node is None else None
+    pod = replace(base, **made, promised=str(promised) if promised else None)
+    named = node or pod.promised
+    if named is None or not pod.request.containers:
         return pod
     try:
-        return replace(pod, shares=_named_shares(pod, node, annotations))
+        return replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
         return replace(pod, problem=str(error))
 
