@@ -12,7 +12,7 @@ from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import PlacedPod, used_on
-from gpumgr.cluster.node import NOTHING, NodeState, Used
+from gpumgr.cluster.node import NodeState, Used
 from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
@@ -89,7 +89,9 @@ def find_eviction(
     if proposed:
         more = fewest([each for each in evictable if each.uid not in proposed], lambda uids: found(uids | proposed) is not None)
         sets += [proposed | _uids(more)] if more is not None else []
-    if not proposed or (proposed <= _uids(evictable) and _short(node, pods.values(), preemptor.request)):
+    if not proposed or (
+        proposed <= _uids(evictable) and _short(node, [preemptor.request, *(pod.request for pod in pods.values())])
+    ):
         best = fewest(evictable, lambda uids: found(uids) is not None)
         # If it waits only for pods that end anyway: with them as victims it is nominated, and their GPUs are kept for it.
         sets += [_uids(best) or frozenset(lower & ending)] if best is not None else []
@@ -159,24 +161,10 @@ def _uids(pods: Iterable[Evictable]) -> frozenset[str]:
     return frozenset(each.uid for each in pods)
 
 
-def _short(node: NodeState, pods: Iterable[PlacedPod], request: PodRequest) -> bool:
-    """Whether the node has not enough in total, as kube-scheduler counts."""
-    asked = [_asked(each) for each in [*(pod.request for pod in pods), request]]
-    there = [gpu for gpu in node.gpus if gpu.healthy]
-    cores, memory = CORES_PER_GPU * len(there), sum(gpu.memory_mebibytes for gpu in there)
-    return sum(each.cores for each in asked) > cores or sum(each.memory_mebibytes for each in asked) > memory
-
-
-def _asked(request: PodRequest) -> Amounts:
-    """Init containers run before the others."""
-    total, most = NOTHING, NOTHING
-    for each in request.containers:
-        amounts = Amounts(each.cores, each.memory_mebibytes)
-        if each.kind == "init":
-            most = Amounts(max(most.cores, amounts.cores), max(most.memory_mebibytes, amounts.memory_mebibytes))
-        else:
-            total += amounts
-    return Amounts(max(most.cores, total.cores), max(most.memory_mebibytes, total.memory_mebibytes))
+def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
+    """Whether the node certainly has not enough cores in total, as kube-scheduler counts."""
+    asked = sum(container.cores for request in requests for container in request.containers if container.kind != "init")
+    return asked > CORES_PER_GPU * sum(gpu.healthy for gpu in node.gpus)
 
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:

@@ -118,29 +118,17 @@ class Extender:
 
     def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
-        if not self.ready or self._quotas.problem is not None:
-            return PreemptResult()
         try:
-            pod = parse_watched_pod(args.pod)
-            args.proposed()
+            pod, proposed = parse_watched_pod(args.pod), args.proposed()
         except _UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
         self._expire()
         bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
-        if (
-            bound
-            or pod.uid in self._sending | self._unsettled
-            or pod.refusal is not None
-            or not pod.wants_gpu
-            or not pod.preempts
-        ):
+        written = bound or pod.uid in self._sending | self._unsettled
+        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
-        result = self._preemption.preempt(pod, args)
-        for node, victims in result.victims.items():
-            uids = [each.uid for each in victims.pods or ()]
-            _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=node, victims=uids)
-        return result
+        return self._preemption.preempt(pod, proposed)
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""

@@ -11,14 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from gpumgr.cluster.choose import NodeChoice
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.quota import Quotas, added_holdings
 from gpumgr.cluster.victims import Cost, Eviction, Preemptor, find_eviction
 from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.watches import ClusterWatches
-from gpumgr.scheduler.wire import MetaPod, MetaVictims, PreemptArgs, PreemptResult
+from gpumgr.scheduler.wire import PreemptResult, Victims
 from gpumgr.settings.schema import SchedulerSettings
+
+_log = structlog.get_logger(__name__)
 
 #: Nodes that are examined in one call: 1 ms each, 10 ms with 32 pods.
 _MAX_NODES: Final = 32
@@ -120,9 +124,8 @@ class Preemption:
         while len(self._rejected) > _MAX_REJECTED:
             self._rejected.popitem(last=False)
 
-    def preempt(self, pod: WatchedPod, args: PreemptArgs) -> PreemptResult:
+    def preempt(self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]]) -> PreemptResult:
         """At most one node, so that it is clear which GPUs are to be kept."""
-        proposed = args.proposed()
         self._index.remove(pod.uid)
         found: list[tuple[int, Cost, int, str, Eviction]] = []
         for name in self._examined(pod, proposed):
@@ -135,8 +138,9 @@ class Preemption:
             return PreemptResult()
         violations, _, _, name, eviction = min(found, key=lambda each: each[:-1])
         self._keep(self._placed(pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
-        victims = [MetaPod(uid) for uid in sorted(eviction.victims)]
-        return PreemptResult(victims={name: MetaVictims(pods=victims, violations=violations)})
+        victims = Victims([{"UID": uid} for uid in sorted(eviction.victims)], violations)
+        _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(eviction.victims))
+        return PreemptResult({name: victims})
 
     def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]]) -> list[str]:
         """Nodes with pods of a lower priority that were proposed, or that this pod's last filter has rejected: the most promising ones."""
