@@ -41,7 +41,7 @@ class NodeState:
     gpus[i].
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
-    itself reports for a pod; it replaces what the pod's annotations say.
+    itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
     """
 
     name: str
@@ -49,6 +49,8 @@ class NodeState:
     topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
     naming: Naming = "uuid"
     other: Mapping[str, Shares] = field(default_factory=dict)
+    model_label: str = ""
+    pool: str = ""
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ class WatchedNode:
 class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
     container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
-    name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used.
+    name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
     uid: str
@@ -58,6 +59,10 @@ class WatchedPod:
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
     problem: str | None = None
+    priority: int = 0
+    preempts: bool = True
+    nominated: str | None = None
+    ending: bool = False
 
     @property
     def wants_gpu(self) -> bool:
@@ -68,11 +73,31 @@ class WatchedPod:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
         if self.node is None or not self.request.containers:
             return None
-        return PlacedPod(uid=self.uid, node=self.node, request=self.request, shares=self.shares)
+        return self.on(self.node, self.shares)
+
+    def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
+        return PlacedPod(
+            uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
+        )
 
 
-def parse_node(item: Mapping[str, Any]) -> WatchedNode:
+@dataclass(frozen=True, slots=True)
+class QuotaLabels:
+    """The labels of nodes that quotas refer to."""
+
+    model: str = ""
+    pool: str = ""
+
+
+def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> WatchedNode:
     """Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a node."""
+    found = _parse_node(item)
+    there: Mapping[str, object] = item["metadata"].get("labels") or {}
+    model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
+    return replace(found, state=replace(found.state, model_label=model, pool=pool)) if model or pool else found
+
+
+def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
     name, uid = metadata["name"], metadata["uid"]
     if not (name and uid and isinstance(name, str) and isinstance(uid, str)):
@@ -135,7 +160,12 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
     annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
+    spec, status = item.get("spec") or {}, item.get("status") or {}
     made: dict[str, Any] = {
+        "priority": int(spec.get("priority") or 0),
+        "preempts": spec.get("preemptionPolicy") != "Never",
+        "nominated": None if node is not None else status.get("nominatedNodeName") or None,
+        "ending": item["metadata"].get("deletionTimestamp") is not None,
         "containers": tuple(each.name for each in wanted),
         "places": tuple(apps.get(each.name) for each in wanted),
         "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
@@ -194,7 +224,7 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Whether a placement names what the container requests. A whole GPU has all its memory, whatever the container requests."""
+    """Whether a placement names what the container requests. A whole GPU has all its memory."""
     memory = sum(amounts.memory_mebibytes for _, amounts in shares)
     return (
         len(shares) == container.gpus

@@ -237,6 +237,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     #: Limit of the body of a request.
     max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
+    #: NAMESPACE/NAME of the ConfigMap with the quotas of namespaces. Empty: there are none.
+    quota_configmap: Annotated[str, Meta(pattern="^([a-z0-9.-]+/[a-z0-9.-]+)?$", max_length=317)] = "kube-system/gpuquota"
+    #: Labels of nodes that quotas refer to.
+    quota_model_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-model"
+    quota_pool_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-pool"
+    #: How long the GPUs that preemption frees are kept for the pod that preempts.
+    nomination_seconds: Annotated[float, Meta(ge=1, le=86400)] = 300.0
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
