@@ -56,7 +56,8 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         capacities = _capacities(node, used, use, allowed)
         placement = _find(node, capacities, request.containers[position:], policy, use, constraints)
         if placement is None:
-            return _misfit(node, container, [each for each in capacities if allowed[each.index]], constraints)
+            usable = [each for each in capacities if allowed[each.index]]
+            return _misfit(node, _together(request.containers[position:]), usable, constraints)
         required = _reused(use, container)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
         shares = tuple((gpu, _amounts(node, container, gpu)) for gpu in sorted(gpus))
@@ -76,25 +77,31 @@ def _find(
     constraints: Constraints,
 ) -> Placement | None:
     """GPUs for the first container of `chain`, with room for the later ones that reuse them."""
-    needs = chain_needs(chain)
-    cores = needs.cores
-    if needs.most_cores >= CORES_PER_GPU:
-        cores = needs.most_cores
-        if -(-needs.cores // CORES_PER_GPU) > max(_free(capacities), needs.cores // CORES_PER_GPU):
-            return None
+    wanted, cores = _together(chain), chain_needs(chain).cores
+    if wanted.whole and -(-cores // CORES_PER_GPU) > max(_free(capacities), cores // CORES_PER_GPU):
+        return None
     found: list[tuple[int, Placement]] = []
-    for each in _sets(node, capacities, cores // CORES_PER_GPU, constraints):
+    for each in _sets(node, capacities, wanted.gpus, constraints):
         placement = find(
             node.topology,
             each,
-            cores=cores,
-            memory_blocks=needs.memory_blocks,
+            cores=wanted.cores,
+            memory_blocks=wanted.memory_blocks,
             policy="spread" if policy == "spread" else "binpack",
             required=_reused(use, chain[0]),
         )
         if placement is not None:
             found.append((_free(each), placement))
     return min(found, key=lambda pair: _preference(policy, *pair))[1] if found else None
+
+
+def _together(chain: tuple[ContainerRequest, ...]) -> ContainerRequest:
+    """What the first container needs, and those that reuse its GPUs."""
+    needs = chain_needs(chain)
+    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
+    gpus = max(1, cores // CORES_PER_GPU)
+    memory = needs.memory_blocks * BLOCK_MEBIBYTES
+    return ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:

@@ -210,9 +210,9 @@ def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) ->
     on_c = {"nodeSelector": {"kubernetes.io/hostname": "api-c"}}
     assert place("topology", 200, "gpumgr.io/policy", "topology") == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
     assert place("numa", 200, "gpumgr.io/same-numa-node", "true", **on_c) == ("api-c", [[uuid("api-c", 0), uuid("api-c", 1)]])
-    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-b", [[uuid("api-b", 1)]])
     assert place("model", 30, "gpumgr.io/use-gpu-model", "h100") == ("api-c", [[uuid("api-c", 2)]])
     assert place("hami", 30, "nvidia.com/use-gpuuuid", uuid("api-c", 3)) == ("api-c", [[uuid("api-c", 3)]])
+    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-a", [[uuid("api-a", 0)]])
     pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
     pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
     assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
