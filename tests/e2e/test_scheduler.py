@@ -36,6 +36,7 @@ SCHEDULER = "gpumgr-scheduler"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
 NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
+MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
 
 
 def uuid(node: str, gpu: int) -> str:
@@ -43,9 +44,12 @@ def uuid(node: str, gpu: int) -> str:
 
 
 def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
-    """GPUs 0 and 2, 1 and 3 are joined by NVLinks."""
+    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
     rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(InventoryGpu(uuid=uuid(node, gpu), memory=GPU_MEBIBYTES, healthy=gpu not in unhealthy) for gpu in range(count))
+    gpus = tuple(
+        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2, healthy=gpu not in unhealthy)
+        for gpu in range(count)
+    )
     return encode(Inventory(topology_manager="none", gpus=gpus, levels=levels_of(topology_from_matrix(rows))))
 
 
@@ -71,9 +75,10 @@ class Scheduled:
         self._cluster = cluster
         self._names: list[str] = []
 
-    def create(self, name: str, *containers: tuple[int, int], **spec: Any) -> None:
+    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
         made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
         made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
+        made["metadata"].setdefault("annotations", {}).update(annotations or {})
         self._names.append(name)
         self._cluster.create([made])
 
@@ -196,6 +201,22 @@ def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None
     assert told["tencent.com/predicate-gpu-idx-0"] == "0,2"
     assert (told["tencent.com/predicate-node"], told["tencent.com/gpu-assigned"]) == ("api-b", "false")
     assert told["tencent.com/predicate-time"].isdecimal()
+
+
+def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) -> None:
+    def place(name: str, cores: int, key: str, text: str, **spec: Any) -> tuple[str, list[list[str]]]:
+        return pods.place(name, (cores, 16), annotations={key: text}, **spec)
+
+    on_c = {"nodeSelector": {"kubernetes.io/hostname": "api-c"}}
+    assert place("topology", 200, "gpumgr.io/policy", "topology") == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
+    assert place("numa", 200, "gpumgr.io/same-numa-node", "true", **on_c) == ("api-c", [[uuid("api-c", 0), uuid("api-c", 1)]])
+    assert place("model", 30, "gpumgr.io/use-gpu-model", "h100") == ("api-c", [[uuid("api-c", 2)]])
+    assert place("hami", 30, "nvidia.com/use-gpuuuid", uuid("api-c", 3)) == ("api-c", [[uuid("api-c", 3)]])
+    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-a", [[uuid("api-a", 0)]])
+    pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
+    pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
+    assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
+    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use binpack, spread, topology, " in pods.rejection("no-policy")
 
 
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
