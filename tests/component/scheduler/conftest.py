@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from msgspec import UNSET
 
 from gpumgr.cluster.index import ClusterIndex
@@ -20,6 +20,7 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.scheduler.extender import Extender
+from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings.schema import SchedulerSettings
@@ -127,26 +128,26 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def _running(sim: SimApiServer, folder: Path, settings: SchedulerSettings) -> AsyncIterator[Stage]:
+async def running(sim: SimApiServer, folder: Path, settings: SchedulerSettings) -> AsyncIterator[Stage]:
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
     quotas, clock = Quotas(), Clock()
     index = ClusterIndex([quotas])
     watches = ClusterWatches(server, index, quotas, settings, watch_times=FAST)
     extender = Extender(server, index, quotas, watches, settings, clock=lambda: clock.now)
-    runner = web.AppRunner(make_application(extender, max_request_mebibytes=settings.max_request_mebibytes))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    listener = VerbListener(
+        make_application(extender, max_request_mebibytes=settings.max_request_mebibytes), None, stop_seconds=1
+    )
+    await listener.start("127.0.0.1", 0)
     task = asyncio.create_task(watches.run())
     async with ClientSession() as session:
-        stage = Stage(sim, index, quotas, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        stage = Stage(sim, index, quotas, clock, f"http://127.0.0.1:{listener.address[1]}", session)
         try:
             await until(lambda: watches.synced)
             yield stage
         finally:
             task.cancel()
             await asyncio.wait([task])
-    await runner.cleanup()
+    await listener.stop()
     await server.close()
 
 
@@ -161,12 +162,12 @@ async def sim() -> AsyncIterator[SimApiServer]:
 
 @pytest.fixture
 async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with _running(sim, tmp_path, SchedulerSettings()) as made:
+    async with running(sim, tmp_path, SchedulerSettings()) as made:
         yield made
 
 
 @pytest.fixture
 async def soft(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     """Answers with up to three nodes, and takes requests of up to 1 MiB."""
-    async with _running(sim, tmp_path, SchedulerSettings(candidates=3, max_request_mebibytes=1)) as made:
+    async with running(sim, tmp_path, SchedulerSettings(candidates=3, max_request_mebibytes=1)) as made:
         yield made
