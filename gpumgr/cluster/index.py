@@ -81,6 +81,8 @@ class ClusterIndex:
         self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
+        #: Names of nodes that have changed; who follows the index clears it.
+        self.changed: set[str] = set()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -173,6 +175,15 @@ class ClusterIndex:
             best = sorted(fitting, key=lambda name: (results.fits[name].rank, name))[:most]
         return [(name, results.fits[name]) for name in best]
 
+    @property
+    def placed_pods(self) -> int:
+        """Bound and assumed pods."""
+        return len(self._node_of)
+
+    @property
+    def assumed_pods(self) -> int:
+        return len(self._assumed)
+
     def fits(self, pod: PlacedPod) -> bool:
         """Whether a placement with known GPUs has its room, on GPUs that are offered."""
         node = self._nodes.get(pod.node)
@@ -219,6 +230,7 @@ class ClusterIndex:
         del self._nodes[name]
         for listener in self._listeners:
             listener.node_removed(name)
+        self.changed.add(name)
         for results in self._results.values():
             results.stale.discard(name)
             results.fits.pop(name, None)
@@ -226,6 +238,7 @@ class ClusterIndex:
 
     def _changed(self, name: str) -> None:
         self._nodes[name].used = None
+        self.changed.add(name)
         for results in self._results.values():
             results.stale.add(name)
 

@@ -17,6 +17,7 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.listening import VerbListener
+from gpumgr.scheduler.pages import ClusterServer, make_pages
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
@@ -86,16 +87,25 @@ async def run_scheduler(
     watches = ClusterWatches(server, index, quotas, wanted)
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
-    application = make_application(extender, max_request_mebibytes=wanted.max_request_mebibytes, client_names=wanted.client_names)
+    pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
+    cluster_server = ClusterServer(pages, settings)
+    application = make_application(
+        extender,
+        max_request_mebibytes=wanted.max_request_mebibytes,
+        client_names=wanted.client_names,
+        middlewares=[metrics.middleware],
+    )
     listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
     daemons = asyncio.create_task(_run(watches.run(), *([leadership.run()] if leadership is not None else [])))
     try:
         await listener.start(*listen)
+        await cluster_server.start()
         serving = await run_until(stop.wait(), asyncio.shield(daemons))
         if not serving.cancelled():
             serving.result()
     finally:
         await listener.stop()  # the Lease is renewed until the last request has ended
+        await cluster_server.stop()
         daemons.cancel()
         await asyncio.wait([daemons])
         if leadership is not None:

@@ -4,7 +4,7 @@ What users and agents write is checked; a bad text is a `problem`, not an error.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET
 
@@ -28,10 +28,14 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """`problem`: why its inventory is not used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
+    the agent has gone, or can't write. "none": by capacity (gpu-manager's nodes), or without GPUs. `problem`: why its inventory is not
+    used."""
 
     uid: str
     state: NodeState
+    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    ready: bool = True
     problem: str | None = None
 
 
@@ -105,16 +109,24 @@ def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
     name, uid = str(metadata["name"]), str(metadata["uid"])
     text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    status: Mapping[str, Any] = item.get("status") or {}
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
+    capacity: Mapping[str, object] = status.get("capacity") or {}
     problem = None
     if text is not None:
         try:
-            return WatchedNode(uid=uid, state=_from_inventory(name, str(text)))
+            state = _from_inventory(name, str(text))
         except ValueError as error:
             problem = f"annotation {INVENTORY_ANNOTATION}: {error}"
+        else:
+            outdated = ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU
+            return WatchedNode(uid=uid, state=state, inventory="outdated" if outdated else "used", ready=ready)
+    inventory: Literal["unusable", "none"] = "none" if problem is None else "unusable"
     try:
-        return WatchedNode(uid=uid, state=_from_capacity(name, (item.get("status") or {}).get("capacity") or {}), problem=problem)
+        state = _from_capacity(name, capacity)
     except ValueError as error:
-        return WatchedNode(uid=uid, state=NodeState(name=name), problem=problem or f"capacity: {error}")
+        state, problem = NodeState(name=name), problem or f"capacity: {error}"
+    return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
 def _from_inventory(name: str, text: str) -> NodeState:
@@ -140,6 +152,13 @@ def _from_inventory(name: str, text: str) -> NodeState:
             for uid, shares in inventory.other.items()
         },
     )
+
+
+def _cores(capacity: Mapping[str, object]) -> int:
+    try:
+        return parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+    except ValueError:
+        return 0
 
 
 def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:

@@ -4,7 +4,7 @@ The answer to every verb has the status 200, and an error is its `Error`: kube-s
 that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from gpumgr import __version__
 from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
+from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
 from gpumgr.web.connection import Connection
 
@@ -28,7 +29,13 @@ class _RequestError(Exception):
     """The body can't be used."""
 
 
-def make_application(extender: Extender, *, max_request_mebibytes: int, client_names: Collection[str] = ()) -> web.Application:
+def make_application(
+    extender: Extender,
+    *,
+    max_request_mebibytes: int,
+    client_names: Collection[str] = (),
+    middlewares: Sequence[Middleware] = (),
+) -> web.Application:
     """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all."""
 
     async def filter_nodes(request: web.Request) -> web.Response:
@@ -53,7 +60,7 @@ def make_application(extender: Extender, *, max_request_mebibytes: int, client_n
         return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
 
     application = web.Application(
-        client_max_size=max_request_mebibytes << 20, middlewares=[_guard(extender, frozenset(client_names))]
+        middlewares=[*middlewares, _guard(extender, frozenset(client_names))], client_max_size=max_request_mebibytes << 20
     )
     application.add_routes(
         [
@@ -131,4 +138,6 @@ def _bug(request: web.Request, error: Exception) -> str:
 
 
 def _json(result: _Result) -> web.Response:
-    return web.Response(body=msgspec.json.encode(result), content_type="application/json")
+    response = web.Response(body=msgspec.json.encode(result), content_type="application/json")
+    response[OUTCOME] = outcome_of(result)
+    return response

@@ -23,8 +23,8 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
-    node; `ending` the UIDs of pods that are being deleted. `quotas` follows the index and gets its limits here. `synced`: nodes, pods and
-    quotas have been listed once.
+    node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
+    `synced`: nodes, pods and quotas have been listed once.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class ClusterWatches:
         self.ending: set[str] = set()
         self._quota_known = False
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        self.nodes: dict[str, WatchedNode] = {}
         self._nodes: Reflector[WatchedNode] = Reflector(
             server,
             "/api/v1/nodes",
@@ -107,9 +108,12 @@ class ClusterWatches:
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
             self._index.remove_node(before.state.name)
+            self.nodes.pop(before.state.name, None)
         if after is None:
             return
         self._index.set_node(after.state)
+        self.nodes[after.state.name] = after
+        self._index.changed.add(after.state.name)
         if after.problem is not None and (before is None or before.problem != after.problem):
             used = "its capacity" if after.state.gpus else "none of its GPUs"
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)

@@ -247,6 +247,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     quota_pool_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-pool"
     #: How long the GPUs that preemption frees are kept for the pod that preempts.
     nomination_seconds: Annotated[float, Meta(ge=1, le=86400)] = 300.0
+    #: Port of the cluster page and of /metrics, on http.address and under the access rules of the section http. 0: any free port.
+    http_port: Port = 5679
     #: Certificate of the extender in PEM. Null: plain HTTP, which needs --insecure-loopback.
     tls_cert_file: Path | None = None
     #: The certificate's key in PEM.
