@@ -1,7 +1,7 @@
 """Bindings that the API server refuses, loses or delays: a clear error, and no GPU is given twice."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
@@ -11,7 +11,9 @@ from gpumgr.scheduler import binding
 from .conftest import Stage, pod, until
 
 
-def answering(status: int, *, bound: bool, headers: dict[str, str] | None = None) -> Callable[[bool], object]:
+def answering(
+    status: int, *, bound: bool, headers: dict[str, str] | None = None
+) -> Callable[[bool], Awaitable[web.Response | None]]:
     """A hook that answers with this status, before or after the binding happens."""
 
     async def hook(happened: bool) -> web.Response | None:
