@@ -32,6 +32,14 @@ from .processes import free_ports, wait_until
 CONFIG = PROJECT / "config" / "scheduler"
 ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
 GROUP = "/apis/rbac.authorization.k8s.io/v1"
+NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
+RIGHTS = {
+    "ServiceAccount": ACCOUNT,
+    "ClusterRole": f"{GROUP}/clusterroles",
+    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
+    "Role": f"{NAMESPACED}/roles",
+    "RoleBinding": f"{NAMESPACED}/rolebindings",
+}
 SCHEDULER = "gpumgr-scheduler"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
@@ -142,16 +150,10 @@ def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
-    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
-    with a kubelet has no agent, so it offers no GPUs."""
-    with cleared(cluster, running_agent):
-        running_agent.stop()
-    wait_until("no pods", lambda: not cluster.pods.all())
-    account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
-    for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):
-        cluster.api.request("POST", path, made)
+def grant_rights(cluster: Cluster) -> Path:
+    """The rights that are shipped; returns a kubeconfig with them."""
+    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
+        cluster.api.request("POST", RIGHTS[made["kind"]], made)
     asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
     kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
@@ -159,28 +161,46 @@ def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
     credentials = STATE / "scheduler.kubeconfig"
     credentials.touch(mode=0o600)
     credentials.write_text(json.dumps(kubeconfig))
-    (port,) = free_ports(1)
+    return credentials
+
+
+def withdraw_rights(cluster: Cluster) -> None:
+    for path in reversed(RIGHTS.values()):
+        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+
+
+def start_kube_scheduler(cluster: Cluster, extender: Json) -> None:
+    """With the configuration that is shipped, but for these keys of the extender."""
     config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
     config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
-    config["extenders"][0]["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
-    config["extenders"][0]["httpTimeout"] = "30s"  # the machine may stall
+    config["extenders"][0].update({"httpTimeout": "30s", **extender})  # the machine may stall
     file = STATE / "kube-scheduler.yaml"
     file.write_text(json.dumps(config))
+    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
+    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
+
+
+@pytest.fixture(scope="module")
+def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
+    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
+    with a kubelet has no agent, so it offers no GPUs."""
+    with cleared(cluster, running_agent):
+        running_agent.stop()
+    wait_until("no pods", lambda: not cluster.pods.all())
+    credentials = grant_rights(cluster)
+    (port,) = free_ports(1)
     for name, count in zip(NODES, COUNTS, strict=True):
         cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
     start_extender(cluster, credentials, port)
-    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
-    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
-    scheduled = Scheduled(cluster)
+    start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"})
     try:
-        yield scheduled
+        yield Scheduled(cluster)
     finally:
         cluster.processes.stop("gpu-kube-scheduler")
         assert cluster.processes.stop("gpumgr-scheduler") == 0
         for path in [f"/api/v1/nodes/{name}" for name in NODES]:
             cluster.api.request("DELETE", path)
-        for path in (f"{GROUP}/clusterrolebindings", f"{GROUP}/clusterroles", ACCOUNT):
-            cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+        withdraw_rights(cluster)
 
 
 @pytest.fixture
