@@ -15,7 +15,6 @@ import pytest
 from gpumgr.enforcement import cdi
 from gpumgr.sim.library import compile_library
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
-
 from tests.libvgpu import build
 
 from .agent import SIM
