@@ -144,7 +144,7 @@ def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
     with cleared(cluster, running_agent):
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
-    account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
+    account, role, binding, *_ = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
     for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):
         cluster.api.request("POST", path, made)
     asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
