@@ -3,9 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, Literal, NamedTuple, get_args
-
-import msgspec
+from typing import Final, NamedTuple
 
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain, memory_text
@@ -13,38 +11,15 @@ from gpumgr.cluster.index import ClusterIndex, Rejection
 from gpumgr.cluster.request import ContainerRequest, PodRequest
 from gpumgr.cluster.summary import covers, in_total
 from gpumgr.evaluators.select import Policy
+from gpumgr.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.overview import ClusterOverview
 from gpumgr.units import Amounts
-
-#: "refused": no agent grants the request. "quota": its namespace may hold no more. "resources": no node has enough in total.
-#: "fragmentation": a node has enough in total, and no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
-#: kube-scheduler has not tried yet, or rejects these nodes itself.
-Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 #: Nodes that are examined before the event loop serves others.
 _SLICE: Final = 20
 #: Different requests of waiting pods that are examined; the index keeps results for a bounded number of them, for the verbs above all.
 MAX_REQUESTS: Final = 48
-
-
-class NodeGroup(msgspec.Struct, kw_only=True):
-    """Nodes with the same reason. `nodes`: (name, its own detail), if they were asked for."""
-
-    reason: str
-    count: int
-    closest: str = ""
-    nodes: list[tuple[str, str]] = []
-
-
-class Waiting(msgspec.Struct, kw_only=True):
-    """`request` in words. `limit`: what stands against the pod wherever it goes (its request, or a quota)."""
-
-    kind: Kind
-    request: str
-    limit: str = ""
-    groups: list[NodeGroup] = []
 
 
 class Denied(NamedTuple):
@@ -107,9 +82,7 @@ class Reasons:
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-            reason, detail, lack = (
-                (f"are denied by quota: {denied.text}", "", 0.0) if name in denied.nodes else self._on(name, pod)
-            )
+            reason, detail, lack = (f"denied by quota: {denied.text}", "", 0.0) if name in denied.nodes else self._on(name, pod)
             found[reason].append((name, detail, lack))
         for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
             nearest = min(nodes, key=lambda node: (node[2], node[0]))
@@ -123,12 +96,12 @@ class Reasons:
         sums, wanted = self._overview.sums(name), in_total(pod.request)
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
-            return f"have less than {_in_total(wanted)} free in total", _in_total(sums), lack
+            return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
         choice = self._index.choose_on(name, pod.uid, pod.request, self._policy)
         if not isinstance(choice, Misfit):
-            return "have the GPUs that it asks for", "", 0.0
+            return "the GPUs that it asks for are free", "", 0.0
         reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
-        return f"have {reason}", detail.removeprefix("closest: ").removesuffix(")"), choice.distance
+        return reason, detail.removeprefix("closest: ").removesuffix(")"), choice.distance
 
 
 def request_text(request: PodRequest) -> str:

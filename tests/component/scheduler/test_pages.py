@@ -171,13 +171,13 @@ async def test_why_groups_the_nodes_by_reason(pages: PagesStage) -> None:
         "limit": "",
         "groups": [
             {
-                "reason": "have less than 50 cores and 4 GiB free in total",
+                "reason": "less than 50 cores and 4 GiB free in total",
                 "count": 1,
                 "closest": "a, 0 cores",
                 "nodes": [["a", "0 cores"]],
             },
             {
-                "reason": "have no GPU with 50 free cores and 4 GiB",
+                "reason": "no GPU with 50 free cores and 4 GiB",
                 "count": 1,
                 "closest": "b, GPU 0, 40 cores and 12 GiB",
                 "nodes": [["b", "GPU 0, 40 cores and 12 GiB"]],
