@@ -23,11 +23,12 @@ class _Group:
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
     """From (node, misfit) of each node that was offered; there must be one."""
-    groups: dict[tuple[ContainerRequest | None, bool], _Group] = {}
+    groups: dict[tuple[ContainerRequest | None, bool, bool, bool], _Group] = {}
     total = 0
     for node, misfit in misfits:
         total += 1
-        group = groups.setdefault((misfit.container, misfit.not_offered), _Group(0, node, misfit))
+        key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses)
+        group = groups.setdefault(key, _Group(0, node, misfit))
         group.count += 1
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit
@@ -56,18 +57,24 @@ def _reason(misfit: Misfit) -> str:
     container = misfit.container
     if container is None:
         return "no GPUs that gpumgr can use"
+    gpus, constraints = container.gpus, misfit.constraints
+    numa = " on one NUMA node" if constraints.same_numa_node and gpus > 1 else ""
+    if misfit.agent_chooses:
+        return f"a Topology Manager policy and not only GPUs{constraints.text}{numa}"
+    if misfit.none_allowed:
+        return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
     if container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
-        wanted = f"{container.gpus} entirely free GPUs" if container.gpus > 1 else "entirely free GPU"
-        text = f"{'not' if container.gpus > 1 else 'no'} {wanted}{memory}"
+        wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
+        text = f"{wanted}{constraints.text}{numa}{memory}"
     else:
-        text = f"no GPU with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
+        text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
     return f"{text} but for unhealthy or cordoned ones" if misfit.not_offered else text
 
 
 def _closest(group: _Group, *, name_node: bool = True) -> str:
     misfit = group.misfit
-    if misfit.container is None:
+    if misfit.container is None or misfit.none_allowed:
         return ""
     place = f"{group.node[:63]}" if name_node else ""
     if misfit.container.whole:

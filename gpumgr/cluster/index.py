@@ -7,31 +7,42 @@ and bound pods in any order gives the same answers.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.topology.devices import Topology
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Request shapes with kept results; the least recently used one is dropped.
 MAX_SHAPES: Final = 64
 
-#: (UUID of the GPU, or its position where the node has no inventory; amounts) of each GPU of a container.
+#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPod:
-    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice.
+    `priority` is Kubernetes' priority."""
 
     uid: str
     node: str
     request: PodRequest
     shares: tuple[NamedShares, ...] | None = None
+    namespace: str = ""
+    priority: int = 0
+
+
+class Listener(Protocol):
+    """Is called for every change of the index, before the call that causes it returns."""
+
+    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
+    def pod_removed(self, uid: str) -> None: ...
+    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None: ...
+    def node_removed(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +74,11 @@ class _Results:
 class ClusterIndex:
     """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends)."""
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self._listeners = tuple(listeners)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
-        self._kinds: dict[tuple[Topology, tuple[tuple[int, bool], ...]], int] = {}
+        self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
         #: Names of nodes that have changed; who follows the index clears it.
@@ -80,6 +92,8 @@ class ClusterIndex:
         if node.state != state:
             node.state, node.kind = state, self._kind(state)
             self._changed(state.name)
+            for listener in self._listeners:
+                listener.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
         """Its pods stay on record until they are removed, too: the node may come back before."""
@@ -106,6 +120,8 @@ class ClusterIndex:
             return
         node = self._nodes[name]
         del node.pods[uid]
+        for listener in self._listeners:
+            listener.pod_removed(uid)
         self._changed(name)
         if not node.pods and not node.state.gpus:
             self._drop(name)
@@ -130,6 +146,11 @@ class ClusterIndex:
     def node(self, name: str) -> NodeState | None:
         found = self._nodes.get(name)
         return found.state if found is not None else None
+
+    def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
+        """Bound and assumed pods of a node, by UID."""
+        found = self._nodes.get(name)
+        return found.pods if found is not None else {}
 
     def used(self, name: str) -> Used:
         """What is used of each GPU of a node. It may exceed a GPU's capacity if pods or the node claim so."""
@@ -194,18 +215,22 @@ class ClusterIndex:
         return self._nodes[name]
 
     def _kind(self, state: NodeState) -> int:
-        gpus = tuple((gpu.memory_mebibytes, gpu.offered) for gpu in state.gpus)
-        return self._kinds.setdefault((state.topology, gpus), len(self._kinds))
+        gpus = tuple((gpu.memory_mebibytes, gpu.offered, gpu.model, gpu.numa) for gpu in state.gpus)
+        return self._kinds.setdefault((state.topology, state.naming, gpus), len(self._kinds))
 
     def _put(self, pod: PlacedPod) -> None:
         self.remove(pod.uid)
         self._node(pod.node).pods[pod.uid] = pod
         self._node_of[pod.uid] = pod.node
+        for listener in self._listeners:
+            listener.pod_placed(pod, self._nodes[pod.node].state)
         self._changed(pod.node)
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
         self.changed.add(name)
+        for listener in self._listeners:
+            listener.node_removed(name)
         for results in self._results.values():
             results.stale.discard(name)
             results.fits.pop(name, None)
@@ -226,11 +251,11 @@ class ClusterIndex:
                 self._results.popitem(last=False)
         self._results.move_to_end(shape)
         # Nodes that differ by name alone are computed once: a new shape on a large cluster.
-        alike: dict[tuple[int, Used], NodeChoice | Misfit] = {}
+        alike: dict[tuple[int, Used, tuple[int, ...]], NodeChoice | Misfit] = {}
         for name in results.stale:
             results.fits.pop(name, None)
             results.misfits.pop(name, None)
-            key = (self._nodes[name].kind, self.used(name))
+            key = (self._nodes[name].kind, self.used(name), request.constraints.named(self._nodes[name].state))
             if (found := alike.get(key)) is None:
                 found = alike[key] = choose(self._nodes[name].state, key[1], request, policy)
             if isinstance(found, NodeChoice):
@@ -261,7 +286,8 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = added(used, taken)
     for pod in unknown:
-        choice = choose(node, used, pod.request, "binpack")
+        # The agent, which has chosen, reads no constraints.
+        choice = choose(node, used, PodRequest(pod.request.containers), "binpack")
         if isinstance(choice, NodeChoice):
             used = added(used, _use(pod.request, choice.shares))
     return used
@@ -281,8 +307,8 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
     positions = node.positions
     found: list[Shares] = []
     for shares in pod.shares:
-        resolved = [(positions.get(gpu) if isinstance(gpu, str) else gpu, amounts) for gpu, amounts in shares]
-        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None and gpu < len(node.gpus)))
+        resolved = [(positions.get(gpu), amounts) for gpu, amounts in shares]
+        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None))
         if len(found[-1]) != len(shares):
             return None
     return _use(pod.request, found)

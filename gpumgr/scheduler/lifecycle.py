@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.extender import Extender
@@ -55,10 +56,11 @@ async def run_scheduler(settings: Settings, kubeconfig: Path | None, listen: tup
     Raises InputError for credentials or an address that can't be used.
     """
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
-    index = ClusterIndex()
-    watches = ClusterWatches(server, index)
-    extender = Extender(server, index, watches, settings.scheduler)
-    pages, metrics = make_pages(server, index, watches, settings)
+    quotas = Quotas()
+    index = ClusterIndex([quotas])
+    watches = ClusterWatches(server, index, quotas, settings.scheduler)
+    extender = Extender(server, index, quotas, watches, settings.scheduler)
+    pages, metrics = make_pages(server, index, quotas, watches, settings)
     cluster_server = ClusterServer(pages, settings)
     application = make_application(
         extender, max_request_mebibytes=settings.scheduler.max_request_mebibytes, middlewares=[metrics.middleware]

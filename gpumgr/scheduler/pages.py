@@ -9,6 +9,7 @@ import gzip
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from aiohttp import web
 import gpumgr
 from gpumgr.accept import accepts_gzip
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.scheduler.api import Why
@@ -200,12 +202,19 @@ class ClusterServer:
 def make_pages(
     server: ApiServer,
     index: ClusterIndex,
+    quotas: Quotas,
     watches: ClusterWatches,
     settings: Settings,
     *,
     leader: Callable[[], bool] = lambda: True,
 ) -> tuple[ClusterPages, SchedulerMetrics]:
     overview = ClusterOverview(index, watches.nodes)
-    reasons = Reasons(index, overview, settings.scheduler.policy)
+
+    def denied(pod: WatchedPod) -> Mapping[str, AbstractSet[str]]:
+        if quotas.problem is not None:
+            return {quotas.problem: set(overview.names)}
+        return quotas.excluded(pod.namespace, pod.request)
+
+    reasons = Reasons(index, overview, settings.scheduler.policy, denied)
     metrics = SchedulerMetrics(index, overview, leader=leader, synced=lambda: watches.synced)
     return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Final
 
 from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.constraints import UNCONSTRAINED
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex, Rejection
-from gpumgr.cluster.request import ContainerRequest, PodRequest
-from gpumgr.cluster.summary import covers, in_total
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.summary import covers, free_sum, in_total
 from gpumgr.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.scheduler.objects import WatchedPod
 from gpumgr.scheduler.overview import ClusterOverview
@@ -22,38 +23,54 @@ _SLICE: Final = 20
 MAX_REQUESTS: Final = 48
 
 
-class Denied(NamedTuple):
-    """Nodes that the quota of the pod's namespace closes to it, and why."""
-
-    nodes: Collection[str] = ()
-    text: str = ""
-
-
 class Reasons:
+    """`quota`: why the quota of the pod's namespace closes nodes to it -> these nodes."""
+
     def __init__(
         self,
         index: ClusterIndex,
         overview: ClusterOverview,
         policy: Policy,
-        *,
-        quota: Callable[[WatchedPod], Denied] = lambda _: Denied(),
+        quota: Callable[[WatchedPod], Mapping[str, AbstractSet[str]]],
     ) -> None:
         self._index, self._overview, self._policy, self._quota = index, overview, policy, quota
 
-    def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
+    async def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
         """With what stands against the pod wherever it goes, or "". Refresh the overview before."""
         if pod.refusal is not None:
             return "refused", pod.refusal
-        denied = self._quota(pod)
-        if self._fits(pod, [name for name in self._overview.names if name not in denied.nodes]):
+        denied = self._denied(pod)
+        if self._fits(pod, [name for name in self._overview.names if name not in denied]):
             return "elsewhere", ""
-        if self._fits(pod, list(denied.nodes)):
-            return "quota", denied.text
-        wanted = in_total(pod.request)
-        return ("fragmentation" if any(covers(sums, wanted) for sums in self._overview.largest_sums) else "resources"), ""
+        if self._fits(pod, list(denied)):
+            return "quota", "; ".join(sorted(set(denied.values())))
+        return ("fragmentation" if await self._in_total(pod.request) else "resources"), ""
+
+    def _denied(self, pod: WatchedPod) -> Mapping[str, str]:
+        """Node -> why the quota closes it to the pod."""
+        return {name: text for text, names in self._quota(pod).items() for name in names}
 
     def _fits(self, pod: WatchedPod, names: list[str]) -> bool:
-        return bool(names) and not isinstance(self._index.rank(pod.request, self._policy, names), Rejection)
+        return bool(names) and not isinstance(self._index.rank(pod.request, self._policy_of(pod), names), Rejection)
+
+    def _policy_of(self, pod: WatchedPod) -> Policy:
+        return pod.policy or self._policy
+
+    async def _in_total(self, request: PodRequest) -> bool:
+        """Whether a node has enough in total on the GPUs that the constraints allow."""
+        wanted = in_total(request)
+        if request.constraints == UNCONSTRAINED or not any(covers(sums, wanted) for sums in self._overview.largest_sums):
+            return any(covers(sums, wanted) for sums in self._overview.largest_sums)
+        for number, name in enumerate(list(self._overview.names)):
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+            state = self._index.node(name)
+            if state is not None and covers(self._overview.sums(name), wanted):
+                used, allowed = self._index.used(name), request.constraints.allowed(state)
+                gpus = [each for each in zip(state.gpus, used, allowed, strict=True) if each[2]]
+                if covers(free_sum((gpu, held) for gpu, held, _ in gpus), wanted):
+                    return True
+        return False
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
         """What `kind` says of each pod; None beyond MAX_REQUESTS different requests."""
@@ -67,22 +84,22 @@ class Reasons:
                     continue
                 examined.add(pod.request)
                 await asyncio.sleep(0)
-            found.append((pod, *self.kind(pod)))
+            found.append((pod, *await self.kind(pod)))
         return found
 
     async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
         """The groups of nodes, the largest one first."""
         await self._overview.refresh()
-        kind, limit = self.kind(pod)
+        kind, limit = await self.kind(pod)
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
-        denied = self._quota(pod)
+        denied = self._denied(pod)
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
-            reason, detail, lack = (f"denied by quota: {denied.text}", "", 0.0) if name in denied.nodes else self._on(name, pod)
+            reason, detail, lack = (f"denied by quota: {denied[name]}", "", 0.0) if name in denied else self._on(name, pod)
             found[reason].append((name, detail, lack))
         for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
             nearest = min(nodes, key=lambda node: (node[2], node[0]))
@@ -97,7 +114,7 @@ class Reasons:
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
-        choice = self._index.choose_on(name, pod.uid, pod.request, self._policy)
+        choice = self._index.choose_on(name, pod.uid, pod.request, self._policy_of(pod))
         if not isinstance(choice, Misfit):
             return "the GPUs that it asks for are free", "", 0.0
         reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
@@ -106,7 +123,9 @@ class Reasons:
 
 def request_text(request: PodRequest) -> str:
     """Such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
-    return "; ".join(f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers)
+    texts = [f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers]
+    constraints = request.constraints
+    return "; ".join(texts) + constraints.text + (" on one NUMA node" if constraints.same_numa_node else "")
 
 
 def _container_text(container: ContainerRequest) -> str:

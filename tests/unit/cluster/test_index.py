@@ -9,8 +9,7 @@ from gpumgr.cluster import index as module
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 
