@@ -228,9 +228,9 @@ class ClusterIndex:
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
-        self.changed.add(name)
         for listener in self._listeners:
             listener.node_removed(name)
+        self.changed.add(name)
         for results in self._results.values():
             results.stale.discard(name)
             results.fits.pop(name, None)

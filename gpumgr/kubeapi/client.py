@@ -116,9 +116,11 @@ class ApiServer:
                 raise await answer_error(response)
         return True
 
-    async def read(self, method: Method, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def read(
+        self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
+    ) -> dict[str, Any]:
         """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
-        async with self.request(method, path, {}, _WRITE_TIMEOUT, body) as response:
+        async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
                 raise await answer_error(response)
             try:

@@ -44,7 +44,8 @@ class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
     container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
     name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
-    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node
+    that the annotations of a pod which is not bound name; kube-scheduler may be binding it there.
     """
 
     uid: str
@@ -63,6 +64,7 @@ class WatchedPod:
     preempts: bool = True
     nominated: str | None = None
     ending: bool = False
+    promised: str | None = None
 
     @property
     def wants_gpu(self) -> bool:
@@ -79,6 +81,12 @@ class WatchedPod:
         return PlacedPod(
             uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
         )
+
+    @property
+    def promise(self) -> PlacedPod | None:
+        if self.promised is None or not self.request.containers:
+            return None
+        return self.on(self.promised, self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +198,13 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
-    pod = replace(base, **made)
-    if node is None or not pod.request.containers:
+    promised = annotations.get(PREDICATE_NODE) if node is None else None
+    pod = replace(base, **made, promised=str(promised) if promised else None)
+    named = node or pod.promised
+    if named is None or not pod.request.containers:
         return pod
     try:
-        return replace(pod, shares=_named_shares(pod, node, annotations))
+        return replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
         return replace(pod, problem=str(error))
 

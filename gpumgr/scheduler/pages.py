@@ -9,7 +9,6 @@ import gzip
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -202,19 +201,13 @@ class ClusterServer:
 def make_pages(
     server: ApiServer,
     index: ClusterIndex,
-    quotas: Quotas,
     watches: ClusterWatches,
+    quotas: Quotas,
     settings: Settings,
     *,
     leader: Callable[[], bool] = lambda: True,
 ) -> tuple[ClusterPages, SchedulerMetrics]:
     overview = ClusterOverview(index, watches.nodes)
-
-    def denied(pod: WatchedPod) -> Mapping[str, AbstractSet[str]]:
-        if quotas.problem is not None:
-            return {quotas.problem: set(overview.names)}
-        return quotas.excluded(pod.namespace, pod.request)
-
-    reasons = Reasons(index, overview, settings.scheduler.policy, denied)
+    reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
     metrics = SchedulerMetrics(index, overview, leader=leader, synced=lambda: watches.synced)
     return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

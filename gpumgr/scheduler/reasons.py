@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.constraints import UNCONSTRAINED
 from gpumgr.cluster.explain import explain, memory_text
 from gpumgr.cluster.index import ClusterIndex, Rejection
+from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.summary import covers, free_sum, in_total
 from gpumgr.scheduler.api import Kind, NodeGroup, Waiting
@@ -24,34 +24,30 @@ MAX_REQUESTS: Final = 48
 
 
 class Reasons:
-    """`quota`: why the quota of the pod's namespace closes nodes to it -> these nodes."""
-
     def __init__(
         self,
         index: ClusterIndex,
         overview: ClusterOverview,
         policy: Policy,
-        quota: Callable[[WatchedPod], Mapping[str, AbstractSet[str]]],
+        quotas: Quotas,
     ) -> None:
-        self._index, self._overview, self._policy, self._quota = index, overview, policy, quota
+        self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
     async def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
         """With what stands against the pod wherever it goes, or "". Refresh the overview before."""
         if pod.refusal is not None:
             return "refused", pod.refusal
-        denied = self._denied(pod)
-        if self._fits(pod, [name for name in self._overview.names if name not in denied]):
+        if self._quotas.problem is not None:
+            return "quota", self._quotas.problem
+        names, policy = list(self._overview.names), self._policy_of(pod)
+        if not names:
+            return "resources", ""
+        within = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names)
+        if not isinstance(within, Rejection):
             return "elsewhere", ""
-        if self._fits(pod, list(denied)):
-            return "quota", "; ".join(sorted(set(denied.values())))
+        if not isinstance(self._index.rank(pod.request, policy, names), Rejection):
+            return "quota", within.text
         return ("fragmentation" if await self._in_total(pod.request) else "resources"), ""
-
-    def _denied(self, pod: WatchedPod) -> Mapping[str, str]:
-        """Node -> why the quota closes it to the pod."""
-        return {name: text for text, names in self._quota(pod).items() for name in names}
-
-    def _fits(self, pod: WatchedPod, names: list[str]) -> bool:
-        return bool(names) and not isinstance(self._index.rank(pod.request, self._policy_of(pod), names), Rejection)
 
     def _policy_of(self, pod: WatchedPod) -> Policy:
         return pod.policy or self._policy
@@ -94,7 +90,8 @@ class Reasons:
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
-        denied = self._denied(pod)
+        excluded = self._quotas.excluded(pod.namespace, pod.request)
+        denied = {name: text for text, names in excluded.items() for name in names}
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:

@@ -21,6 +21,7 @@ APART: Final = {
     "page": "page",
     "test_chart.py": "chart",
     "test_chart_rights.py": "chart",
+    "test_chart_scheduler.py": "chart",
     "test_image_build.py": "image",
     "test_lab.py": "lab",
     "test_library_image.py": "image",

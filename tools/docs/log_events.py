@@ -139,7 +139,6 @@ MEANINGS: Final = {
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
     "(`mps.exclusive_process`).",
-    "vcuda_not_kept": "The limits of a container can't be enforced, for the given reason.",
     "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
     "registration_names_differ": "A process registers with another container name than the kernel's cgroups show. The kernel's "
     "is used.",

@@ -83,7 +83,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
     quotas, settings = Quotas(), Settings()
     index = ClusterIndex([quotas])
     watches = ClusterWatches(server, index, quotas, settings.scheduler, watch_times=FAST)
-    pages, metrics = make_pages(server, index, quotas, watches, settings)
+    pages, metrics = make_pages(server, index, watches, quotas, settings)
     extender = Extender(server, index, quotas, watches, settings.scheduler)
     runner = web.AppRunner(make_application(extender, max_request_mebibytes=1, middlewares=[metrics.middleware]))
     await runner.setup()
@@ -214,7 +214,8 @@ async def test_a_quota_is_a_reason_with_its_numbers(pages: PagesStage, limits: s
     await until(lambda: bool(pages.quotas.limits) and pages.index.placed_pods == 1)
     await pages.waits(pod("one", ("app", 50, 16)))
     waiting = (await pages.why("one"))["waiting"]
-    assert (waiting["kind"], waiting["limit"]) == (kind, said)
+    assert waiting["kind"] == kind
+    assert waiting["limit"].endswith(said)
     if said:
         assert waiting["groups"] == [{"reason": f"denied by quota: {said}", "count": 2, "closest": "", "nodes": []}]
 

@@ -66,7 +66,7 @@ class ClusterStage:
         self.wait("large", PodRequest((ContainerRequest(gpus=9, cores_per_gpu=100),)))
         self.wait("scattered", PodRequest((ContainerRequest(gpus=5, cores_per_gpu=100),)))
         self.wait(HOSTILE, SHARE)
-        pages, _ = make_pages(self.server, self.index, Quotas(), self.watched, Settings())  # type: ignore[arg-type]
+        pages, _ = make_pages(self.server, self.index, self.watched, Quotas(), Settings())  # type: ignore[arg-type]
         self.web = AppServer(pages.application, host="127.0.0.1", port=0)
 
     def put(self, node: int, used: int = 4) -> None:
