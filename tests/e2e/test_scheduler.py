@@ -34,10 +34,19 @@ from .processes import free_ports, wait_until, whole_lines
 CONFIG = PROJECT / "config" / "scheduler"
 ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
 GROUP = "/apis/rbac.authorization.k8s.io/v1"
+NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
+RIGHTS = {
+    "ServiceAccount": ACCOUNT,
+    "ClusterRole": f"{GROUP}/clusterroles",
+    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
+    "Role": f"{NAMESPACED}/roles",
+    "RoleBinding": f"{NAMESPACED}/rolebindings",
+}
 SCHEDULER = "gpumgr-scheduler"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
 NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
+MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
 
 
 def uuid(node: str, gpu: int) -> str:
@@ -45,9 +54,12 @@ def uuid(node: str, gpu: int) -> str:
 
 
 def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
-    """GPUs 0 and 2, 1 and 3 are joined by NVLinks."""
+    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
     rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(InventoryGpu(uuid=uuid(node, gpu), memory=GPU_MEBIBYTES, healthy=gpu not in unhealthy) for gpu in range(count))
+    gpus = tuple(
+        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2, healthy=gpu not in unhealthy)
+        for gpu in range(count)
+    )
     return encode(Inventory(topology_manager="none", gpus=gpus, levels=levels_of(topology_from_matrix(rows))))
 
 
@@ -73,9 +85,10 @@ class Scheduled:
         self._cluster = cluster
         self._names: list[str] = []
 
-    def create(self, name: str, *containers: tuple[int, int], **spec: Any) -> None:
+    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
         made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
         made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
+        made["metadata"].setdefault("annotations", {}).update(annotations or {})
         self._names.append(name)
         self._cluster.create([made])
 
@@ -148,16 +161,10 @@ def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
-    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
-    with a kubelet has no agent, so it offers no GPUs."""
-    with cleared(cluster, running_agent):
-        running_agent.stop()
-    wait_until("no pods", lambda: not cluster.pods.all())
-    account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
-    for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):
-        cluster.api.request("POST", path, made)
+def grant_rights(cluster: Cluster) -> Path:
+    """The rights that are shipped; returns a kubeconfig with them."""
+    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
+        cluster.api.request("POST", RIGHTS[made["kind"]], made)
     asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
     kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
@@ -165,28 +172,46 @@ def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
     credentials = STATE / "scheduler.kubeconfig"
     credentials.touch(mode=0o600)
     credentials.write_text(json.dumps(kubeconfig))
-    (port,) = free_ports(1)
+    return credentials
+
+
+def withdraw_rights(cluster: Cluster) -> None:
+    for path in reversed(RIGHTS.values()):
+        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+
+
+def start_kube_scheduler(cluster: Cluster, extender: Json) -> None:
+    """With the configuration that is shipped, but for these keys of the extender."""
     config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
     config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
-    config["extenders"][0]["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
-    config["extenders"][0]["httpTimeout"] = "30s"  # the machine may stall
+    config["extenders"][0].update({"httpTimeout": "30s", **extender})  # the machine may stall
     file = STATE / "kube-scheduler.yaml"
     file.write_text(json.dumps(config))
+    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
+    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
+
+
+@pytest.fixture(scope="module")
+def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
+    """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped, and three nodes. The node
+    with a kubelet has no agent, so it offers no GPUs."""
+    with cleared(cluster, running_agent):
+        running_agent.stop()
+    wait_until("no pods", lambda: not cluster.pods.all())
+    credentials = grant_rights(cluster)
+    (port,) = free_ports(1)
     for name, count in zip(NODES, COUNTS, strict=True):
         cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
     start_extender(cluster, credentials, port)
-    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
-    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
-    scheduled = Scheduled(cluster)
+    start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"})
     try:
-        yield scheduled
+        yield Scheduled(cluster)
     finally:
         cluster.processes.stop("gpu-kube-scheduler")
         assert cluster.processes.stop("gpumgr-scheduler") == 0
         for path in [f"/api/v1/nodes/{name}" for name in NODES]:
             cluster.api.request("DELETE", path)
-        for path in (f"{GROUP}/clusterrolebindings", f"{GROUP}/clusterroles", ACCOUNT):
-            cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+        withdraw_rights(cluster)
 
 
 @pytest.fixture
@@ -207,6 +232,22 @@ def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None
     assert told["tencent.com/predicate-gpu-idx-0"] == "0,2"
     assert (told["tencent.com/predicate-node"], told["tencent.com/gpu-assigned"]) == ("api-b", "false")
     assert told["tencent.com/predicate-time"].isdecimal()
+
+
+def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) -> None:
+    def place(name: str, cores: int, key: str, text: str, **spec: Any) -> tuple[str, list[list[str]]]:
+        return pods.place(name, (cores, 16), annotations={key: text}, **spec)
+
+    on_c = {"nodeSelector": {"kubernetes.io/hostname": "api-c"}}
+    assert place("topology", 200, "gpumgr.io/policy", "topology") == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
+    assert place("numa", 200, "gpumgr.io/same-numa-node", "true", **on_c) == ("api-c", [[uuid("api-c", 0), uuid("api-c", 1)]])
+    assert place("model", 30, "gpumgr.io/use-gpu-model", "h100") == ("api-c", [[uuid("api-c", 2)]])
+    assert place("hami", 30, "nvidia.com/use-gpuuuid", uuid("api-c", 3)) == ("api-c", [[uuid("api-c", 3)]])
+    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-a", [[uuid("api-a", 0)]])
+    pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
+    pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
+    assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
+    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use binpack, spread, topology, " in pods.rejection("no-policy")
 
 
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
