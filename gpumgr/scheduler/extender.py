@@ -127,6 +127,8 @@ class Extender:
                 annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
                 await send_annotations(self._server, pod, annotations)
         except BindingError as error:
+            if error.conflict:  # this pod is gone
+                self._forget(pod.uid)
             return FilterResult(error=str(error))
         return result
 
