@@ -102,7 +102,7 @@ class SchedulerMetrics:
         async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
             start = time.perf_counter()
             response = await handler(request)
-            outcome = "unavailable" if response.status == web.HTTPServiceUnavailable.status_code else response.get(OUTCOME, "ok")
+            outcome = response.get(OUTCOME, "unavailable" if response.status == 503 else "error")
             self.answered(request.path.rpartition("/")[2], outcome, time.perf_counter() - start)
             return response
 

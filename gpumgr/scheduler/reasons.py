@@ -69,8 +69,7 @@ class Reasons:
         return False
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """What `kind` says of each pod; None beyond MAX_REQUESTS different requests."""
-        await self._overview.refresh()
+        """What `kind` says of each pod; None beyond MAX_REQUESTS different requests. Refresh the overview before."""
         examined: set[PodRequest] = set()
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):

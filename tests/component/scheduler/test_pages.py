@@ -338,3 +338,12 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
     await until(lambda: len(pages.watches.pending) == MAX_REQUESTS + 3)
     waiting = await pages.series("waiting_pods")
     assert (waiting['reason="elsewhere"'], waiting['reason="unexamined"']) == (MAX_REQUESTS + 1, 2)
+
+
+async def test_only_some_questions_are_answered_at_a_time(pages: PagesStage) -> None:
+    await pages.waits(pod("one", ("app", 400, 0)))
+    pages.sim.delay_seconds = 0.2
+    answers = await asyncio.gather(*(pages.get("/api/why?namespace=team&name=one") for _ in range(12)))
+    assert {status for status, _ in answers} == {200, 503}
+    pages.sim.delay_seconds = 0
+    assert (await pages.why("one"))["waiting"]["kind"] == "elsewhere"
