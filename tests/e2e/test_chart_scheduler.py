@@ -248,3 +248,25 @@ def test_only_a_configuration_for_an_existing_kube_scheduler() -> None:
 def test_helm_reports_a_mistake_with_its_place(values: Json, message: str) -> None:
     with pytest.raises(HelmError, match=re.escape(message)):
         render({**values, "scheduler": {"enabled": True, **values.get("scheduler", {})}})
+
+
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+def test_rules_dashboard_and_monitor_of_the_scheduler(monitor: str) -> None:
+    enabled = {"enabled": True}
+    metrics = {"rules": enabled, "dashboard": enabled, monitor: enabled, "service": enabled}
+    found = rendered(metrics=metrics)
+    rules = (PROJECT / "config" / "prometheus" / f"{NAME}.rules.yaml").read_text()
+    assert found["PrometheusRule", NAME]["spec"] == yaml.safe_load(rules)
+    dashboard = found["ConfigMap", f"{NAME}-dashboard"]
+    assert json.loads(dashboard["data"][f"{NAME}.json"]) == json.loads(
+        (PROJECT / "config" / "grafana" / f"{NAME}.json").read_text()
+    )
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    spec = found["PodMonitor", NAME]["spec"]
+    template = pod_of(found, NAME)
+    assert selects(spec["selector"]["matchLabels"], template)
+    assert not selects(spec["selector"]["matchLabels"], pod_of(found, CALLER))
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+    assert {"targetLabel": "job", "replacement": "gpumgr-scheduler"} in endpoint["relabelings"]
+    assert NAME not in {name for kind, name in rendered() if kind in ("PrometheusRule", "PodMonitor")}
