@@ -56,7 +56,7 @@ class Candidate:
 
     def read(self, lease: Lease | None, now: float) -> "Candidate":
         """The Lease was read; `now` is a time after the answer."""
-        if lease is None:  # a leader whose Lease was deleted leads on for a while
+        if lease is None:  # the leader of a deleted Lease leads on for a while
             return replace(self, seen=None, seen_at=now if self.seen is not None else self.seen_at, until=float("-inf"))
         unchanged = self.seen is not None and _content(lease) == _content(self.seen)
         until = self.until if lease.holder == self.me else float("-inf")

@@ -50,7 +50,7 @@ class TokenFile:
 class Certificates:
     """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section`: of the settings that name the files.
 
-    With `clients_required` they must present one, and files whose certificates have expired can't be used. The constructor raises
+    With `clients_required` they must present one, and files with expired certificates can't be used. The constructor raises
     SettingsError.
     """
 

@@ -12,6 +12,11 @@ READ: Final = {
         "It overrides a key of the settings file: `GPUMGR_HTTP_PORT=9000`. Lists are separated by commas.",
     ),
     "NODE_NAME": ("all commands with settings", "It sets `node.name`; a DaemonSet sets it from the pod's node."),
+    "POD_NAME": (
+        "`scheduler`",
+        "Name of the pod, from the downward API. The leader labels this pod with `gpumgr.io/scheduler-leader`.",
+    ),
+    "POD_NAMESPACE": ("`scheduler`", "Namespace of the pod and, unless `scheduler.lease_namespace` is set, of the Lease."),
     "KUBERNETES_SERVICE_HOST": (
         "`run`, `doctor`",
         "It shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",

@@ -168,6 +168,13 @@ MEANINGS: Final = {
     "start.",
     # the scheduler
     "scheduler_listening": "`gpumgr scheduler` serves kube-scheduler at this address.",
+    "lease_taken": "This replica holds the Lease. It answers after `leading`.",
+    "leading": "This replica has read all nodes and pods after it took the Lease, and answers kube-scheduler.",
+    "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. It answers 503 from now on.",
+    "lease_released": "This replica ends and has given up the Lease; another one takes it at once.",
+    "lease_not_released": "This replica ends and could not give up the Lease. Another one takes it when it has expired.",
+    "leader_election_retries": "A request for the Lease or for the leader's label failed, and is repeated. Check the rights "
+    "(config/scheduler/rbac.yaml) and the API server.",
     "pod_bound": "The pod was bound to its node. Its annotation `gpumgr.io/placement` names the GPUs.",
     "pod_not_bound": "The pod was not bound. kube-scheduler shows `reason` in the pod's events and tries again.",
     "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`. Its GPUs are free for other pods again.",

@@ -98,7 +98,7 @@ async def test_a_pod_that_another_scheduler_bound_holds_its_gpus_there(stage: St
 
 
 async def test_a_pod_that_is_being_bound_is_not_moved(stage: Stage) -> None:
-    """kube-scheduler has a shorter timeout than the binding, and filters the pod again meanwhile."""
+    """kube-scheduler has a shorter timeout than the binding, and filters the pod again before its end."""
     item = await stage.create(pod("one", ("app", 100, 0)))
     await stage.filter(item)
     begun, released = asyncio.Event(), asyncio.Event()

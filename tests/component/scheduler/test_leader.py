@@ -134,3 +134,20 @@ async def test_a_replica_without_rights_says_so_and_does_not_answer(leased: tupl
             assert await status(one, pod("probe")) == (503, "close")
             leases.lost = False
             await answers(one)
+
+
+async def test_a_leader_that_loses_the_lease_stops_and_removes_its_label(
+    leased: tuple[SimApiServer, Leases], tmp_path: Path
+) -> None:
+    sim, leases = leased
+    async with replica(sim, tmp_path, "one", Clock()) as one:
+        await answers(one)
+        await until(lambda: leases.labelled(LEADER_LABEL) == ["extender-one"])
+        assert leases.document is not None
+        leases.document = {
+            "metadata": {**leases.document["metadata"], "resourceVersion": "other"},
+            "spec": {**leases.document["spec"], "holderIdentity": "other"},
+        }
+        await until(lambda: leases.labelled(LEADER_LABEL) == [])
+        assert await status(one, pod("probe")) == (503, "close")
+    assert leases.holder == "other"
