@@ -260,3 +260,16 @@ def test_only_a_configuration_for_an_existing_kube_scheduler() -> None:
 def test_helm_reports_a_mistake_with_its_place(values: Json, message: str) -> None:
     with pytest.raises(HelmError, match=re.escape(message)):
         render({**values, "scheduler": {"enabled": True, **values.get("scheduler", {})}})
+
+
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+def test_all_replicas_are_scraped_as_the_job_that_the_rules_expect(monitor: str) -> None:
+    found = rendered(
+        metrics={monitor: {"enabled": True, "labels": {"release": "prom"}}}, nameOverride="gpus", fullnameOverride="gpumgr"
+    )
+    spec, template = found["PodMonitor", NAME]["spec"], pod_of(found, NAME)
+    assert selects(spec["selector"]["matchLabels"], template)
+    assert template["metadata"]["labels"][spec["jobLabel"]] == "gpumgr-scheduler"
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert endpoint["port"] in {each["name"] for each in template["spec"]["containers"][0]["ports"]}
+    assert endpoint["relabelings"][0]["sourceLabels"] == ["__meta_kubernetes_pod_name"]  # two replicas may be on one node

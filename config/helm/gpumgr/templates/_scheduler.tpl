@@ -15,6 +15,7 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 
 {{- define "gpumgr.schedulerPodLabels" -}}
 {{ include "gpumgr.schedulerSelector" . }}
+app.kubernetes.io/component: gpumgr-{{ index . 1 }}
 app.kubernetes.io/part-of: {{ (index . 0).Chart.Name }}
 {{- end -}}
 
