@@ -78,7 +78,7 @@ class ClusterIndex:
         self._listeners = tuple(listeners)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
-        self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int], ...]], int] = {}
+        self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int, int | None], ...]], int] = {}
         self._assumed: dict[str, float] = {}
         self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
         #: Names of nodes that have changed; who follows the index clears it.
@@ -215,7 +215,7 @@ class ClusterIndex:
         return self._nodes[name]
 
     def _kind(self, state: NodeState) -> int:
-        gpus = tuple((gpu.memory_mebibytes, gpu.offered, gpu.model, gpu.numa) for gpu in state.gpus)
+        gpus = tuple((gpu.memory_mebibytes, gpu.offered, gpu.model, gpu.numa, gpu.index) for gpu in state.gpus)
         return self._kinds.setdefault((state.topology, state.naming, gpus), len(self._kinds))
 
     def _put(self, pod: PlacedPod) -> None:

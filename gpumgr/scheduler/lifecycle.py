@@ -4,10 +4,10 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex
@@ -113,7 +113,7 @@ async def run_scheduler(
         await server.close()
 
 
-async def _run(*daemons: Awaitable[object]) -> None:
+async def _run(*daemons: Coroutine[Any, Any, object]) -> None:
     async with asyncio.TaskGroup() as group:
-        for number, daemon in enumerate(daemons):
-            group.create_task(asyncio.wait_for(daemon, None), name=f"scheduler_{number}")
+        for daemon in daemons:
+            group.create_task(daemon)

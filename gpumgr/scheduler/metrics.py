@@ -17,8 +17,8 @@ import gpumgr
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.summary import GPU_PARTS, PARTS, ByModel
 from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
+from gpumgr.scheduler.api import KINDS, Kind
 from gpumgr.scheduler.overview import ClusterOverview
-from gpumgr.scheduler.reasons import KINDS, Kind
 from gpumgr.scheduler.wire import FilterResult
 
 VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")
@@ -102,7 +102,7 @@ class SchedulerMetrics:
         async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
             start = time.perf_counter()
             response = await handler(request)
-            outcome = "unavailable" if response.status == web.HTTPServiceUnavailable.status_code else response.get(OUTCOME, "ok")
+            outcome = response.get(OUTCOME, "unavailable" if response.status == 503 else "error")
             self.answered(request.path.rpartition("/")[2], outcome, time.perf_counter() - start)
             return response
 

@@ -6,6 +6,7 @@ metrics: `gpumgr why` reads them through the API server, which passes no credent
 
 import asyncio
 import gzip
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 import structlog
 from aiohttp import web
 
@@ -24,10 +24,11 @@ from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.scheduler.api import Kind, Why
 from gpumgr.scheduler.metrics import SchedulerMetrics
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.scheduler.overview import ClusterOverview
-from gpumgr.scheduler.reasons import Reasons, Waiting, request_text
+from gpumgr.scheduler.reasons import Reasons, request_text
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
 from gpumgr.web.access import AuthPolicy, Scope
@@ -42,6 +43,10 @@ _log = structlog.get_logger(__name__)
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: Waiting pods that the page lists.
 MAX_PENDING: Final = 1000
+#: The kinds of reasons of all waiting pods are computed once in this time, however many clients ask.
+_KEPT_SECONDS: Final = 1.0
+#: Questions about single pods that are answered at a time: each examines all nodes, and anyone may ask.
+_MAX_QUESTIONS: Final = 4
 #: Shorter answers are not compressed.
 _LONG_BYTES: Final = 4096
 _SCOPES: Final[Mapping[str, Scope]] = {
@@ -52,20 +57,6 @@ _SCOPES: Final[Mapping[str, Scope]] = {
     "/api/cluster": "page",
     "/api/why": "metrics",
 }
-
-
-class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer of /api/why. `gpus`: container -> (GPU's UUID, or its index; cores; MiB) of a pod on its node. `condition`: what the pod's
-    condition PodScheduled says. `waiting`: of a pod that is not bound."""
-
-    namespace: str
-    pod: str
-    phase: str = ""
-    node: str = ""
-    gpus: dict[str, list[tuple[str | int, int, int]]] = {}
-    condition: str = ""
-    problem: str = ""
-    waiting: Waiting | None = None
 
 
 class ClusterPages:
@@ -84,6 +75,9 @@ class ClusterPages:
         self._page = IndexPage(PAGE)
         #: Versions of the overview are those of this run.
         self._run = secrets.token_hex(4)
+        self._questions = 0
+        self._computing = asyncio.Lock()
+        self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
 
     def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
         app = web.Application(middlewares=[make_middleware(_SCOPES, policy, names)], client_max_size=MAX_BODY_BYTES)
@@ -92,11 +86,20 @@ class ClusterPages:
         app.on_response_prepare.append(on_response_prepare)
         return app
 
+    async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
+        """Reasons.kinds of all waiting pods; the overview is refreshed."""
+        async with self._computing:
+            await self._overview.refresh()
+            now = asyncio.get_running_loop().time()
+            if now >= self._kinds[0] + _KEPT_SECONDS:
+                self._kinds = now, await self._reasons.kinds(self._watches.pending.values())
+            return self._kinds[1]
+
     async def _index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
 
     async def _scrape(self, request: web.Request) -> web.Response:
-        waiting = await self._reasons.kinds(self._watches.pending.values())
+        waiting = await self._waiting()
         body = self._metrics.page(Counter(kind for _, kind, _ in waiting))
         return await _packed(
             request, web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -113,7 +116,7 @@ class ClusterPages:
         """With `?run=RUN&since=VERSION` of an earlier answer only the nodes that have changed."""
         since = request.query.get("since", "0")
         known = request.query.get("run") == self._run and since.isascii() and since.isdigit() and len(since) < 16
-        waiting = await self._reasons.kinds(self._watches.pending.values())
+        waiting = await self._waiting()
         shown = sorted(waiting, key=lambda each: (each[0].namespace, each[0].name))[:MAX_PENDING]
         return await _packed(
             request,
@@ -137,6 +140,15 @@ class ClusterPages:
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
         if not self._watches.synced:
             return failure(503, "the scheduler has not read all nodes and pods yet; try again")
+        if self._questions >= _MAX_QUESTIONS:
+            return failure(503, "the scheduler answers too many questions at present; try again", headers={"Retry-After": "1"})
+        self._questions += 1
+        try:
+            return await self._answer(request, namespace, name)
+        finally:
+            self._questions -= 1
+
+    async def _answer(self, request: web.Request, namespace: str, name: str) -> web.Response:
         try:
             item = await self._server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}")
             pod = parse_watched_pod(item)

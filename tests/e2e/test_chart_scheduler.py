@@ -263,13 +263,22 @@ def test_helm_reports_a_mistake_with_its_place(values: Json, message: str) -> No
 
 
 @pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
-def test_all_replicas_are_scraped_as_the_job_that_the_rules_expect(monitor: str) -> None:
-    found = rendered(
-        metrics={monitor: {"enabled": True, "labels": {"release": "prom"}}}, nameOverride="gpus", fullnameOverride="gpumgr"
+def test_rules_dashboard_and_monitor_of_the_scheduler(monitor: str) -> None:
+    enabled = {"enabled": True}
+    metrics = {"rules": enabled, "dashboard": enabled, monitor: enabled, "service": enabled}
+    found = rendered(metrics=metrics)
+    rules = (PROJECT / "config" / "prometheus" / f"{NAME}.rules.yaml").read_text()
+    assert found["PrometheusRule", NAME]["spec"] == yaml.safe_load(rules)
+    dashboard = found["ConfigMap", f"{NAME}-dashboard"]
+    assert json.loads(dashboard["data"][f"{NAME}.json"]) == json.loads(
+        (PROJECT / "config" / "grafana" / f"{NAME}.json").read_text()
     )
-    spec, template = found["PodMonitor", NAME]["spec"], pod_of(found, NAME)
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    spec = found["PodMonitor", NAME]["spec"]
+    template = pod_of(found, NAME)
     assert selects(spec["selector"]["matchLabels"], template)
-    assert template["metadata"]["labels"][spec["jobLabel"]] == "gpumgr-scheduler"
+    assert not selects(spec["selector"]["matchLabels"], pod_of(found, CALLER))
     (endpoint,) = spec["podMetricsEndpoints"]
-    assert endpoint["port"] in {each["name"] for each in template["spec"]["containers"][0]["ports"]}
-    assert endpoint["relabelings"][0]["sourceLabels"] == ["__meta_kubernetes_pod_name"]  # two replicas may be on one node
+    assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+    assert {"targetLabel": "job", "replacement": "gpumgr-scheduler"} in endpoint["relabelings"]
+    assert NAME not in {name for kind, name in rendered() if kind in ("PrometheusRule", "PodMonitor")}

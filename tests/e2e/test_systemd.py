@@ -15,7 +15,6 @@ import pytest
 from gpumgr.enforcement import cdi
 from gpumgr.sim.library import compile_library
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
-
 from tests.libvgpu import build
 
 from .agent import SIM
@@ -223,7 +222,9 @@ def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubel
     assert (service.run(*listed)).splitlines() == [unit]
 
 
-def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(service: Machine, kubelet: Kubelet, library: tuple[Path, str]) -> None:
+def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(
+    service: Machine, kubelet: Kubelet, library: tuple[Path, str]
+) -> None:
     hami_core = f"hami_core: {{library_path: {LIBRARY}, library_sha256: {library[1]}}}\n"
     changed = SETTINGS.replace("{backend: mps}", "{backend: hami-core, orphan_grace_seconds: 1}")
     service.write(CONFIG, changed + hami_core)

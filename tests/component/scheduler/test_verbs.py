@@ -339,6 +339,8 @@ async def test_two_pods_that_claim_one_gpu_leave_it_full(stage: Stage) -> None:
         "[]",
         "{}",
         '{"Pod":null}',
+        '{"pod":{"metadata":{"name":"one"}},"nodenames":["a"]}',  # before extender/v1
+        '{"apiVersion":"v2","kind":"ExtenderArgs","Pod":[],"NodeNames":["a"]}',
         '{"Pod":{}}',
         '{"Pod":{"metadata":{}},"NodeNames":["a"]}',
         '{"Pod":{},"NodeNames":7}',

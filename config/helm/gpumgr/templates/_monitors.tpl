@@ -1,4 +1,4 @@
-{{/* The endpoint of a PodMonitor and a ServiceMonitor: (list . values), and for another instance than the node a label of the pod. */}}
+{{/* The endpoint of a PodMonitor and a ServiceMonitor: (list . values). */}}
 {{- define "gpumgr.endpoint" -}}
 {{- $root := index . 0 -}}
 port: metrics
@@ -17,9 +17,7 @@ authorization:
     key: token
 {{- end }}
 relabelings:
-  {{- if eq (len .) 2 }}
   # The rules and the dashboard call a node by its instance.
-  {{- end }}
-  - sourceLabels: [__meta_kubernetes_pod_{{ len . | eq 2 | ternary "node_name" "name" }}]
+  - sourceLabels: [__meta_kubernetes_pod_node_name]
     targetLabel: instance
 {{- end -}}

@@ -15,7 +15,6 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 
 {{- define "gpumgr.schedulerPodLabels" -}}
 {{ include "gpumgr.schedulerSelector" . }}
-app.kubernetes.io/component: gpumgr-{{ index . 1 }}
 app.kubernetes.io/part-of: {{ (index . 0).Chart.Name }}
 {{- end -}}
 
