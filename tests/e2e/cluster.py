@@ -132,13 +132,17 @@ class Cluster:
     def _authority(self) -> Path:
         return STATE / "pki" / "apiserver.crt"
 
-    def api_of(self, account: str, pod: Json | None = None) -> Api:
-        """Access with a token of a service account, `NAMESPACE/NAME`; of an account in a pod, the token is bound to it."""
+    def token_of(self, account: str, pod: Json | None = None) -> str:
+        """A token of a service account, `NAMESPACE/NAME`; bound to a pod, as the tokens in pods are."""
         namespace, _, name = account.partition("/")
         bound = {} if pod is None else {"boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"]}}
         asked: Json = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": bound}
         made = self.api.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", asked)
-        return Api(self._server, self._authority, made["status"]["token"])
+        return str(made["status"]["token"])
+
+    def api_of(self, account: str, pod: Json | None = None) -> Api:
+        """Access with such a token."""
+        return Api(self._server, self._authority, self.token_of(account, pod))
 
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig file of `admin` (everything), `node` (the kubelet) or `gpumgr` (the agent)."""

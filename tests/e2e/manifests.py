@@ -34,6 +34,7 @@ CONTROLLERS = (
     "daemonset-controller",
     "deployment-controller",
     "replicaset-controller",
+    "endpointslice-controller",
     "serviceaccount-controller",
     "root-ca-certificate-publisher-controller",
     "namespace-controller",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from gpumgr.settings import load_settings
 from tools.chart import HelmError, objects, render, settings_file
 
 from .chart_values import Values
@@ -143,12 +144,20 @@ def test_pods_have_no_rights_on_their_node_and_every_mount_a_volume() -> None:
     assert {probes[f"{each}Probe"]["httpGet"]["scheme"] for each in ("liveness", "readiness")} == {"HTTPS"}
 
 
-def test_settings_of_the_scheduler_are_in_its_file_and_roll_no_agent() -> None:
+def test_settings_of_the_scheduler_are_in_its_file_and_roll_no_agent(tmp_path: Path) -> None:
     changed = rendered(settings={"scheduler": {"policy": "spread"}, "log": {"level": "debug"}}, http={"tokenSecret": "web-token"})
     settings = yaml.safe_load(changed["ConfigMap", NAME]["data"]["gpumgr.yaml"])
     assert settings["scheduler"]["policy"] == "spread"
     assert settings["log"] == {"level": "debug"}
     assert settings["http"] == {"token_file": "/etc/gpumgr-token/token"}
+    file = tmp_path / "gpumgr.yaml"
+    file.write_text(changed["ConfigMap", NAME]["data"]["gpumgr.yaml"])
+    scheduler = load_settings(file, environ={"NODE_NAME": "node"}, overrides={}).scheduler
+    assert (scheduler.leader_election, scheduler.lease_name, str(scheduler.client_ca_file)) == (
+        True,
+        NAME,
+        "/etc/gpumgr-scheduler-tls/ca.crt",
+    )
     text = render({"settings": {"scheduler": {"policy": "spread"}}})
     assert "scheduler" not in yaml.safe_load(settings_file(text))
     one, other = (pod_of(rendered(settings={"scheduler": {"policy": each}}), NAME) for each in ("spread", "binpack"))
@@ -165,6 +174,9 @@ def test_rights_are_the_shipped_ones_under_the_releases_name() -> None:
         wanted = json.loads(text.replace("gpumgr-scheduler", "ml-gpumgr-scheduler").replace("kube-system", "gpus"))
         assert {key: value for key, value in mine.items() if key != "metadata"} == wanted
         assert mine["metadata"].get("namespace") == ("gpus" if "namespace" in each["metadata"] else None)
+    rules = rendered(settings={"scheduler": {"predicates": True, "quota_configmap": "ml/limits"}})["ClusterRole", NAME]["rules"]
+    assert {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]} in rules
+    assert [each["resourceNames"] for each in rules if "resourceNames" in each] == [["limits"]]
     without = rendered(rbac={"create": False})
     assert ("ServiceAccount", NAME) in without
     assert not any(kind.endswith(("Role", "RoleBinding")) for kind, _ in without)
