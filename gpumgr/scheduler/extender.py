@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import aiohttp
 import structlog
 
-from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.quota import Quotas, rank_within_quota
@@ -22,8 +22,9 @@ from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
+from gpumgr.scheduler.preemption import Preemption
 from gpumgr.scheduler.watches import ClusterWatches
-from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
@@ -51,6 +52,7 @@ class Extender:
     ) -> None:
         self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
         self._quotas = quotas
+        self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
@@ -89,15 +91,44 @@ class Extender:
             return self._as_sent(args, pod, names)
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        ranked = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, candidates)
+        ranked = self._ranked(pod, names, candidates)
         if isinstance(ranked, Rejection):
+            with self._preemption.without_lower(pod.priority) as more:
+                ranked = self._ranked(pod, names, candidates) if more else ranked
+        if isinstance(ranked, Rejection):
+            self._preemption.restore(pod.uid)
+            self._preemption.rejected(pod, names)
+            if pod.nominated is not None:
+                # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
+                return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         if candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
             assert state is not None, "a node that fits is in the index"
-            self._assume(pod.on(name, named_shares(state, choice)))
+            placed = pod.on(name, named_shares(state, choice))
+            self._assume(placed)
+            self._preemption.placed(placed)
+        else:
+            self._preemption.restore(pod.uid)
         return self._passed(args, [name for name, _ in ranked])
+
+    def _ranked(self, pod: WatchedPod, names: Sequence[str], most: int) -> list[tuple[str, NodeChoice]] | Rejection:
+        return rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, most)
+
+    def preempt(self, args: PreemptArgs) -> PreemptResult:
+        """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
+        try:
+            pod, proposed = parse_watched_pod(args.pod), args.proposed()
+        except _UNREADABLE as error:
+            _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
+            return PreemptResult()
+        self._expire()
+        bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
+        written = bound or pod.uid in self._sending | self._unsettled
+        if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
+            return PreemptResult()
+        return self._preemption.preempt(pod, proposed)
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
@@ -117,10 +148,11 @@ class Extender:
         if pod.uid in self._sending:
             return FilterResult(error="the pod's annotations are being written already")
         result = self._filter(args, 1)
-        placed = self._index.placement(pod.uid) if not (result.error or result.failed_and_unresolvable_nodes) else None
+        rejected = result.failed_and_unresolvable_nodes or result.failed_nodes
+        placed = self._index.placement(pod.uid) if not (result.error or rejected) else None
         node = self._index.node(placed.node) if placed is not None else None
         if placed is None or node is None:
-            result.failed_nodes = result.failed_and_unresolvable_nodes  # kube-schedulers of gpu-admission's time read this one
+            result.failed_nodes = rejected  # kube-schedulers of gpu-admission's time read this one
             return result
         try:
             with self._writing(pod, placed):
@@ -188,6 +220,7 @@ class Extender:
         for certain. Raises BindingError."""
         uid = pod.uid
         self._index.assume(placed, until=math.inf)
+        self._preemption.placed(placed)
         self._sending.add(uid)
         try:
             if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
@@ -266,8 +299,9 @@ class Extender:
 
     def _expire(self) -> None:
         for uid in self._index.expire(self._clock()):
-            _log.info("assumption_ended", pod_uid=uid, after_seconds=self._settings.assume_seconds)
+            _log.info("assumption_ended", pod_uid=uid)
         self._unsettled = {uid for uid in self._unsettled if self._index.is_assumed(uid)}
+        self._preemption.refresh()
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
         if args.node_names is not None:

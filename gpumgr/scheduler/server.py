@@ -15,14 +15,14 @@ from aiohttp.typedefs import Handler, Middleware
 from gpumgr import __version__
 from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
 from gpumgr.scheduler.metrics import OUTCOME, outcome_of
-from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.web.connection import Connection
 
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-_Args = TypeVar("_Args", FilterArgs, BindArgs)
-_Result = FilterResult | BindResult | list[HostPriority]
+_Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
+_Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
 
 
 class _RequestError(Exception):
@@ -43,6 +43,9 @@ def make_application(
 
     async def prioritize(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.prioritize, lambda _: [])
+
+    async def preempt(request: web.Request) -> web.Response:
+        return await _answer(request, PreemptArgs, extender.preempt, _no_victims)
 
     async def predicates(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.predicates, lambda error: FilterResult(error=error))
@@ -66,6 +69,7 @@ def make_application(
         [
             web.post(f"{PREFIX}/filter", filter_nodes),
             web.post(f"{PREFIX}/prioritize", prioritize),
+            web.post(f"{PREFIX}/preempt", preempt),
             web.post(f"{PREFIX}/bind", bind),
             web.post(f"{PREFIX}/predicates", predicates),
             web.get("/version", version),
@@ -130,6 +134,12 @@ async def _read(request: web.Request, kind: type[_Args]) -> _Args:
         ) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _RequestError(f"the body is no request of extender/v1: {error}") from error
+
+
+def _no_victims(error: str) -> PreemptResult:
+    """The answer has no `Error`."""
+    _log.warning("preemption_refused", reason=error)
+    return PreemptResult()
 
 
 def _bug(request: web.Request, error: Exception) -> str:

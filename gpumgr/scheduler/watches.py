@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import structlog
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
-from gpumgr.cluster.quota import Quotas
+from gpumgr.cluster.quota import NamespaceQuota, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
@@ -155,9 +156,9 @@ class ClusterWatches:
     def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
         """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
         if after is None:
-            self._quotas.limits, self._quotas.problem, self._quota_known = {}, None, False
+            self._use_quotas({}, known=False)
         elif after.problem is None:
-            self._quotas.limits, self._quotas.problem, self._quota_known = after.limits, None, True
+            self._use_quotas(after.limits, known=True)
         else:
             where = f"ConfigMap {self._quota_source}"
             if not self._quota_known:
@@ -166,6 +167,10 @@ class ClusterWatches:
                 )
             used = "the quotas before" if self._quota_known else "nothing; no pod is placed"
             _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)
+
+    def _use_quotas(self, limits: Mapping[str, NamespaceQuota], *, known: bool) -> None:
+        self._quotas.limits, self._quotas.problem, self._quota_known = limits, None, known
+        _log.info("quotas_changed", configmap=self._quota_source, namespaces=len(limits))
 
 
 def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:

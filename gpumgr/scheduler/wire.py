@@ -47,3 +47,33 @@ class BindArgs(msgspec.Struct, kw_only=True):
 
 class BindResult(msgspec.Struct, rename="pascal"):
     error: str = ""
+
+
+class Victims(msgspec.Struct):
+    """`pods`: objects with a "UID", or whole pods. `violations`: of PodDisruptionBudgets."""
+
+    pods: list[dict[str, Any]] | None = msgspec.field(name="Pods", default=None)
+    violations: int = msgspec.field(name="NumPDBViolations", default=0)
+
+    def uids(self) -> frozenset[str]:
+        """Raises KeyError or TypeError for pods without a UID."""
+        return frozenset(str(each["UID"] if "UID" in each else each["metadata"]["uid"]) for each in self.pods or ())
+
+
+class PreemptArgs(msgspec.Struct, rename="pascal", kw_only=True):
+    """Victims that kube-scheduler proposes, by node: UIDs with nodeCacheCapable, else whole pods."""
+
+    pod: dict[str, Any]
+    node_name_to_victims: dict[str, Victims | None] | None = None
+    node_name_to_meta_victims: dict[str, Victims | None] | None = None
+
+    def proposed(self) -> Mapping[str, tuple[frozenset[str], int]]:
+        """UIDs and violations by node. Raises KeyError or TypeError for pods without a UID."""
+        given = {**(self.node_name_to_victims or {}), **(self.node_name_to_meta_victims or {})}
+        return {name: (victims.uids(), victims.violations) for name, victims in given.items() if victims is not None}
+
+
+class PreemptResult(msgspec.Struct):
+    """UIDs in any case. A node without victims would fail the whole attempt."""
+
+    victims: dict[str, Victims] = msgspec.field(name="NodeNameToMetaVictims", default_factory=dict)

@@ -24,7 +24,7 @@ from gpumgr.topology.matrix import topology_from_matrix
 
 from . import manifests
 from .agent import Agent
-from .api import PODS
+from .api import NAMESPACE, PODS
 from .cluster import Cluster
 from .manifests import Json, container, pod
 from .node import cleared
@@ -353,3 +353,87 @@ def test_a_restarted_extender_continues_from_the_bound_pods(pods: Scheduled, clu
     assert "connection refused" in pods.rejection("during")
     start_extender(cluster, credentials, port)
     assert pods.placed("during") == ("api-a", [[uuid("api-a", 1)]])
+
+
+CONFIGMAPS = "/api/v1/namespaces/kube-system/configmaps"
+PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
+
+
+@pytest.fixture
+def quota(cluster: Cluster) -> Iterator[None]:
+    """240 cores for the pods of the tests."""
+    log = cluster.processes.log("gpumgr-scheduler")
+    data = {"quota.yaml": f"{NAMESPACE}: [{{cores: 240}}]"}
+    cluster.api.request("POST", CONFIGMAPS, {"metadata": {"name": "gpuquota"}, "data": data})
+    try:
+        wait_until("quotas in use", lambda: '"namespaces":1' in log.read_text().replace(" ", ""))
+        yield
+    finally:
+        cluster.api.request("DELETE", f"{CONFIGMAPS}/gpuquota")
+        wait_until("no quotas in use", lambda: '"namespaces":0' in log.read_text().replace(" ", ""))
+
+
+@pytest.fixture
+def priorities(cluster: Cluster) -> Iterator[None]:
+    made = {f"gpumgr-{value}": value for value in (5, 6, 10)}
+    for name, value in made.items():
+        cluster.api.request("POST", PRIORITIES, {"metadata": {"name": name}, "value": value})
+    try:
+        yield
+    finally:
+        for name in made:
+            cluster.api.request("DELETE", f"{PRIORITIES}/{name}")
+
+
+@pytest.mark.usefixtures("scheduler", "quota")
+def test_a_burst_does_not_pass_the_quota(pods: Scheduled, cluster: Cluster) -> None:
+    names = [f"burst-{number}" for number in range(8)]
+    for name in names:
+        pods.create(name, (50, 16))
+    wait_until("four pods bound", lambda: sum(pods.node_of(name) is not None for name in names) == 4)
+    waiting = [name for name in names if pods.node_of(name) is None]
+    for name in waiting:
+        text = f"namespace {NAMESPACE} uses 200 of 240 cores; the pod needs 50"
+        assert text in pods.rejection(name)
+        (condition,) = cluster.pods.all()[name]["status"]["conditions"]
+        assert text in condition["message"]
+    assert pods.place("small", (40, 16))[0] in NODES
+    pods.end(next(name for name in names if name not in waiting))
+    wait_until("one more pod bound", lambda: sum(pods.node_of(name) is not None for name in waiting) == 1)
+
+
+@pytest.mark.usefixtures("priorities")
+def test_preemption_evicts_the_pods_of_one_gpu_and_the_pod_lands_there(pods: Scheduled, cluster: Cluster) -> None:
+    """kube-scheduler itself proposes low-0 and low-1, the pods of the lowest priority, which have different GPUs."""
+    here = {"nodeSelector": {"kubernetes.io/hostname": "api-a"}}
+    for name, gpu, priority in (("low-0", 0, None), ("mid-0", 0, "gpumgr-5"), ("low-1", 1, None), ("mid-1", 1, "gpumgr-6")):
+        more = {"priorityClassName": priority} if priority else {}
+        assert pods.place(name, (50, 16), **here, **more) == ("api-a", [[uuid("api-a", gpu)]])
+    pods.create("vip", (100, 0), priorityClassName="gpumgr-10", **here)
+    wait_until("a nomination", lambda: cluster.pods.all().get("vip", {}).get("status", {}).get("nominatedNodeName") == "api-a")
+    wait_until("two victims", lambda: len(ending(cluster)) == 2)
+    pods.create("thief", (50, 16), **here)
+    pods.rejection("thief")
+    assert ending(cluster) == {"low-0", "mid-0"}
+    pods.end("low-0", "mid-0")
+    assert pods.placed("vip") == ("api-a", [[uuid("api-a", 0)]])
+    assert pods.node_of("thief") is None
+
+
+@pytest.mark.usefixtures("priorities")
+def test_preemption_reaches_a_node_that_is_only_fragmented(pods: Scheduled, cluster: Cluster) -> None:
+    """The sum of api-a is enough, so kube-scheduler proposes only pods of the full nodes, which have a higher priority."""
+    for name in NODES[1:]:
+        pods.place(f"full-{name}", (400, 0), priorityClassName="gpumgr-6", nodeSelector={"kubernetes.io/hostname": name})
+    here = {"nodeSelector": {"kubernetes.io/hostname": "api-a"}}
+    pods.place("mid", (60, 16), priorityClassName="gpumgr-5", **here)
+    assert pods.place("low", (60, 16), **here) == ("api-a", [[uuid("api-a", 1)]])
+    pods.create("vip", (50, 16), priorityClassName="gpumgr-10")
+    wait_until("a victim", lambda: bool(ending(cluster)))
+    assert ending(cluster) == {"low"}
+    pods.end("low")
+    assert pods.placed("vip") == ("api-a", [[uuid("api-a", 1)]])
+
+
+def ending(cluster: Cluster) -> set[str]:
+    return {name for name, found in cluster.pods.all().items() if found["metadata"].get("deletionTimestamp")}

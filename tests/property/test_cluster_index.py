@@ -52,7 +52,7 @@ class Cluster(RuleBasedStateMachine):
         self.nodes: dict[str, NodeState] = {}
         self.bound: dict[str, PlacedPod] = {}
         self.pending: dict[str, PodRequest] = {}
-        self.now = 0.0
+        self.now, self.created = 0.0, 0
         for node in NODES:
             self._set(node)
 
@@ -62,7 +62,8 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from(REQUESTS))
     def create(self, wanted: PodRequest) -> None:
-        self.pending[f"pod-{len(self.pending) + len(self.bound)}-{self.now}"] = wanted
+        self.created += 1
+        self.pending[f"pod-{self.created}"] = wanted
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), policy=st.sampled_from(POLICIES), seconds=st.sampled_from([0.0, 0.0, 30.0, 61.0]))

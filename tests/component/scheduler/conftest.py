@@ -81,13 +81,14 @@ class Stage:
         sim: SimApiServer,
         index: ClusterIndex,
         quotas: Quotas,
+        watches: ClusterWatches,
         clock: Clock,
         leadership: Leadership | None,
         url: str,
         session: ClientSession,
     ) -> None:
-        self.sim, self.index, self.quotas, self.clock, self.leadership, self.url = sim, index, quotas, clock, leadership, url
-        self._session = session
+        self.sim, self.index, self.quotas, self.watches, self.clock = sim, index, quotas, watches, clock
+        self.leadership, self.url, self._session = leadership, url, session
 
     async def post(self, verb: str, body: bytes | str) -> Any:
         async with self._session.post(
@@ -159,7 +160,7 @@ async def running(
     await listener.start("127.0.0.1", 0)
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
     async with ClientSession() as session:
-        stage = Stage(sim, index, quotas, clock, leadership, f"http://127.0.0.1:{listener.address[1]}", session)
+        stage = Stage(sim, index, quotas, watches, clock, leadership, f"http://127.0.0.1:{listener.address[1]}", session)
         try:
             await until(lambda: watches.synced)
             yield stage

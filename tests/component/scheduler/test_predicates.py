@@ -109,3 +109,18 @@ async def test_a_patch_that_fails_frees_the_gpus(admission: Stage) -> None:
 async def test_the_path_needs_its_setting(stage: Stage) -> None:
     assert "scheduler.predicates" in (await answer(stage, pod("one", ("app", 60, 16))))["Error"]
     assert await stage.get("/version") == 200
+
+
+async def test_a_nominated_pod_that_fits_nowhere_gets_no_annotations(admission: Stage) -> None:
+    """Its GPUs are kept while the victims end, so it has an assumed placement, and is rejected all the same."""
+    item = pod("one", ("app", 200, 0), on="a")
+    item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    await admission.create(item)
+    vip = pod("vip", ("app", 200, 0))
+    vip["status"]["nominatedNodeName"], vip["spec"]["priority"] = "a", 10
+    await admission.create(vip)
+    await until(lambda: bool(admission.watches.nominated) and bool(admission.watches.ending))
+    refused = await answer(admission, vip, ["a"])
+    assert list(refused["FailedNodes"]) == ["a"]
+    assert admission.index.placement("uid-vip") is not None
+    assert PLACEMENT_ANNOTATION not in admission.sim.annotations("uid-vip")

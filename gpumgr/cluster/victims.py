@@ -1,0 +1,194 @@
+"""The pods to evict from a node so that another pod fits on its GPUs.
+
+Of several sets the best one is as kube-scheduler compares them: the lowest highest priority, then the fewest pods, then the lowest
+priorities in sum. All sets of a node are too many, so those are tried that free one GPU after another, beginning with each.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, islice
+from typing import Final
+
+from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.index import PlacedPod, used_on
+from gpumgr.cluster.node import NodeState, Used
+from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+#: Smaller sets are tried in place of one with at most so many pods, and so many of them.
+_MAX_EXACT: Final = 4
+_MAX_TRIES: Final = 32
+#: The lowest highest priority, the number of pods, the sum of their priorities.
+Cost = tuple[int, int, int]
+_NO_PRIORITY: Final = -(1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Evictable:
+    """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: what it holds of all of them."""
+
+    uid: str
+    priority: int
+    gpus: frozenset[int] = frozenset()
+    cores: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """`victims` are UIDs; `choice`: the GPUs that the pod gets once they have ended."""
+
+    victims: frozenset[str]
+    choice: NodeChoice
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemptor:
+    """The pod that needs room. `permits`: whether its quota allows a choice once these pods have ended."""
+
+    request: PodRequest
+    priority: int
+    policy: Policy
+    permits: Callable[[NodeChoice, Set[str]], bool] = lambda _choice, _uids: True
+
+
+def find_eviction(
+    node: NodeState,
+    pods: Mapping[str, PlacedPod],
+    preemptor: Preemptor,
+    *,
+    unbound: Set[str] = frozenset(),
+    ending: Set[str] = frozenset(),
+    proposed: frozenset[str] = frozenset(),
+) -> Eviction | None:
+    """The best set of victims among `pods` of this node; it is empty if the pod fits without. None if no set helps.
+
+    `unbound` pods can't be evicted, so theirs is only what the preemptor may not take: what pods with a lower priority hold before they are
+    bound (freed for them by preemption) is there for it. `ending` pods end anyway. `proposed`: what kube-scheduler evicts, also pods
+    without GPUs. These victims stay, unless they are there because GPUs are short in total: then a better set may replace them.
+    """
+    lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
+    if proposed & (pods.keys() - lower):
+        return None
+    gone = (ending & pods.keys()) | (lower & unbound)
+    taken, used = _taken(node, pods)
+    evictable = [
+        Evictable(uid, pods[uid].priority, frozenset(taken[uid]), sum(each.cores for each in taken[uid].values()))
+        for uid in sorted(lower - gone)
+    ]
+
+    @cache
+    def found(uids: frozenset[str]) -> NodeChoice | None:
+        choice = choose(
+            node, _without(used, [taken[uid] for uid in (uids | gone) & pods.keys()]), preemptor.request, preemptor.policy
+        )
+        return choice if isinstance(choice, NodeChoice) and preemptor.permits(choice, uids | gone) else None
+
+    sets: list[frozenset[str]] = []
+    if proposed:
+        more = fewest([each for each in evictable if each.uid not in proposed], lambda uids: found(uids | proposed) is not None)
+        sets += [proposed | _uids(more)] if more is not None else []
+    if not proposed or (
+        proposed <= _uids(evictable) and _short(node, [preemptor.request, *(pod.request for pod in pods.values())])
+    ):
+        best = fewest(evictable, lambda uids: found(uids) is not None)
+        # If it waits only for pods that end anyway: with them as victims it is nominated, and their GPUs are kept for it.
+        sets += [_uids(best) or frozenset(lower & ending)] if best is not None else []
+    by_uid = {each.uid: each for each in evictable}
+    costs = {uids: _cost([by_uid[uid] for uid in uids & by_uid.keys()], len(uids - ending)) for uids in sets}
+    victims = min(sets, key=lambda uids: costs[uids], default=None)
+    choice = found(victims) if victims is not None else None
+    return Eviction(victims=victims, choice=choice, cost=costs[victims]) if victims is not None and choice is not None else None
+
+
+def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...] | None:
+    """The best of `pods` to evict; none if it fits without, None if it does not fit even without all of them."""
+    if fits(frozenset()):
+        return ()
+    pool = next(
+        (
+            pool
+            for most in sorted({each.priority for each in pods})
+            if fits(_uids(pool := [each for each in pods if each.priority <= most]))
+        ),
+        None,
+    )
+    if pool is None:
+        return None
+    on = {gpu: [each for each in pool if gpu in each.gpus] for each in pool for gpu in each.gpus}
+    order = sorted(on, key=lambda gpu: (_cost(on[gpu]), gpu))
+    sets = [_grown(pool, [on[gpu] for gpu in [first, *order]], fits) for first in order] or [pool]
+    different = {_uids(each): each for each in sets}.values()
+    return min((_reduced(each, fits) for each in different), key=lambda found: (_cost(found), sorted(_uids(found))))
+
+
+def _grown(
+    pool: Sequence[Evictable], groups: Iterable[Sequence[Evictable]], fits: Callable[[frozenset[str]], bool]
+) -> Sequence[Evictable]:
+    chosen: dict[str, Evictable] = {}
+    for group in groups:
+        chosen |= {each.uid: each for each in group}
+        if fits(frozenset(chosen)):
+            return list(chosen.values())
+    return pool
+
+
+def _reduced(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
+    """A smaller set of `pods`: without those that can stay, the smallest ones first."""
+    left = tuple(pods)
+    for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
+        rest = tuple(other for other in left if other is not each)
+        if rest and fits(_uids(rest)):
+            left = rest
+    if len(left) > _MAX_EXACT:
+        return left
+    by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
+    for base in (by_priority, left):
+        smaller = (found for size in range(1, len(left)) for found in combinations(base, size))
+        for found in islice(smaller, _MAX_TRIES):
+            if fits(_uids(found)):
+                return found
+    return left
+
+
+def _cost(pods: Collection[Evictable], count: int | None = None) -> Cost:
+    priorities = [each.priority for each in pods]
+    return max(priorities, default=_NO_PRIORITY), len(pods) if count is None else count, sum(priorities)
+
+
+def _uids(pods: Iterable[Evictable]) -> frozenset[str]:
+    return frozenset(each.uid for each in pods)
+
+
+def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
+    """Whether the node certainly has not enough cores in total, as kube-scheduler counts."""
+    asked = sum(container.cores for request in requests for container in request.containers if container.kind != "init")
+    return asked > CORES_PER_GPU * sum(gpu.healthy for gpu in node.gpus)
+
+
+def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
+    """What each pod holds of which GPU, and what is used in all."""
+    taken: dict[str, Mapping[int, Amounts]] = {uid: dict(node.other[uid]) for uid in pods if uid in node.other}
+    known = [pod for uid, pod in sorted(pods.items()) if uid not in taken and pod.shares is not None]
+    empty = used_on(node, ())
+    taken |= {pod.uid: _difference(used_on(node, [pod]), empty) for pod in known}
+    used = used_on(node, known)
+    for uid, pod in sorted(pods.items()):
+        if uid not in taken:
+            known.append(pod)
+            before, used = used, used_on(node, known)
+            taken[uid] = _difference(used, before)
+    return taken, used
+
+
+def _difference(after: Used, before: Used) -> Mapping[int, Amounts]:
+    return {gpu: a - b for gpu, (a, b) in enumerate(zip(after, before, strict=True)) if a != b}
+
+
+def _without(used: Used, taken: Iterable[Mapping[int, Amounts]]) -> Used:
+    left = list(used)
+    for each in taken:
+        for gpu, amounts in each.items():
+            left[gpu] -= amounts
+    return tuple(left)

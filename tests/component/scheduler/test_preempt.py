@@ -1,0 +1,188 @@
+"""The verb preempt, and the GPUs that are kept for the pod that preempts."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from gpumgr.evaluators.chain import ContainerKind
+
+from .conftest import Json, Stage, pod, until
+
+WHOLE: tuple[ContainerKind, int, int] = ("app", 100, 0)
+
+
+def important(name: str, *containers: tuple[ContainerKind, int, int], priority: int = 10, nominated: str | None = None) -> Json:
+    made = pod(name, *(containers or (WHOLE,)))
+    made["spec"]["priority"] = priority
+    made["status"]["nominatedNodeName"] = nominated
+    return made
+
+
+async def preempt(
+    stage: Stage, item: Json, proposed: Mapping[str, Sequence[str]], violations: int = 0
+) -> Mapping[str, list[str]]:
+    meta = {
+        name: {"Pods": [{"UID": f"uid-{each}"} for each in names], "NumPDBViolations": violations}
+        for name, names in proposed.items()
+    }
+    answer = await stage.post("preempt", json.dumps({"Pod": item, "NodeNameToVictims": None, "NodeNameToMetaVictims": meta}))
+    assert all(
+        each["NumPDBViolations"] == violations for name, each in answer["NodeNameToMetaVictims"].items() if name in proposed
+    )
+    return {name: [each["UID"] for each in victims["Pods"]] for name, victims in answer["NodeNameToMetaVictims"].items()}
+
+
+async def full(stage: Stage, cores: int = 100, priority: int = 0) -> None:
+    """Node a has a pod low-N on each of its two GPUs."""
+    for number in range(200 // cores if cores == 100 else 2):
+        item = important(f"low-{number}", ("app", cores, 4), priority=priority)
+        assert await stage.schedule(item, ["a"]) == "a"
+
+
+async def test_the_victims_of_one_node_are_answered_and_their_gpu_is_kept(stage: Stage) -> None:
+    await full(stage)
+    item = await stage.create(important("vip"))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
+    assert sorted(stage.cores("a")) == [100, 200], "kept beyond what is free"
+    stage.sim.remove("uid-low-0")
+    await until(lambda: stage.cores("a") == [100, 100])
+    assert (await stage.filter(important("equal"), ["a"]))["NodeNames"] == []
+    nominated = await stage.create(important("vip", nominated="a"))
+    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.bind(nominated, "a") == ""
+    await until(lambda: not stage.index.is_assumed("uid-vip"))
+    assert stage.cores("a") == [100, 100]
+
+
+async def test_a_rejection_of_a_nominated_pod_does_not_end_its_nomination(stage: Stage) -> None:
+    """kube-scheduler clears the nomination, and preempts again, if the node's failure is unresolvable."""
+    await full(stage)
+    await stage.filter(item := important("vip"), ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+    answer = await stage.filter(important("vip", nominated="a"), ["a"])
+    assert (list(answer["FailedNodes"]), answer["FailedAndUnresolvableNodes"]) == (["a"], {})
+    assert sorted(stage.cores("a")) == [100, 200], "its GPU is still kept"
+
+
+async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejected(stage: Stage) -> None:
+    """Of node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
+    await full(stage, 60)
+    for number in range(4):
+        assert await stage.schedule(important(f"b-{number}", priority=5), ["b"]) == "b"
+    item = await stage.create(important("vip", ("app", 50, 4)))
+    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    ((name, victims),) = (await preempt(stage, item, {"b": ["b-1"]})).items()
+    assert (name, len(victims)) == ("a", 1), "its pods have the lowest priority"
+    assert await preempt(stage, item, {"b": ["b-1"]}) == {"b": ["uid-b-1"]}, "node a was offered for the last attempt alone"
+
+
+async def test_without_node_cache_whole_pods_are_proposed(stage: Stage) -> None:
+    await full(stage)
+    low = {"Pods": [important("low-1")], "NumPDBViolations": 3}
+    body = {"Pod": important("vip"), "NodeNameToVictims": {"a": low, "unknown": low, "b": None}, "NodeNameToMetaVictims": None}
+    answer = await stage.post("preempt", json.dumps(body))
+    assert answer == {"NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "uid-low-1"}], "NumPDBViolations": 3}}}
+
+
+async def test_pods_that_do_not_preempt_get_no_victims(stage: Stage) -> None:
+    await full(stage, priority=10)
+    never = important("never", priority=20)
+    never["spec"]["preemptionPolicy"] = "Never"
+    placed = important("low-0", priority=20)
+    for item in (
+        important("equal"),
+        never,
+        placed,
+        important("odd", ("app", 150, 0), priority=20),
+        important("none", ("app", 0, 0)),
+    ):
+        assert await preempt(stage, item, {"a": ["low-0"]}) == {}
+    assert stage.cores("a") == [100, 100]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", '{"Pod":null}', '{"Pod":{}}', '{"Pod":{"metadata":{}},"NodeNameToVictims":{"a":{"Pods":[{}]}}}']
+)
+async def test_a_bad_request_gets_no_victims(stage: Stage, body: str) -> None:
+    """The answer of this verb has no field for an error."""
+    assert await stage.post("preempt", body) == {"NodeNameToMetaVictims": {}}
+
+
+async def test_kept_gpus_are_there_for_a_pod_of_higher_priority(stage: Stage) -> None:
+    await full(stage)
+    await stage.filter(item := important("vip"), ["a"])
+    (victim,) = (await preempt(stage, item, {"a": ["low-0"]}))["a"]
+    stage.sim.remove(victim)
+    await until(lambda: stage.cores("a") == [100, 100])
+    assert (await stage.filter(important("lower", priority=9), ["a"]))["NodeNames"] == []
+    assert (await stage.filter(important("higher", priority=11), ["a"]))["NodeNames"] == ["a"]
+    assert stage.cores("a") == [100, 100]
+    assert stage.index.placement("uid-vip") is None
+
+
+@pytest.mark.parametrize("end", ["unused", "cleared", "moved", "deleted", "late"])
+async def test_kept_gpus_end_with_the_nomination_the_pod_or_their_time(stage: Stage, end: str) -> None:
+    await full(stage)
+    item = await stage.create(important("vip"))
+    await stage.filter(item, ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+
+    async def kept_on(seconds: float) -> str | None:
+        """At the next call of a verb."""
+        stage.clock.now += seconds
+        await stage.filter(important("probe"), ["b"])
+        placed = stage.index.placement("uid-vip")
+        return placed.node if placed is not None else None
+
+    async def nominate(name: str | None) -> None:
+        await stage.create(important("vip", nominated=name))
+        await until(lambda: getattr(stage.watches.nominated.get("uid-vip"), "nominated", None) == name)
+
+    assert await kept_on(59) == "a"
+    if end == "unused":
+        assert await kept_on(1) is None, "kube-scheduler has not taken the node"
+        return
+    await nominate("a")
+    assert [await kept_on(seconds) for seconds in (0, 299)] == ["a", "a"]
+    if end == "late":
+        assert await kept_on(1) is None
+    elif end == "deleted":
+        stage.sim.remove("uid-vip")
+        await until(lambda: stage.index.placement("uid-vip") is None)
+    else:
+        await nominate("b" if end == "moved" else None)
+        assert await kept_on(0) == ("b" if end == "moved" else None)
+
+
+async def test_a_restart_keeps_the_gpus_of_nominated_pods(stage: Stage) -> None:
+    """Whether their victims still end, or have ended."""
+    await full(stage)
+    ending = important("low-0", ("app", 100, 4))
+    ending["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z", annotations=dict(stage.sim.annotations("uid-low-0")))
+    ending["spec"]["nodeName"] = "a"
+    await stage.create(ending)
+    await stage.create(important("vip", nominated="a"))
+    await stage.create(important("free", nominated="b"))
+    await until(lambda: len(stage.watches.nominated) == 2 and bool(stage.watches.ending))
+    assert (await stage.filter(important("equal", ("app", 400, 0)), ["a", "b"]))["NodeNames"] == []
+    assert sorted(stage.cores("a")) == [100, 200]
+    assert sum(stage.cores("b")) == 100
+
+
+async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: Stage) -> None:
+    await full(stage)
+    other = important("other")
+    other["metadata"]["namespace"] = "free"
+    other["spec"]["priority"] = 0
+    await stage.schedule(other, ["b"])
+    data = {"quota.yaml": "team: [{cores: 200}]"}
+    stage.sim.put_configmap({"metadata": {"name": "gpuquota", "uid": "uid-gpuquota"}, "data": data})
+    await until(lambda: bool(stage.quotas.limits))
+    item = important("vip", ("app", 50, 4))
+    await stage.filter(item, ["a", "b"])
+    ((name, victims),) = (await preempt(stage, item, {"b": ["other"]})).items()
+    assert (name, len(victims)) == ("a", 1)
+    await stage.filter(item := important("too-much", ("app", 300, 0)), ["b"])
+    assert await preempt(stage, item, {"b": ["other"]}) == {}
