@@ -19,7 +19,7 @@ from gpumgr.cluster.summary import GPU_PARTS, PARTS, ByModel
 from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
 from gpumgr.scheduler.api import KINDS, Kind
 from gpumgr.scheduler.overview import ClusterOverview
-from gpumgr.scheduler.wire import FilterResult
+from gpumgr.scheduler.wire import FilterResult, PreemptResult
 
 VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
@@ -141,8 +141,14 @@ def outcome_of(result: object) -> str:
     """Of an answer of the extender: one of OUTCOMES."""
     if getattr(result, "error", ""):
         return "error"
-    rejected = isinstance(result, FilterResult) and not result.node_names and not (result.nodes or {}).get("items")
-    return "rejected" if rejected else "ok"
+    match result:
+        case FilterResult():
+            found = bool(result.node_names or (result.nodes or {}).get("items"))
+        case PreemptResult():
+            found = bool(result.victims)
+        case _:
+            found = True
+    return "ok" if found else "rejected"
 
 
 def _by_model(amounts: ByModel, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[str, float]:

@@ -33,30 +33,41 @@ class Reasons:
     ) -> None:
         self._index, self._overview, self._policy, self._quotas = index, overview, policy, quotas
 
-    async def kind(self, pod: WatchedPod) -> tuple[Kind, str]:
-        """With what stands against the pod wherever it goes, or "". Refresh the overview before."""
+    async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
+        """With what stands against the pod wherever it goes, or "". Refresh the overview before. `known` keeps what does not depend on
+        the namespace from one pod to the next."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
             return "quota", self._quotas.problem
-        names, policy = list(self._overview.names), self._policy_of(pod)
-        if not names:
-            return "resources", ""
-        within = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names)
-        if not isinstance(within, Rejection):
-            return "elsewhere", ""
-        if not isinstance(self._index.rank(pod.request, policy, names), Rejection):
-            return "quota", within.text
-        return ("fragmentation" if await self._in_total(pod.request) else "resources"), ""
+        known = {} if known is None else known
+        policy = self._policy_of(pod)
+        if (kind := known.get((pod.request, policy))) is None:
+            kind = known[pod.request, policy] = await self._without_quota(pod.request, policy)
+        if kind == "elsewhere" and pod.namespace in self._quotas.limits:
+            names = list(self._overview.names)
+            within = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names)
+            if isinstance(within, Rejection):
+                return "quota", within.text
+        return kind, ""
+
+    async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
+        """The index examines the request only if it may fit: in-tree shortages are many, and do not reach the verbs."""
+        wanted = in_total(request)
+        if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
+            return "resources"
+        if not isinstance(self._index.rank(request, policy, list(self._overview.names)), Rejection):
+            return "elsewhere"
+        return "fragmentation" if await self._allowed_in_total(request) else "resources"
 
     def _policy_of(self, pod: WatchedPod) -> Policy:
         return pod.policy or self._policy
 
-    async def _in_total(self, request: PodRequest) -> bool:
+    async def _allowed_in_total(self, request: PodRequest) -> bool:
         """Whether a node has enough in total on the GPUs that the constraints allow."""
+        if request.constraints == UNCONSTRAINED:
+            return True
         wanted = in_total(request)
-        if request.constraints == UNCONSTRAINED or not any(covers(sums, wanted) for sums in self._overview.largest_sums):
-            return any(covers(sums, wanted) for sums in self._overview.largest_sums)
         for number, name in enumerate(list(self._overview.names)):
             if number % _SLICE == 0:
                 await asyncio.sleep(0)
@@ -70,16 +81,16 @@ class Reasons:
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
         """What `kind` says of each pod; None beyond MAX_REQUESTS different requests. Refresh the overview before."""
-        examined: set[PodRequest] = set()
+        known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):
-            if pod.request not in examined:
-                if len(examined) == MAX_REQUESTS:
-                    found.append((pod, None, ""))
-                    continue
-                examined.add(pod.request)
+            if pod.refusal is not None or (pod.request, self._policy_of(pod)) in known:
+                found.append((pod, *await self.kind(pod, known)))
+            elif len(known) == MAX_REQUESTS:
+                found.append((pod, None, ""))
+            else:
                 await asyncio.sleep(0)
-            found.append((pod, *await self.kind(pod)))
+                found.append((pod, *await self.kind(pod, known)))
         return found
 
     async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:

@@ -268,6 +268,7 @@ async def test_verbs_are_counted_by_outcome(pages: PagesStage) -> None:
         pages.sim.put_document(item)
         await pages.call("filter", {"Pod": item, "NodeNames": ["a", "b"]})
     await pages.call("filter", {})
+    await pages.call("preempt", {"Pod": large, "NodeNameToMetaVictims": {}})
     await pages.call("prioritize", {"Pod": fits, "NodeNames": ["a", "b"]})
     assert await pages.series("assumed_pods") == {"": 1}
     await pages.call("bind", {"PodName": "fits", "PodNamespace": "team", "PodUID": "uid-fits", "Node": "a"})
@@ -278,6 +279,7 @@ async def test_verbs_are_counted_by_outcome(pages: PagesStage) -> None:
         'verb="filter",outcome="rejected"': 1,
         'verb="filter",outcome="error"': 1,
         'verb="prioritize",outcome="ok"': 1,
+        'verb="preempt",outcome="rejected"': 1,
         'verb="bind",outcome="ok"': 1,
         'verb="bind",outcome="error"': 1,
     }
