@@ -15,7 +15,9 @@ MAX_CHARACTERS: Final = 300
 
 
 @dataclass
-class _Group:
+class Group:
+    """Nodes with one reason: `count` of them, and the one that lacks least."""
+
     count: int
     node: str
     misfit: Misfit
@@ -23,15 +25,19 @@ class _Group:
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
     """From (node, misfit) of each node that was offered; there must be one."""
-    groups: dict[tuple[ContainerRequest | None, bool], _Group] = {}
-    total = 0
+    groups: dict[tuple[ContainerRequest | None, bool], Group] = {}
     for node, misfit in misfits:
-        total += 1
-        group = groups.setdefault((misfit.container, misfit.not_offered), _Group(0, node, misfit))
+        group = groups.setdefault((misfit.container, misfit.not_offered), Group(0, node, misfit))
         group.count += 1
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit
-    ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
+    return explain_groups(groups.values())
+
+
+def explain_groups(groups: Iterable[Group]) -> str:
+    """There must be one."""
+    ordered = sorted(groups, key=lambda group: (-group.count, group.node))
+    total = sum(group.count for group in ordered)
     if total == 1:
         return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
     detailed = _joined(total, [(group, _closest(group)) for group in ordered])
@@ -41,7 +47,7 @@ def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
     return _bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
 
 
-def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
+def _joined(total: int, groups: Iterable[tuple[Group, str]]) -> str:
     reasons = [
         f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{closest}" for group, closest in groups
     ]
@@ -65,7 +71,7 @@ def _reason(misfit: Misfit) -> str:
     return f"{text} but for unhealthy or cordoned ones" if misfit.not_offered else text
 
 
-def _closest(group: _Group, *, name_node: bool = True) -> str:
+def _closest(group: Group, *, name_node: bool = True) -> str:
     misfit = group.misfit
     if misfit.container is None:
         return ""
