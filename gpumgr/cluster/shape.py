@@ -80,10 +80,8 @@ class Shape:
 
     def _add(self, profile: Profile) -> None:
         found = choose(profile.state, profile.used, self.request, self.policy)
-        if isinstance(found, NodeChoice):
-            order, value = self._fits, found.rank
-        else:
-            order, value = self._order(found), (found.distance,)
+        value: _Value = found.rank if isinstance(found, NodeChoice) else (found.distance,)
+        order = self._fits if isinstance(found, NodeChoice) else self._order(found)
         order.add(value, profile)
         self._order_of[profile], self._value_of[profile] = order, value
 

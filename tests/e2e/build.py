@@ -138,6 +138,7 @@ def _build(root: Path) -> None:
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
     _go_build(root / "controllers", _stamp(modules), ["k8s.io/kubernetes/cmd/kube-controller-manager"], ldflags)
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
+    _go_build(root / "extender", _stamp([*modules, GO / "extender" / "main.go"]), ["./extender"], "-s -w")
     containerd = "github.com/containerd/containerd/v2"
     ldflags = f"-s -w -X {containerd}/version.Version=v{CONTAINERD}"
     packages = [f"{containerd}/cmd/{name}" for name in RUNTIME]
