@@ -1,8 +1,10 @@
 """Nodes and requests for tests of the scheduler."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gpumgr.cluster.node import GpuState, NodeState, Shares
+from gpumgr.cluster.constraints import Constraints
+from gpumgr.cluster.node import GpuState, Naming, NodeState, Shares
 from gpumgr.cluster.request import PodRequest, vcuda_request
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.topology.matrix import topology_from_matrix
@@ -17,9 +19,13 @@ def node_state(
     near: tuple[tuple[int, int], ...] = (),
     unhealthy: tuple[int, ...] = (),
     cordoned: tuple[int, ...] = (),
+    models: Sequence[str] = (),
+    numa: Sequence[int] = (),
+    naming: Naming = "uuid",
     other: Mapping[str, Shares] | None = None,
 ) -> NodeState:
-    """`count` GPUs of 64 blocks. The pairs in `near` are joined by NVLinks, all others across the sockets."""
+    """`count` GPUs of 64 blocks. The pairs in `near` are joined by NVLinks, all others across the sockets. `models` and `numa` have an
+    entry for each GPU, if they are given."""
     pairs = {pair for a, b in near for pair in ((a, b), (b, a))}
     rows = [["X" if a == b else "NV4" if (a, b) in pairs else "SYS" for b in range(count)] for a in range(count)]
     return NodeState(
@@ -27,6 +33,8 @@ def node_state(
         gpus=tuple(
             GpuState(
                 uuid=f"GPU-{name}-{number}",
+                model=models[number] if models else "",
+                numa=numa[number] if numa else -1,
                 memory_mebibytes=GPU_MEBIBYTES,
                 healthy=number not in unhealthy,
                 cordoned=number in cordoned,
@@ -34,6 +42,7 @@ def node_state(
             for number in range(count)
         ),
         topology=topology_from_matrix(rows),
+        naming=naming,
         other=other or {},
     )
 
@@ -45,3 +54,7 @@ def request(*containers: tuple[ContainerKind, int, int]) -> PodRequest:
 
 def share(cores: int, blocks: int) -> PodRequest:
     return request(("app", cores, blocks))
+
+
+def constrained(wanted: PodRequest, **constraints: Any) -> PodRequest:
+    return PodRequest(wanted.containers, Constraints(**constraints))

@@ -16,7 +16,7 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.host import Host
 from gpumgr.cli.host_settings import CONFIG, host_settings
-from gpumgr.enforcement.hami_core.probe import refusal
+from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
 from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.files import FileIdentity
@@ -36,7 +36,7 @@ def install_library(host: Host, settings: Settings, source: Path, *, sha256: str
     selection stays."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
-    checked = check(source, sha256)
+    checked = check(source, sha256, exports=EXPORTS)
     if (reason := refusal(checked)) is not None:
         raise LibraryError(reason)
     folder = settings.checkpoint.library_dir

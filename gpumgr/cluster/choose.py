@@ -1,17 +1,19 @@
 """The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses, and the rank of the node.
 
 binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
-left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first.
+left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first. topology
+prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
-from gpumgr.cluster.request import ContainerRequest, PodRequest
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.evaluators.capacity import GpuCapacity
 from gpumgr.evaluators.chain import chain_needs
-from gpumgr.evaluators.select import Placement, Policy, find
+from gpumgr.evaluators.select import Placement, find
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 #: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
@@ -28,10 +30,11 @@ class NodeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """Why a node can't take the pod: `container` finds no room on GPUs that are offered.
+    """Why a node can't take the pod: `container` finds no room on GPUs that are offered and that the `constraints` allow.
 
-    `closest` is the GPU that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
+    `closest` is the GPU (NVML's index) that lacks least of a share, with what is free there. `free_gpus` counts the entirely free GPUs.
     `distance` compares misfits of one container: the lowest lacks least. `not_offered`: unhealthy or cordoned GPUs have the room.
+    `none_allowed`: no GPU of the node satisfies the constraints; `agent_chooses`: some do, and the scheduler can't name them to the agent.
     """
 
     container: ContainerRequest | None
@@ -39,16 +42,21 @@ class Misfit:
     free_gpus: int = 0
     distance: float = 0.0
     not_offered: bool = False
+    constraints: Constraints = UNCONSTRAINED
+    none_allowed: bool = False
+    agent_chooses: bool = False
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Room that the pod's containers have one after another. Nothing is changed."""
+    constraints = request.constraints
+    allowed = constraints.allowed(node)
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
-        capacities = _capacities(node, used, use)
-        placement = _find(node, capacities, request.containers[position:], policy, use)
+        capacities = _capacities(node, used, use, allowed)
+        placement = _find(node, capacities, request.containers[position:], policy, use, constraints)
         if placement is None:
-            return _misfit(node, container, capacities)
+            return _misfit(node, container, [each for each in capacities if allowed[each.index]], constraints)
         required = _reused(use, container)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
         shares = tuple((gpu, _amounts(node, container, gpu)) for gpu in sorted(gpus))
@@ -60,20 +68,51 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
 
 
 def _find(
-    node: NodeState, capacities: list[GpuCapacity], chain: tuple[ContainerRequest, ...], policy: Policy, use: PodUse
+    node: NodeState,
+    capacities: list[GpuCapacity],
+    chain: tuple[ContainerRequest, ...],
+    policy: Policy,
+    use: PodUse,
+    constraints: Constraints,
 ) -> Placement | None:
     """GPUs for the first container of `chain`, with room for the later ones that reuse them."""
     needs = chain_needs(chain)
     cores = needs.cores
     if needs.most_cores >= CORES_PER_GPU:
         cores = needs.most_cores
-        if -(-needs.cores // CORES_PER_GPU) > max(
-            sum(each.entirely_free and each.healthy for each in capacities), needs.cores // CORES_PER_GPU
-        ):
+        if -(-needs.cores // CORES_PER_GPU) > max(_free(capacities), needs.cores // CORES_PER_GPU):
             return None
-    return find(
-        node.topology, capacities, cores=cores, memory_blocks=needs.memory_blocks, policy=policy, required=_reused(use, chain[0])
-    )
+    found: list[tuple[int, Placement]] = []
+    for each in _sets(node, capacities, cores // CORES_PER_GPU, constraints):
+        placement = find(
+            node.topology,
+            each,
+            cores=cores,
+            memory_blocks=needs.memory_blocks,
+            policy="spread" if policy == "spread" else "binpack",
+            required=_reused(use, chain[0]),
+        )
+        if placement is not None:
+            found.append((_free(each), placement))
+    return min(found, key=lambda pair: _preference(policy, *pair))[1] if found else None
+
+
+def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
+    """The sets of GPUs within one of which the container must be."""
+    numa_nodes = constraints.numa_nodes(node, gpus)
+    if numa_nodes is None:
+        return [capacities]
+    return [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
+
+
+def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
+    """Compares NUMA nodes with `free` entirely free GPUs."""
+    score = placement.score or 0
+    return (-score, free) if policy == "topology" else (free if policy == "binpack" else -free, -score)
+
+
+def _free(capacities: Iterable[GpuCapacity]) -> int:
+    return sum(each.entirely_free and each.healthy for each in capacities)
 
 
 def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
@@ -82,7 +121,7 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
     return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
 
 
-def _capacities(node: NodeState, used: Used, use: PodUse) -> list[GpuCapacity]:
+def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool]) -> list[GpuCapacity]:
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position)
@@ -92,7 +131,7 @@ def _capacities(node: NodeState, used: Used, use: PodUse) -> list[GpuCapacity]:
                 cores_free=max(0, CORES_PER_GPU - held.cores),
                 memory_blocks_free=max(0, gpu.memory_mebibytes - held.memory_mebibytes) // BLOCK_MEBIBYTES,
                 entirely_free=held == NOTHING,
-                healthy=gpu.offered,
+                healthy=gpu.offered and allowed[position],
             )
         )
     return result
@@ -107,7 +146,7 @@ def _amounts(node: NodeState, container: ContainerRequest, gpu: int) -> Amounts:
 def _rank(
     node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
 ) -> tuple[int, ...]:
-    sign = 1 if policy == "binpack" else -1
+    sign = -1 if policy == "spread" else 1
     shared = {
         gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares
     }
@@ -116,24 +155,45 @@ def _rank(
     free = sum(gpu.offered and held == NOTHING for gpu, held in zip(node.gpus, after, strict=True))
     whole = any(container.whole for container in request.containers)
     order = (free, cores, memory) if whole else (cores, memory, free)
-    return (*(sign * each for each in order), -score)
+    ordered = tuple(sign * each for each in order)
+    return (-score, *ordered) if policy == "topology" else (*ordered, -score)
 
 
-def _misfit(node: NodeState, container: ContainerRequest, capacities: list[GpuCapacity]) -> Misfit:
+def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
+    """`capacities` are those of the GPUs that the constraints allow."""
     if not node.gpus:
         return Misfit(container=None)
-    free = sum(each.entirely_free and each.healthy for each in capacities)
+    sets = _sets(node, list(capacities), container.gpus, constraints)
+    if not capacities or not sets:
+        named = replace(node, naming="uuid")
+        fixed = any(constraints.allowed(named)) and constraints.numa_nodes(named, container.gpus) != []
+        agent_chooses = node.naming == "none" and fixed
+        return Misfit(
+            container=container, constraints=constraints, none_allowed=True, agent_chooses=agent_chooses, distance=float("inf")
+        )
+    free = max(_free(each) for each in sets)
     if container.whole:
-        there = sum(each.entirely_free for each in capacities)
+        there = max(sum(each.entirely_free for each in gpus) for gpus in sets)
         not_offered = there >= container.gpus > free
-        return Misfit(container=container, free_gpus=free, distance=-float(free), not_offered=not_offered)
+        return Misfit(
+            container=container, free_gpus=free, distance=-float(free), not_offered=not_offered, constraints=constraints
+        )
     lacks = {each.index: _lack(each, container) for each in capacities if each.healthy}
     not_offered = any(_lack(each, container) == 0 for each in capacities if not each.healthy)
     if not lacks:
-        return Misfit(container=container, not_offered=not_offered, distance=float("inf"))
+        return Misfit(container=container, not_offered=not_offered, distance=float("inf"), constraints=constraints)
     gpu = min(lacks, key=lambda index: (lacks[index], index))
-    room = Amounts(capacities[gpu].cores_free, capacities[gpu].memory_blocks_free * BLOCK_MEBIBYTES)
-    return Misfit(container=container, closest=(gpu, room), free_gpus=free, distance=lacks[gpu], not_offered=not_offered)
+    room = Amounts(
+        *next((each.cores_free, each.memory_blocks_free * BLOCK_MEBIBYTES) for each in capacities if each.index == gpu)
+    )
+    return Misfit(
+        container=container,
+        closest=(node.indices[gpu], room),
+        free_gpus=free,
+        distance=lacks[gpu],
+        not_offered=not_offered,
+        constraints=constraints,
+    )
 
 
 def _lack(capacity: GpuCapacity, container: ContainerRequest) -> float:

@@ -15,9 +15,7 @@ MAX_CHARACTERS: Final = 300
 
 
 @dataclass
-class Group:
-    """Nodes with one reason: `count` of them, and the one that lacks least."""
-
+class _Group:
     count: int
     node: str
     misfit: Misfit
@@ -25,18 +23,19 @@ class Group:
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
     """From (node, misfit) of each node that was offered; there must be one."""
-    groups: dict[tuple[ContainerRequest | None, bool], Group] = {}
-    for node, misfit in misfits:
-        group = groups.setdefault((misfit.container, misfit.not_offered), Group(0, node, misfit))
-        group.count += 1
+    return explain_counted((1, node, misfit) for node, misfit in misfits)
+
+
+def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
+    """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
+    groups: dict[tuple[ContainerRequest | None, bool, bool, bool], _Group] = {}
+    for count, node, misfit in misfits:
+        key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses)
+        group = groups.setdefault(key, _Group(0, node, misfit))
+        group.count += count
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit
-    return explain_groups(groups.values())
-
-
-def explain_groups(groups: Iterable[Group]) -> str:
-    """There must be one."""
-    ordered = sorted(groups, key=lambda group: (-group.count, group.node))
+    ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
     total = sum(group.count for group in ordered)
     if total == 1:
         return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
@@ -47,7 +46,7 @@ def explain_groups(groups: Iterable[Group]) -> str:
     return _bounded(_joined(total, [(group, _closest(group) if group is best else "") for group in ordered]))
 
 
-def _joined(total: int, groups: Iterable[tuple[Group, str]]) -> str:
+def _joined(total: int, groups: Iterable[tuple[_Group, str]]) -> str:
     reasons = [
         f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{closest}" for group, closest in groups
     ]
@@ -62,18 +61,24 @@ def _reason(misfit: Misfit) -> str:
     container = misfit.container
     if container is None:
         return "no GPUs that gpumgr can use"
+    gpus, constraints = container.gpus, misfit.constraints
+    numa = " on one NUMA node" if constraints.same_numa_node and gpus > 1 else ""
+    if misfit.agent_chooses:
+        return f"a Topology Manager policy and not only GPUs{constraints.text}{numa}"
+    if misfit.none_allowed:
+        return f"no GPU{constraints.text}{' with a known NUMA node' if numa else ''}"
     if container.whole:
         memory = f" with {memory_text(container.memory_mebibytes)} in all" if container.memory_mebibytes else ""
-        wanted = f"{container.gpus} entirely free GPUs" if container.gpus > 1 else "entirely free GPU"
-        text = f"{'not' if container.gpus > 1 else 'no'} {wanted}{memory}"
+        wanted = f"not {gpus} entirely free GPUs" if gpus > 1 else "no entirely free GPU"
+        text = f"{wanted}{constraints.text}{numa}{memory}"
     else:
-        text = f"no GPU with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
+        text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
     return f"{text} but for unhealthy or cordoned ones" if misfit.not_offered else text
 
 
-def _closest(group: Group, *, name_node: bool = True) -> str:
+def _closest(group: _Group, *, name_node: bool = True) -> str:
     misfit = group.misfit
-    if misfit.container is None:
+    if misfit.container is None or misfit.none_allowed:
         return ""
     place = f"{group.node[:63]}" if name_node else ""
     if misfit.container.whole:

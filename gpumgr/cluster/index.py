@@ -7,33 +7,45 @@ and bound pods in any order gives the same answers.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.explain import Group, explain_groups
+from gpumgr.cluster.explain import explain_counted
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.profiles import Profiles
-from gpumgr.cluster.request import PodRequest
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.cluster.shape import Shape
-from gpumgr.evaluators.select import Policy
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
 MAX_RESULTS: Final = 500_000
 
-#: (UUID of the GPU, or its position where the node has no inventory; amounts) of each GPU of a container.
+#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPod:
-    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
+    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice.
+    `priority` is Kubernetes' priority."""
 
     uid: str
     node: str
     request: PodRequest
     shares: tuple[NamedShares, ...] | None = None
+    namespace: str = ""
+    priority: int = 0
+
+
+class Listener(Protocol):
+    """Is called for every change of the index, before the call that causes it returns."""
+
+    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None: ...
+    def pod_removed(self, uid: str) -> None: ...
+    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None: ...
+    def node_removed(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +65,19 @@ class _Node:
 class ClusterIndex:
     """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends)."""
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+        self._listeners = tuple(listeners)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
+        #: The node of each GPU, by UUID.
+        self._node_of_gpu: dict[str, str] = {}
         self._assumed: dict[str, float] = {}
         self._profiles = Profiles()
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         self._shapes: OrderedDict[tuple[PodRequest, Policy], Shape] = OrderedDict()
+        #: Names of nodes that have changed; who follows the index clears it.
+        self.changed: set[str] = set()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -68,8 +85,14 @@ class ClusterIndex:
         """The node is new or has changed."""
         node = self._node(state.name)
         if node.state != state:
+            for gpu in node.state.gpus:
+                if self._node_of_gpu.get(gpu.uuid) == state.name:
+                    del self._node_of_gpu[gpu.uuid]
             node.state = state
+            self._node_of_gpu |= {gpu.uuid: state.name for gpu in state.gpus if gpu.uuid}
             self._changed(state.name)
+            for listener in self._listeners:
+                listener.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
         """Its pods stay on record until they are removed, too: the node may come back before."""
@@ -96,6 +119,8 @@ class ClusterIndex:
             return
         node = self._nodes[name]
         del node.pods[uid]
+        for listener in self._listeners:
+            listener.pod_removed(uid)
         self._changed(name)
         if not node.pods and not node.state.gpus:
             self._drop(name)
@@ -121,6 +146,11 @@ class ClusterIndex:
         found = self._nodes.get(name)
         return found.state if found is not None else None
 
+    def pods_on(self, name: str) -> Mapping[str, PlacedPod]:
+        """Bound and assumed pods of a node, by UID."""
+        found = self._nodes.get(name)
+        return found.pods if found is not None else {}
+
     def used(self, name: str) -> Used:
         """What is used of each GPU of a node. It may exceed a GPU's capacity if pods or the node claim so."""
         node = self._nodes[name]
@@ -142,15 +172,24 @@ class ClusterIndex:
     def order(self, request: PodRequest, policy: Policy, names: Iterable[str], most: int | None = None) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
         shape, offered = self._shape(request, policy), set(names)
-        fitting = list(islice(shape.fitting(offered), most))
-        if fitting:
-            return fitting
-        groups = []
-        for count, name in shape.misfits(offered, self._profiles):
-            closest = self._found(name, shape)
-            assert isinstance(closest, Misfit), "no node fits"
-            groups.append(Group(count, name, closest))
-        return Rejection(explain_groups(groups))
+        named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
+        found = [(name, self._found(name, shape)) for name in sorted(named)]
+        alike = offered - named if named else offered
+        fitting = merge(shape.fitting(alike), sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
+        if ordered := [name for _, name in islice(fitting, most)]:
+            return ordered
+        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike, self._profiles)]
+        closest += [(1, name, each) for name, each in found]
+        return Rejection(explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit)))
+
+    @property
+    def placed_pods(self) -> int:
+        """Bound and assumed pods."""
+        return len(self._node_of)
+
+    @property
+    def assumed_pods(self) -> int:
+        return len(self._assumed)
 
     def fits(self, pod: PlacedPod) -> bool:
         """Whether a placement with known GPUs has its room, on GPUs that are offered."""
@@ -185,14 +224,20 @@ class ClusterIndex:
         self.remove(pod.uid)
         self._node(pod.node).pods[pod.uid] = pod
         self._node_of[pod.uid] = pod.node
+        for listener in self._listeners:
+            listener.pod_placed(pod, self._nodes[pod.node].state)
         self._changed(pod.node)
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
+        for listener in self._listeners:
+            listener.node_removed(name)
+        self.changed.add(name)
         self._stale[name] = None
 
     def _changed(self, name: str) -> None:
         self._nodes[name].used = None
+        self.changed.add(name)
         self._stale[name] = None
 
     def _shape(self, request: PodRequest, policy: Policy) -> Shape:
@@ -239,7 +284,8 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = added(used, taken)
     for pod in unknown:
-        choice = choose(node, used, pod.request, "binpack")
+        # The agent, which has chosen, reads no constraints.
+        choice = choose(node, used, PodRequest(pod.request.containers), "binpack")
         if isinstance(choice, NodeChoice):
             used = added(used, _use(pod.request, choice.shares))
     return used
@@ -259,8 +305,8 @@ def _taken(node: NodeState, pod: PlacedPod) -> Mapping[int, Amounts] | None:
     positions = node.positions
     found: list[Shares] = []
     for shares in pod.shares:
-        resolved = [(positions.get(gpu) if isinstance(gpu, str) else gpu, amounts) for gpu, amounts in shares]
-        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None and gpu < len(node.gpus)))
+        resolved = [(positions.get(gpu), amounts) for gpu, amounts in shares]
+        found.append(tuple((gpu, _filled(node, gpu, each)) for gpu, each in resolved if gpu is not None))
         if len(found[-1]) != len(shares):
             return None
     return _use(pod.request, found)

@@ -19,7 +19,8 @@ NOTHING = Amounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """`uuid` is empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not known."""
+    """`uuid` and `model` are empty on a node without inventory. `memory_mebibytes` is what the node offers of this GPU; `numa` -1 = not
+    known. `index` is NVML's; None: its position on the node."""
 
     uuid: str = ""
     model: str = ""
@@ -27,6 +28,7 @@ class GpuState:
     numa: int = -1
     healthy: bool = True
     cordoned: bool = False
+    index: int | None = None
 
     @property
     def offered(self) -> bool:
@@ -35,10 +37,11 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """`gpus` are in the order of NVML's indices; row i of `topology` belongs to gpus[i].
+    """`gpus` are in the order of NVML's indices, in which a GPU that the driver can't describe is missing; row i of `topology` belongs to
+    gpus[i].
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
-    itself reports for a pod; it replaces what the pod's annotations say.
+    itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
     """
 
     name: str
@@ -46,10 +49,19 @@ class NodeState:
     topology: Topology = field(default_factory=lambda: Topology(levels=(), nvlinks=()))
     naming: Naming = "uuid"
     other: Mapping[str, Shares] = field(default_factory=dict)
+    model_label: str = ""
+    pool: str = ""
 
     @property
-    def positions(self) -> Mapping[str, int]:
-        return {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
+    def indices(self) -> tuple[int, ...]:
+        """NVML's index of each GPU."""
+        return tuple(position if gpu.index is None else gpu.index for position, gpu in enumerate(self.gpus))
+
+    @property
+    def positions(self) -> Mapping[str | int, int]:
+        """The position of each GPU, by its UUID and by NVML's index."""
+        by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
+        return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
 
 def homogeneous(name: str, cores: int, memory_mebibytes: int) -> NodeState:

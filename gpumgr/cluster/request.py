@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
+from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
 from gpumgr.evaluators.select import check_request
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
+
+#: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.choose`.
+Policy = Literal["binpack", "spread", "topology"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class PodRequest:
     """
 
     containers: tuple[ContainerRequest, ...] = ()
+    constraints: Constraints = UNCONSTRAINED
 
 
 NO_REQUEST: Final = PodRequest()

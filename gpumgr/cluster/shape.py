@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.profiles import Profile, Profiles
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 
 #: A rank of a choice, or a distance of a misfit.
 _Value = tuple[float, ...]
@@ -34,8 +33,8 @@ class _Order:
         if not found:
             del self._profiles[value], self._values[bisect_left(self._values, value)]
 
-    def __iter__(self) -> Iterator[list[Profile]]:
-        return map(self._profiles.__getitem__, self._values)
+    def __iter__(self) -> Iterator[tuple[_Value, list[Profile]]]:
+        return ((value, self._profiles[value]) for value in self._values)
 
 
 class Shape:
@@ -64,10 +63,10 @@ class Shape:
                 self._order_of.pop(profile).remove(self._value_of.pop(profile), profile)
         self._version = profiles.version
 
-    def fitting(self, offered: set[str]) -> Iterator[str]:
-        """The nodes that fit, the best one first; of equal ones by name."""
-        for profiles in self._fits:
-            found = [name for profile in profiles for name in profile.names if name in offered]
+    def fitting(self, offered: set[str]) -> Iterator[tuple[_Value, str]]:
+        """(rank, name) of the nodes that fit, the best one first."""
+        for rank, profiles in self._fits:
+            found = [(rank, name) for profile in profiles for name in profile.names if name in offered]
             yield from sorted(found) if len(profiles) > 1 else found
 
     def misfits(self, offered: set[str], profiles: Profiles) -> Iterator[tuple[int, str]]:
@@ -75,7 +74,7 @@ class Shape:
         counts = Counter(map(self._order_of.get, map(profiles.by_name.get, offered)))
         for order, count in counts.items():
             assert order is not None, "every profile has an order"
-            names = (profile.first_of(offered) for group in order for profile in group)
+            names = (profile.first_of(offered) for _, group in order for profile in group)
             yield count, next(filter(None, names), None) or min(name for name in offered if name not in profiles.by_name)
 
     def _add(self, profile: Profile) -> None:

@@ -6,6 +6,8 @@ from typing import Final
 
 from gpumgr.doctor.examine import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.enforcement import operator_library
+from gpumgr.enforcement.hami_core.backend import FOLDER
+from gpumgr.enforcement.hami_core.volume import unbounded
 from gpumgr.enforcement.mps import launcher, probe
 from gpumgr.enforcement.mps.commands import CAVEATS, MpsProtocol
 from gpumgr.enforcement.mps.control_program import find_control_program
@@ -16,6 +18,10 @@ from gpumgr.settings.installed_library import VERSION
 from gpumgr.settings.schema import BackendName, MpsSettings
 
 IF_HUNG: Final = "look whether the driver answers (`nvidia-smi`) and whether the file system does"
+_BOUND: Final = (
+    "run the agent as root; in a pod mount run_dir with Bidirectional propagation from a shared mount of the host (the chart does); then "
+    "restart these containers"
+)
 _ONE_USER: Final = "let the containers that share a GPU run under one user id, or install a newer driver"
 
 
@@ -73,6 +79,35 @@ async def look_at_library(backend: BackendName, path: Path | None, sha256: str |
     except LibraryError as exception:
         return error_of(exception, f"put the right file there, or change {section}.library_path and library_sha256")
     return ok(f"{found.path}, SHA-256 {found.sha256[:12]}…{await aside(lambda: _version(path))}")
+
+
+async def look_at_hami_core(
+    path: Path | None, sha256: str | None, words: Collection[str], run_dir: Path, proc_root: Path, *, in_pod: bool
+) -> CheckResult:
+    """The library, and whether a container can fill `run_dir` through its region. `in_pod`: the command runs in the agent's pod."""
+    found = await look_at_library("hami-core", path, sha256, words)
+    if found.state != "ok" or not {"auto", "hami-core"} & set(words):
+        return found
+    try:
+        plain = await aside(lambda: unbounded(run_dir / FOLDER))
+    except OSError:  # only root may list it
+        plain = []
+    if plain:
+        fault = f"the regions of {len(plain)} containers lie in plain folders, such as {run_dir / FOLDER / plain[0]}"
+    elif in_pod and not propagates(await aside((proc_root / "self/mountinfo").read_text), run_dir):
+        fault = f"mounts below {run_dir} do not reach the host, so regions lie in plain folders"
+    else:
+        return found
+    return warning(f"{found.message}; {fault}: a container can take all room of {run_dir} (enforcement.run_dir)", _BOUND)
+
+
+def propagates(mountinfo: str, folder: Path) -> bool:
+    """Whether mounts below the folder reach the mount namespaces with which it is shared. Source: proc(5), /proc/PID/mountinfo."""
+    lines = [line.split() for line in mountinfo.splitlines()]
+    mounts = {Path(fields[4]): fields[6 : fields.index("-")] for fields in lines if "-" in fields[6:]}
+    return any(
+        field.startswith("shared:") for field in next((mounts[at] for at in (folder, *folder.parents) if at in mounts), ())
+    )
 
 
 def _version(library: Path) -> str:

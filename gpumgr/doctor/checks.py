@@ -61,7 +61,8 @@ def checks_for(settings: Settings, host: HostLocations, *, before_start: bool = 
     cgroups = partial(runtime.look_at_cgroups, cri.cgroup_root, needs_v2="nvml-memory" in words, proc_root=host.proc_root)
     cdi = partial(runtime.look_at_cdi, enforcement.cdi_dir, cri.socket, used=uses_cdi, timeout_seconds=_SECONDS)
     vcuda = settings.vcuda
-    first = partial(backends.look_at_library, "hami-core", *hami_core_library(settings), words)
+    library = (*hami_core_library(settings), words, enforcement.run_dir, host.proc_root)
+    first = partial(backends.look_at_hami_core, *library, in_pod=host.in_pod)
     second = partial(backends.look_at_library, "vcuda", vcuda.library_path, vcuda.library_sha256, words)
     control = partial(
         backends.look_at_mps,

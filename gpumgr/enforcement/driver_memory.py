@@ -18,10 +18,9 @@ Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dm
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -34,6 +33,7 @@ from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.mounts import mounted_names
 from gpumgr.errors import NvmlError, Refusal
+from gpumgr.proc import PROC
 from gpumgr.topology.devices import MemoryLimit
 from gpumgr.units import Resource
 
@@ -43,6 +43,8 @@ _RECHECK_SECONDS: Final = 10.0
 _LISTED_WITHIN_SECONDS: Final = 30.0
 #: The limit of the trial: of any size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
+#: Followed by the pid of the process that tries: the agent, or a `gpumgr doctor` beside it.
+_TRIAL_CGROUP: Final = "gpumgr-trial-"
 _AFTER_FAILED_TRIAL: Final = (
     "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
     "(take RmMemacctMode out of its module options)"
@@ -63,14 +65,11 @@ class MemoryLimits(Protocol):
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit: ...
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Limit:
     """The limit of one container. `obstacle`: why it is not in force, None if it is; `due`: when to read it back."""
 
     allocation: AllocationId
-    uuid: str
-    cgroup: str
-    wanted: MemoryLimit
     obstacle: str | None = None
     due: float = 0.0
 
@@ -106,8 +105,6 @@ class DriverMemory(Backend):
         self._driver, self._cgroup_root, self._clock = driver, cgroup_root, clock
         self._runtime_obstacle, self._in_use = runtime_obstacle, in_use
         self._limits: dict[tuple[str, str], _Limit] = {}  # by container id and GPU
-        self._listed: frozenset[str] = frozenset()  # containers at the last `adjust`, ...
-        self._unplaced: frozenset[str] = frozenset()  # ... and those of them with an unknown cgroup
         self._unlisted: dict[AllocationId, _Unlisted] = {}
         self._tried = False
 
@@ -141,11 +138,16 @@ class DriverMemory(Backend):
         enabled = self._cgroup_root / "cgroup.subtree_control"
         if "dmem" not in enabled.read_text(encoding="ascii").split():
             enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
-        cgroup = tempfile.mkdtemp(dir=self._cgroup_root, prefix="gpumgr-trial-")
+        for left in self._cgroup_root.glob(f"{_TRIAL_CGROUP}*"):
+            if not (PROC / left.name.removeprefix(_TRIAL_CGROUP)).exists():  # its process was killed
+                with suppress(OSError):
+                    left.rmdir()
+        cgroup = self._cgroup_root / f"{_TRIAL_CGROUP}{os.getpid()}"
+        cgroup.mkdir(exist_ok=True)
         try:
-            yield cgroup
+            yield str(cgroup)
         finally:
-            os.rmdir(cgroup)
+            cgroup.rmdir()
 
     def _cgroup_obstacle(self) -> str | None:
         try:
@@ -173,7 +175,12 @@ class DriverMemory(Backend):
         self._unlisted[tenant.allocation] = _Unlisted(tenant, since=now, due=now + _LISTED_WITHIN_SECONDS)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        found = [_broken(each.tenant, gpu, _retried(reason)) for each in running for gpu, reason in self._obstacles(each)]
+        found = [
+            _broken(each.tenant, gpu, _retried(limit.obstacle))
+            for each in running
+            for gpu in each.tenant.gpus
+            if (limit := self._limits.get((each.container.id, gpu.uuid))) is not None and limit.obstacle is not None
+        ]
         late = await self._overdue({each.tenant.allocation for each in running})
         return found + [_broken(tenant, gpu, _NOT_LISTED) for tenant in late for gpu in _limited(tenant)]
 
@@ -193,51 +200,39 @@ class DriverMemory(Backend):
             unlisted.due = now + (now - unlisted.since)
         return late
 
-    def _obstacles(self, each: RunningContainer) -> Iterator[tuple[SharedGpu, str]]:
-        for gpu in _limited(each.tenant):
-            limit = self._limits.get((each.container.id, gpu.uuid))
-            if each.container.cgroup is None and each.container.id in self._unplaced:
-                yield gpu, "its cgroup is not known"
-            elif each.container.cgroup is not None and limit is not None and limit.obstacle is not None:
-                yield gpu, limit.obstacle
-
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
-        present = frozenset(each.container.id for each in running)
+        present = {each.container.id for each in running}
         self._limits = {key: limit for key, limit in self._limits.items() if key[0] in present}
         for each in running:
-            if each.container.id not in self._listed:
-                self._unlisted.pop(each.tenant.allocation, None)
-        self._listed = present
-        self._unplaced = frozenset(each.container.id for each in running if each.container.cgroup is None)
-        for each in running:
-            if (cgroup := each.container.cgroup) is not None:
-                for gpu in _limited(each.tenant):
-                    await self._keep(each.tenant.allocation, gpu, each.container.id, cgroup)
+            for gpu in _limited(each.tenant):
+                await self._keep(each, gpu)
 
-    async def _keep(self, allocation: AllocationId, gpu: SharedGpu, container: str, cgroup: str) -> None:
-        limit = self._limits.get((container, gpu.uuid))
-        if limit is None:
-            wanted, path = MemoryLimit(soft_bytes=0, hard_bytes=gpu.memory_bytes), str(self._cgroup_root / cgroup.lstrip("/"))
-            limit = _Limit(allocation=allocation, uuid=gpu.uuid, cgroup=path, wanted=wanted)
-            self._limits[container, gpu.uuid] = limit
-        if self._clock() < limit.due:
-            return
-        try:
-            limit.obstacle = await self._set(limit)
-        except NvmlError as error:
-            limit.obstacle = str(error)
-        if limit.obstacle is None:
-            limit.due = self._clock() + _RECHECK_SECONDS
+    async def _keep(self, each: RunningContainer, gpu: SharedGpu) -> None:
+        key = each.container.id, gpu.uuid
+        if key not in self._limits:  # it is listed for the first time
+            self._unlisted.pop(each.tenant.allocation, None)
+            self._limits[key] = _Limit(each.tenant.allocation)
+        limit = self._limits[key]
+        if each.container.cgroup is None:
+            limit.obstacle, limit.due = "its cgroup is not known", 0.0
+        elif self._clock() >= limit.due:
+            try:
+                limit.obstacle = await self._set(each, gpu, str(self._cgroup_root / each.container.cgroup.lstrip("/")))
+            except NvmlError as error:
+                limit.obstacle = str(error)
+            if limit.obstacle is None:
+                limit.due = self._clock() + _RECHECK_SECONDS
 
-    async def _set(self, limit: _Limit) -> str | None:
+    async def _set(self, each: RunningContainer, gpu: SharedGpu, cgroup: str) -> str | None:
         """Sets the limit unless it is in force already; returns why it is not in force, None if it is. Raises NvmlError."""
-        before = await self._driver.memory_limit(limit.uuid, limit.cgroup)
-        if before == limit.wanted:
+        wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.memory_bytes)
+        before = await self._driver.memory_limit(gpu.uuid, cgroup)
+        if before == wanted:
             return None
-        if (obstacle := await self._put(limit.uuid, limit.cgroup, limit.wanted)) is not None:
+        if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
             return f"{obstacle}; more than that may be in use already"
-        place = {"allocation": limit.allocation, "gpu": limit.uuid, "cgroup": limit.cgroup}
-        log.info("memory_limited", **place, bytes=limit.wanted.hard_bytes, before=_text_of(before))
+        place = {"allocation": each.tenant.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
+        log.info("memory_limited", **place, bytes=gpu.memory_bytes, before=_text_of(before))
         return None
 
     async def _put(self, uuid: str, cgroup: str, limit: MemoryLimit) -> str | None:

@@ -56,7 +56,8 @@ def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> C
         )
     if exports and (missing := sorted(set(exports) - _exported(path, identity))):
         raise LibraryError(
-            f"{path} does not export {', '.join(missing)}, so it would not limit programs: put a build that exports them there"
+            f"{path} does not export {', '.join(missing)}, so it would not limit programs: put a build with visible symbols there "
+            "(HAMi-core: with its own build.sh, not as Release)"
         )
     return CheckedLibrary(path=path, sha256=found)
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from gpumgr.topology.devices import Level, Topology
 from gpumgr.topology.matrix import MAX_GPUS
@@ -30,6 +30,7 @@ Text = Annotated[str, Meta(max_length=256)]
 Mebibytes = Annotated[int, Meta(ge=0, le=1 << 40)]
 Cores = Annotated[int, Meta(ge=0, le=CORES_PER_GPU)]
 Position = Annotated[int, Meta(ge=0, lt=MAX_GPUS)]
+NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: A NUMA node; -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
@@ -39,7 +40,8 @@ PlacedShare = tuple[Uuid, Cores, Mebibytes]
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it."""
+    """`memory` is in MiB: what the agent offers of this GPU. `model` is empty if the driver does not report it. `index` is NVML's; it is
+    written only if the GPU's position in `gpus` is another one, because the driver can't describe a GPU before it."""
 
     uuid: Uuid
     model: Text = ""
@@ -47,6 +49,7 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     numa: NumaNode = -1
     healthy: bool = True
     cordoned: bool = False
+    index: NvmlIndex | UnsetType = UNSET
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,9 @@ def decode_inventory(text: str) -> Inventory:
     inventory = _decode(text, Inventory)
     if len({gpu.uuid for gpu in inventory.gpus}) != len(inventory.gpus):
         raise ValueError("a UUID appears twice in gpus")
+    indices = {position if gpu.index is UNSET else gpu.index for position, gpu in enumerate(inventory.gpus)}
+    if len(indices) != len(inventory.gpus):
+        raise ValueError("an index appears twice in gpus")
     inventory.topology()
     for uid, shares in inventory.other.items():
         positions = [position for position, _, _ in shares]

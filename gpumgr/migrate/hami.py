@@ -18,17 +18,17 @@ from gpumgr.migrate.plan import HELM_INSTALL, NODE_LABEL, Plan, differing
 #: The node label that HAMi's DaemonSet selects by default.
 _LABEL: Final = {"gpu": "on"}
 _PREFIX: Final = "hami.io/"
-#: Annotations that users of HAMi may set on their pods.
-_USERS: Final = (
+#: Annotations that users of HAMi may set on their pods, and that `gpumgr scheduler` reads.
+_SELECTION: Final = (
     "nvidia.com/use-gputype",
     "nvidia.com/nouse-gputype",
     "nvidia.com/use-gpuuuid",
     "nvidia.com/nouse-gpuuuid",
     "nvidia.com/numa-bind",
-    "nvidia.com/vgpu-mode",
     "hami.io/node-scheduler-policy",
     "hami.io/gpu-scheduler-policy",
 )
+_MODE: Final = "nvidia.com/vgpu-mode"
 _CORDON: Final = "hami.io/device-cordon"
 _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -79,8 +79,10 @@ def _told(pods: Sequence[Pod], config: Config, annotations: Mapping[str, str]) -
     for pod in pods:
         for container, wish in wishes(pod.spec, pod.metadata.annotations, config.names):
             yield f"{pod.full_name} ({container}): {advise(wish, gpu_mebibytes).describe()}"
-        if unknown := [key for key in _USERS if key in pod.metadata.annotations]:
-            yield f"{pod.full_name}: gpumgr does not read {', '.join(unknown)}"
+        if selection := [key for key in _SELECTION if key in pod.metadata.annotations]:
+            yield f"{pod.full_name}: only pods of `gpumgr scheduler` are placed by {', '.join(selection)}"
+        if _MODE in pod.metadata.annotations:
+            yield f"{pod.full_name}: gpumgr does not read {_MODE}"
         if any(switched_off(container) for container in pod.spec.all_containers):
             override = f"enforcement.overrides: [{pod.metadata.namespace or 'default'}=none]"
             yield f"{pod.full_name}: CUDA_DISABLE_CONTROL does nothing; the operator can set {override}"

@@ -37,18 +37,15 @@ class DrainingServer(Server):
         services: Collection[Any],
         *,
         config: Configuration | None = None,
-        h2_config: H2Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
         """`services` have grpclib's `__mapping__`. Must be called inside a running event loop.
 
-        `h2_config` replaces grpclib's, which does not validate headers. `flush_seconds`: how long a client may take at the end to
-        read what was sent to it, before its connection is aborted.
+        `flush_seconds`: how long a client may take at the end to read what was sent to it, before its connection is aborted.
         """
         super().__init__(services, codec=WireCodec(), config=config)
-        self._h2_override = h2_config
         self._flush_seconds = flush_seconds
-        self._connections: set[_Connection] = set()
+        self.connections: set[ServedConnection] = set()
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._unary_calls: set[asyncio.Task[Any]] = set()
@@ -100,29 +97,29 @@ class DrainingServer(Server):
         self.draining = True
         if self._server is None:
             return
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.say_goodbye()
         self.close()
         await _settle(self._unary_calls | self._stream_calls, self._flush_seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._flush_seconds):
                 await self._none_connected.wait()
-        for connection in self._connections:
+        for connection in self.connections:
             connection.transport.abort()
         await self._none_connected.wait()
 
-    def connected(self, connection: "_Connection") -> None:
-        self._connections.add(connection)
+    def connected(self, connection: "ServedConnection") -> None:
+        self.connections.add(connection)
         self._none_connected.clear()
 
-    def disconnected(self, connection: "_Connection") -> None:
-        self._connections.discard(connection)
-        if not self._connections:
+    def disconnected(self, connection: "ServedConnection") -> None:
+        self.connections.discard(connection)
+        if not self.connections:
             self._none_connected.set()
 
     def _protocol_factory(self) -> H2Protocol:
         made = super()._protocol_factory()
-        return _Connection(self, made, self._h2_override or made.h2_config)
+        return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
         """The same method; while a call of it runs, the server has the call's task."""
@@ -150,7 +147,7 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
         await asyncio.wait(running, timeout=left)
 
 
-class _Connection(H2Protocol):
+class ServedConnection(H2Protocol):
     """One client's connection, listed by its server.
 
     grpclib writes headers, message and trailers of an answer one after the other; here one write sends all that a step of the event loop
@@ -159,7 +156,7 @@ class _Connection(H2Protocol):
 
     def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
         super().__init__(made.handler, made.config, h2_config)
-        self._listed_by = server
+        self.server = server
         self._flush_is_due = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -167,12 +164,12 @@ class _Connection(H2Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self._flush_now = self.connection.flush
         self.connection.flush = self._flush_soon  # type: ignore[method-assign]
-        self._listed_by.connected(self)
-        if self._listed_by.draining:
+        self.server.connected(self)
+        if self.server.draining:
             self.say_goodbye()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._listed_by.disconnected(self)
+        self.server.disconnected(self)
         super().connection_lost(exc)
 
     def say_goodbye(self) -> None:

@@ -32,7 +32,7 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
         positions = node.positions
         for place, shares in zip(pod.places, placed.shares, strict=True):
             if place is not None:
-                indices = sorted(positions[gpu] if isinstance(gpu, str) else gpu for gpu, _ in shares)
+                indices = sorted(node.indices[positions[gpu]] for gpu, _ in shares)
                 made[f"{PREDICATE_INDEX}{place}"] = ",".join(map(str, indices))
     size = pod.annotation_bytes + sum(len(text.encode()) for pair in made.items() for text in pair)
     if size > MAX_ANNOTATIONS_BYTES:

@@ -13,6 +13,8 @@ import structlog
 from gpumgr.cluster.choose import Misfit
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.quota import Quotas, rank_within_quota
+from gpumgr.cluster.request import Policy
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.binding import BindingError, binding_annotations, send_binding
@@ -36,12 +38,14 @@ class Extender:
         self,
         server: ApiServer,
         index: ClusterIndex,
+        quotas: Quotas,
         watches: ClusterWatches,
         settings: SchedulerSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
+        self._quotas = quotas
 
     @property
     def ready(self) -> bool:
@@ -59,19 +63,23 @@ class Extender:
             return self._passed(args, list(names))
         if pod.refusal is not None:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
+        if self._quotas.problem is not None:
+            return FilterResult(error=self._quotas.problem)
         self._expire()
         if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        ranked = self._index.rank(pod.request, self._settings.policy, names, self._settings.candidates)
+        ranked = rank_within_quota(
+            self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, self._settings.candidates
+        )
         if isinstance(ranked, Rejection):
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         if self._settings.candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
             assert state is not None, "a node that fits is in the index"
-            self._assume(PlacedPod(uid=pod.uid, node=name, request=pod.request, shares=named_shares(state, choice)))
+            self._assume(pod.on(name, named_shares(state, choice)))
         return self._passed(args, [name for name, _ in ranked])
 
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
@@ -82,7 +90,7 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ordered = self._index.order(pod.request, self._settings.policy, names)
+            ordered = self._index.order(pod.request, self._policy(pod), names)
             if not isinstance(ordered, Rejection):
                 for place, name in enumerate(ordered):
                     scores[name] = MAX_SCORE - MAX_SCORE * place // len(ordered)
@@ -107,6 +115,10 @@ class Extender:
         placed = self._validated(pod, args.node)
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
+        self._index.remove(pod.uid)
+        excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
+        if excess is not None:
+            raise BindingError(excess)
         # The assumption must not end before the request does.
         self._index.assume(placed, until=math.inf)
         try:
@@ -122,20 +134,20 @@ class Extender:
         _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
-        """What was assumed if it still has its room, else another choice on the node. Raises BindingError."""
+        """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
         self._expire()
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        if placed is not None and placed.node == node and self._index.fits(placed):
+        if placed is not None and placed.node == node and placed.request == pod.request and self._index.fits(placed):
             return placed
         self._index.remove(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, self._settings.policy)
+        choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
         state = self._index.node(node)
         if isinstance(choice, Misfit) or state is None:
             misfit = choice if isinstance(choice, Misfit) else Misfit(container=None)
             raise BindingError(f"node {node} {explain([(node, misfit)])}")
-        return PlacedPod(uid=pod.uid, node=node, request=pod.request, shares=named_shares(state, choice))
+        return pod.on(node, named_shares(state, choice))
 
     async def _read_pod(self, args: BindArgs) -> WatchedPod:
         """Raises BindingError."""
@@ -147,6 +159,9 @@ class Extender:
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
+
+    def _policy(self, pod: WatchedPod) -> Policy:
+        return pod.policy or self._settings.policy
 
     def _assume(self, placed: PlacedPod) -> None:
         self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)

@@ -10,9 +10,11 @@ from aiohttp import web
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.extender import Extender
+from gpumgr.scheduler.pages import ClusterServer, make_pages
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
@@ -54,10 +56,15 @@ async def run_scheduler(settings: Settings, kubeconfig: Path | None, listen: tup
     Raises InputError for credentials or an address that can't be used.
     """
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
-    index = ClusterIndex()
-    watches = ClusterWatches(server, index)
-    extender = Extender(server, index, watches, settings.scheduler)
-    application = make_application(extender, max_request_mebibytes=settings.scheduler.max_request_mebibytes)
+    quotas = Quotas()
+    index = ClusterIndex([quotas])
+    watches = ClusterWatches(server, index, quotas, settings.scheduler)
+    extender = Extender(server, index, quotas, watches, settings.scheduler)
+    pages, metrics = make_pages(server, index, watches, quotas, settings)
+    cluster_server = ClusterServer(pages, settings)
+    application = make_application(
+        extender, max_request_mebibytes=settings.scheduler.max_request_mebibytes, middlewares=[metrics.middleware]
+    )
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=settings.process.stop_grace_seconds)
     try:
         await runner.setup()
@@ -66,9 +73,11 @@ async def run_scheduler(settings: Settings, kubeconfig: Path | None, listen: tup
         except OSError as error:
             raise InputError(f"can't listen on {listen[0]}:{listen[1]}: {error.strerror}; give another --listen") from error
         _log.info("scheduler_listening", address=runner.addresses[0][0], port=runner.addresses[0][1], transport="plain HTTP")
+        await cluster_server.start()
         watching = await run_until(stop.wait(), watches.run())
         if not watching.cancelled():
             watching.result()
     finally:
         await runner.cleanup()
+        await cluster_server.stop()
         await server.close()

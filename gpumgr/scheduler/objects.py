@@ -4,12 +4,14 @@ What users and agents write is checked; a bad text is a `problem`, not an error.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
-from gpumgr.cluster.request import NO_REQUEST, PodRequest, vcuda_request
+from gpumgr.cluster.request import NO_REQUEST, PodRequest, Policy, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import (
@@ -19,24 +21,30 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_placement,
 )
 from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """`problem`: why its inventory is not used."""
+    """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
+    the agent has gone, or can't write. "none": by capacity (gpu-manager's nodes), or without GPUs. `problem`: why its inventory is not
+    used."""
 
     uid: str
     state: NodeState
+    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    ready: bool = True
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
-    container). `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size of
-    its annotations. `problem`: why an annotation is not used.
+    container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
+    name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
     """
 
     uid: str
@@ -46,10 +54,15 @@ class WatchedPod:
     request: PodRequest = NO_REQUEST
     containers: tuple[str, ...] = ()
     places: tuple[int | None, ...] = ()
+    policy: Policy | None = None
     refusal: str | None = None
     shares: tuple[NamedShares, ...] | None = None
     annotation_bytes: int = 0
     problem: str | None = None
+    priority: int = 0
+    preempts: bool = True
+    nominated: str | None = None
+    ending: bool = False
 
     @property
     def wants_gpu(self) -> bool:
@@ -60,24 +73,52 @@ class WatchedPod:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
         if self.node is None or not self.request.containers:
             return None
-        return PlacedPod(uid=self.uid, node=self.node, request=self.request, shares=self.shares)
+        return self.on(self.node, self.shares)
+
+    def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
+        return PlacedPod(
+            uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
+        )
 
 
-def parse_node(item: Mapping[str, Any]) -> WatchedNode:
+@dataclass(frozen=True, slots=True)
+class QuotaLabels:
+    """The labels of nodes that quotas refer to."""
+
+    model: str = ""
+    pool: str = ""
+
+
+def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> WatchedNode:
     """Raises KeyError, TypeError or AttributeError for an object that is not a node."""
+    found = _parse_node(item)
+    there: Mapping[str, object] = item["metadata"].get("labels") or {}
+    model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
+    return replace(found, state=replace(found.state, model_label=model, pool=pool)) if model or pool else found
+
+
+def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
     name, uid = str(metadata["name"]), str(metadata["uid"])
     text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    status: Mapping[str, Any] = item.get("status") or {}
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
+    capacity: Mapping[str, object] = status.get("capacity") or {}
     problem = None
     if text is not None:
         try:
-            return WatchedNode(uid=uid, state=_from_inventory(name, str(text)))
+            state = _from_inventory(name, str(text))
         except ValueError as error:
             problem = f"annotation {INVENTORY_ANNOTATION}: {error}"
+        else:
+            outdated = ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU
+            return WatchedNode(uid=uid, state=state, inventory="outdated" if outdated else "used", ready=ready)
+    inventory: Literal["unusable", "none"] = "none" if problem is None else "unusable"
     try:
-        return WatchedNode(uid=uid, state=_from_capacity(name, (item.get("status") or {}).get("capacity") or {}), problem=problem)
+        state = _from_capacity(name, capacity)
     except ValueError as error:
-        return WatchedNode(uid=uid, state=NodeState(name=name), problem=problem or f"capacity: {error}")
+        state, problem = NodeState(name=name), problem or f"capacity: {error}"
+    return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
 def _from_inventory(name: str, text: str) -> NodeState:
@@ -92,6 +133,7 @@ def _from_inventory(name: str, text: str) -> NodeState:
                 numa=gpu.numa,
                 healthy=gpu.healthy,
                 cordoned=gpu.cordoned,
+                index=None if gpu.index is UNSET else gpu.index,
             )
             for gpu in inventory.gpus
         ),
@@ -102,6 +144,13 @@ def _from_inventory(name: str, text: str) -> NodeState:
             for uid, shares in inventory.other.items()
         },
     )
+
+
+def _cores(capacity: Mapping[str, object]) -> int:
+    try:
+        return parse_quantity(str(capacity.get(CORE_RESOURCE, "0")))
+    except ValueError:
+        return 0
 
 
 def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
@@ -122,7 +171,12 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         return base
     apps = {each.name: place for place, each in enumerate(each for each in view.containers if each.kind == "app")}
     annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
+    spec, status = item.get("spec") or {}, item.get("status") or {}
     made: dict[str, Any] = {
+        "priority": int(spec.get("priority") or 0),
+        "preempts": spec.get("preemptionPolicy") != "Never",
+        "nominated": None if node is not None else status.get("nominatedNodeName") or None,
+        "ending": item["metadata"].get("deletionTimestamp") is not None,
         "containers": tuple(each.name for each in wanted),
         "places": tuple(apps.get(each.name) for each in wanted),
         "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
@@ -132,10 +186,12 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
             (each.name, each.kind, each.cores, each.memory_blocks) for each in wanted
         ]
         made["request"] = vcuda_request(asked)
+        made["policy"] = policy_of(annotations)
+        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
     pod = replace(base, **made)
-    if node is None or pod.refusal is not None:
+    if node is None or not pod.request.containers:
         return pod
     try:
         return replace(pod, shares=_named_shares(pod, node, annotations))

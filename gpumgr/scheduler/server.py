@@ -3,14 +3,16 @@
 The answer to every verb has the status 200, and an error is its `Error`: kube-scheduler shows that text in the pod's events.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from gpumgr.scheduler.extender import NOT_SYNCED, Extender
+from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
 
 _log = structlog.get_logger(__name__)
@@ -24,7 +26,9 @@ class _RequestError(Exception):
     """The body can't be used."""
 
 
-def make_application(extender: Extender, *, max_request_mebibytes: int) -> web.Application:
+def make_application(
+    extender: Extender, *, max_request_mebibytes: int, middlewares: Sequence[Middleware] = ()
+) -> web.Application:
     async def filter_nodes(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.filter, lambda error: FilterResult(error=error))
 
@@ -45,7 +49,7 @@ def make_application(extender: Extender, *, max_request_mebibytes: int) -> web.A
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
 
-    application = web.Application(client_max_size=max_request_mebibytes << 20)
+    application = web.Application(middlewares=middlewares, client_max_size=max_request_mebibytes << 20)
     application.add_routes(
         [
             web.post(f"{PREFIX}/filter", filter_nodes),
@@ -88,4 +92,6 @@ def _bug(request: web.Request, error: Exception) -> str:
 
 
 def _json(result: _Result) -> web.Response:
-    return web.Response(body=msgspec.json.encode(result), content_type="application/json")
+    response = web.Response(body=msgspec.json.encode(result), content_type="application/json")
+    response[OUTCOME] = outcome_of(result)
+    return response

@@ -1,4 +1,4 @@
-"""The watches of nodes and pods, which keep the index up to date."""
+"""The watches of nodes, pods and quotas, which keep the index up to date."""
 
 import asyncio
 from typing import Any, NoReturn, TypedDict
@@ -7,9 +7,12 @@ import msgspec
 import structlog
 
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
-from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
+from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _log = structlog.get_logger(__name__)
@@ -71,20 +74,46 @@ def decode_gpu_pod(item: msgspec.Raw) -> dict[str, Any] | None:
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID."""
+    """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
+    node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
+    """
 
-    def __init__(self, server: ApiServer, index: ClusterIndex, *, watch_times: WatchTimes | None = None) -> None:
-        self._index = index
+    def __init__(
+        self,
+        server: ApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        settings: SchedulerSettings,
+        *,
+        watch_times: WatchTimes | None = None,
+    ) -> None:
+        self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
         self.pending: dict[str, WatchedPod] = {}
+        self.nominated: dict[str, WatchedPod] = {}
+        self.ending: set[str] = set()
+        self._quota_known = False
+        labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
+        self.nodes: dict[str, WatchedNode] = {}
         self._nodes: Reflector[WatchedNode] = Reflector(
             server,
             "/api/v1/nodes",
             {},
-            parse=parse_node,
+            parse=lambda item: parse_node(item, labels),
             decode=msgspec.json.Decoder(_Node).decode,
             on_change=self._node_changed,
             watch_times=watch_times,
         )
+        self._limits: Reflector[WatchedQuotas] | None = None
+        if self._quota_source:
+            namespace, _, name = self._quota_source.partition("/")
+            self._limits = Reflector(
+                server,
+                f"/api/v1/namespaces/{namespace}/configmaps",
+                {"fieldSelector": f"metadata.name={name}"},
+                parse=parse_quotas,
+                on_change=self._quotas_changed,
+                watch_times=watch_times,
+            )
         self._pods: Reflector[WatchedPod] = Reflector(
             server,
             "/api/v1/pods",
@@ -97,21 +126,27 @@ class ClusterWatches:
 
     @property
     def synced(self) -> bool:
-        """True once all nodes and all pods have been listed."""
-        return self._nodes.synced.is_set() and self._pods.synced.is_set()
+        """True once all nodes, all pods and the quotas have been listed."""
+        watched = [each for each in (self._nodes, self._pods, self._limits) if each is not None]
+        return all(each.synced.is_set() for each in watched)
 
     async def run(self) -> NoReturn:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._nodes.run(), name="node_watch")
             group.create_task(self._pods.run(), name="pod_watch")
-        raise AssertionError("both watches run until they are cancelled")
+            if self._limits is not None:
+                group.create_task(self._limits.run(), name="quota_watch")
+        raise AssertionError("watches run until they are cancelled")
 
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
             self._index.remove_node(before.state.name)
+            self.nodes.pop(before.state.name, None)
         if after is None:
             return
         self._index.set_node(after.state)
+        self.nodes[after.state.name] = after
+        self._index.changed.add(after.state.name)
         if after.problem is not None and (before is None or before.problem != after.problem):
             used = "its capacity" if after.state.gpus else "none of its GPUs"
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
@@ -120,6 +155,8 @@ class ClusterWatches:
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)
+                self.nominated.pop(before.uid, None)
+                self.ending.discard(before.uid)
                 self._index.remove(before.uid)
             return
         if after.problem is not None and (before is None or before.problem != after.problem):
@@ -132,3 +169,24 @@ class ClusterWatches:
             self.pending[after.uid] = after
         else:
             self.pending.pop(after.uid, None)
+        if after.nominated is not None:
+            self.nominated[after.uid] = after
+        else:
+            self.nominated.pop(after.uid, None)
+        if after.ending:
+            self.ending.add(after.uid)
+
+    def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
+        """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
+        if after is None:
+            self._quotas.limits, self._quotas.problem, self._quota_known = {}, None, False
+        elif after.problem is None:
+            self._quotas.limits, self._quotas.problem, self._quota_known = after.limits, None, True
+        else:
+            where = f"ConfigMap {self._quota_source}"
+            if not self._quota_known:
+                self._quotas.problem = (
+                    f"{where} can't be used, so the quotas are not known: {after.problem}; correct it or delete it"
+                )
+            used = "the quotas before" if self._quota_known else "nothing; no pod is placed"
+            _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)

@@ -229,14 +229,23 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the nodes and GPUs that fit, take the fullest or the emptiest.
-    policy: Literal["binpack", "spread"] = "binpack"
+    #: Of the nodes and GPUs that fit, take the fullest, the emptiest, or the best joined GPUs. Pods may choose another policy.
+    policy: Literal["binpack", "spread", "topology"] = "binpack"
     #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: How long assumed GPUs are kept for a pod that is not bound.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
     #: Limit of the body of a request.
     max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
+    #: NAMESPACE/NAME of the ConfigMap with the quotas of namespaces. Empty: there are none.
+    quota_configmap: Annotated[str, Meta(pattern="^([a-z0-9.-]+/[a-z0-9.-]+)?$", max_length=317)] = "kube-system/gpuquota"
+    #: Labels of nodes that quotas refer to.
+    quota_model_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-model"
+    quota_pool_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-pool"
+    #: How long the GPUs that preemption frees are kept for the pod that preempts.
+    nomination_seconds: Annotated[float, Meta(ge=1, le=86400)] = 300.0
+    #: Port of the cluster page and of /metrics, on http.address and under the access rules of the section http. 0: any free port.
+    http_port: Port = 5679
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):

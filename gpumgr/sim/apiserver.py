@@ -49,7 +49,8 @@ class SimApiServer:
         self.protected: set[str] = set()
         self.written = Written(node_name, self.requests, self.forbidden)
         self._on_delete = on_delete
-        self._watched = {"pods": WatchedObjects("Pod", self._delay), "nodes": WatchedObjects("Node", self._delay)}
+        kinds = {"pods": "Pod", "nodes": "Node", "configmaps": "ConfigMap"}
+        self._watched = {resource: WatchedObjects(kind, self._delay) for resource, kind in kinds.items()}
         self._pods = self._watched["pods"]
         self._port = 0
         self._runner: web.AppRunner | None = None
@@ -74,6 +75,7 @@ class SimApiServer:
         app = web.Application(middlewares=[self._counted])
         for resource in self._watched:
             app.router.add_get(f"/api/v1/{resource}", self._get)
+        app.router.add_get("/api/v1/namespaces/{namespace}/configmaps", self._get)
         app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
         app.router.add_patch("/api/v1/namespaces/{namespace}/pods/{name}", self._patch)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/eviction", self._evict)
@@ -122,6 +124,14 @@ class SimApiServer:
     def remove_node(self, uid: str) -> None:
         """Raises KeyError if it does not exist."""
         self._watched["nodes"].remove(uid)
+
+    def put_configmap(self, document: Document) -> None:
+        """Creates or replaces a ConfigMap. Each list of ConfigMaps has all of them."""
+        self._watched["configmaps"].put(document)
+
+    def remove_configmap(self, uid: str) -> None:
+        """Raises KeyError if it does not exist."""
+        self._watched["configmaps"].remove(uid)
 
     def put_document(self, pod: Document) -> None:
         """Creates or replaces a pod on any node, or on none."""

@@ -18,6 +18,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 #: A maintenance request has some hundred bytes, a request for a page none.
 MAX_BODY_BYTES: Final = 4096
+#: In the place of `Authorization`, which Kubernetes' API server removes from what its proxies pass on.
+PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 
 def make_middleware(scopes: Mapping[str, Scope], policy: Callable[[], AuthPolicy], names: Collection[str]) -> Middleware:
@@ -49,7 +51,7 @@ def _denied(
     caller = HttpClient(
         origin=connection.origin,
         certified=connection.certified,
-        authorization=request.headers.get("Authorization"),
+        authorization=request.headers.get("Authorization", request.headers.get(PROXIED_AUTHORIZATION)),
         hosts=tuple(request.headers.getall("Host", ())),
     )
     current = policy() if caller.origin == "remote" else AuthPolicy()

@@ -1,197 +1,42 @@
-"""The web server's life cycle: listen, serve, stop within a time limit."""
+"""The agent's web server: its pages on a TCP address and on the unix socket."""
 
-import asyncio
-import contextlib
-import ctypes
-import socket
-import ssl
 from collections.abc import Callable, Collection
-from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import structlog
 from aiohttp import web
 
-from gpumgr.aio import next_tick
-from gpumgr.unix_socket import UnixSocket
-from gpumgr.web.access import AuthPolicy, Origin, origin_of
-from gpumgr.web.connection import Connection, Listener
-from gpumgr.web.connection_limit import TIMEOUTS, ConnectionLimit, Timeouts
-from gpumgr.web.credentials import Certificates, TokenFile
+from gpumgr.web.access import AuthPolicy
+from gpumgr.web.app_server import AppServer
 from gpumgr.web.handlers import make_app
 from gpumgr.web.index_page import PAGE, IndexPage
-from gpumgr.web.listening import BACKLOG, ListenError, listen_tcp, listen_unix
+from gpumgr.web.listening import ListenError
 from gpumgr.web.sources import Sources
 from gpumgr.web.stream import HEARTBEAT_SECONDS, Streams
 
 __all__ = ["ListenError", "WebServer"]
 
-_log = structlog.get_logger(__name__)
 
-#: The time that a request in progress has when the server stops; idle connections are closed at once.
-_STOP_SECONDS: Final = 1.0
-#: The unix socket has slots of its own, so that root can connect when all others are taken.
-_UNIX_SLOTS: Final = 64
-#: Freed memory is returned to the system at this interval, if there were so many requests.
-_TRIM_SECONDS: Final = 10.0
-_REQUESTS_PER_TRIM: Final = 50
-
-
-class WebServer:
-    """Serves the pages on a TCP address and a unix socket, between `start` and `stop`."""
+class WebServer(AppServer):
+    """Serves the pages between `start` and `stop`."""
 
     def __init__(
         self,
         sources: Sources,
         *,
-        host: str,
-        port: int,
-        unix_socket: Path | None = None,
-        max_connections: int = 512,
-        token_file: Path | None = None,
-        tls_cert_file: Path | None = None,
-        tls_key_file: Path | None = None,
-        client_ca_file: Path | None = None,
         names: Collection[str] = (),
         page: Path = PAGE,
-        timeouts: Timeouts = TIMEOUTS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
-        origin_of: Callable[[int, Any], Origin] = origin_of,
-        stop_seconds: float = _STOP_SECONDS,
+        **options: Any,
     ) -> None:
-        """`port` 0 takes a free one; `address` has it. `max_connections` bounds those over TCP; the unix socket has slots of its own.
-        `names` are the host's names, which a request over the loopback may have as its `Host`.
+        """`names` are the host's names, which a request over the loopback may have as its `Host`. `options` and errors: as AppServer."""
+        self._streams = streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
 
-        Reads the files; raises SettingsError if one cannot be used. Must be created inside the event loop.
-        """
-        self._host, self._port = host, port
-        self._unix = UnixSocket(unix_socket) if unix_socket is not None else None
-        self._token = TokenFile(token_file) if token_file is not None else None
-        self._certificates = Certificates.of(tls_cert_file, tls_key_file, client_ca_file)
-        self._policy = AuthPolicy(takes_token=token_file is not None, takes_certificate=client_ca_file is not None)
-        self._streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
-        app = make_app(sources, page=IndexPage(page), streams=self._streams, policy=self._current_policy, names=names)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_seconds)
-        self._check_seconds = timeouts.check_seconds
-        self._tcp_listener = Listener(
-            limit=ConnectionLimit(max_connections, timeouts), tls=self._tls_context, origin_of=origin_of
-        )
-        self._unix_listener = Listener(limit=ConnectionLimit(_UNIX_SLOTS, timeouts), tls=lambda: None, origin_of=origin_of)
-        self._servers: list[asyncio.Server] = []
-        self._next_check: asyncio.TimerHandle | None = None
-        #: Time, and the number of requests by then.
-        self._last_trim = (0.0, 0)
+        def application(policy: Callable[[], AuthPolicy]) -> web.Application:
+            return make_app(sources, page=IndexPage(page), streams=streams, policy=policy, names=names)
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the listening socket. Raises RuntimeError before `start`."""
-        for name in self._tcp_names():
-            return str(name[0]), int(name[1])
-        raise RuntimeError("the web server does not listen")
-
-    @property
-    def url(self) -> str:
-        host, port = self.address
-        scheme = "http" if self._certificates is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-    @property
-    def connections(self) -> int:
-        """Open now, over TCP and the unix socket."""
-        return sum(listener.limit.open for listener in self._listeners)
-
-    @property
-    def connections_refused(self) -> int:
-        """Since the start, because no slot was free."""
-        return sum(listener.limit.refused for listener in self._listeners)
-
-    @property
-    def disconnects(self) -> int:
-        """Number of requests since the start that the client ended, by closing the connection, before the response was complete."""
-        return sum(listener.disconnects for listener in self._listeners)
-
-    async def start(self) -> None:
-        """Listens. Raises ListenError; no socket stays open then."""
-        await self._runner.setup()
-        try:
-            for listening in await listen_tcp(self._host, self._port):
-                await self._serve(listening, self._tcp_listener)
-            if self._unix is not None:
-                await self._serve(listen_unix(self._unix), self._unix_listener)
-        except ListenError:
-            await self.stop()
-            raise
-        self._check_limits()
-        _log.info("web_listening", url=self.url)
-        self._warn_of_plain_token()
+        super().__init__(application, **options)
 
     async def stop(self) -> None:
-        """Closes the listening sockets at once, and all connections within `stop_seconds`. May be called twice, or without `start`."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
-        if self._unix is not None:
-            self._unix.remove()
         self._streams.close()
-        await self._runner.cleanup()
-        if self._next_check is not None:
-            self._next_check.cancel()
-        for listener in self._listeners:
-            listener.limit.cut_all()
-            await asyncio.gather(*listener.handshakes)
-
-    @property
-    def _listeners(self) -> tuple[Listener, Listener]:
-        return self._tcp_listener, self._unix_listener
-
-    async def _serve(self, listening: socket.socket, listener: Listener) -> None:
-        """asyncio accepts, since aiohttp's sites have no place for a limit that counts a connection before its TLS handshake."""
-        server = self._runner.server
-        assert server is not None
-        loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_server(lambda: Connection(server, listener), sock=listening, backlog=BACKLOG))
-
-    def _tcp_names(self) -> list[Any]:
-        sockets = [each for server in self._servers for each in server.sockets]
-        return [each.getsockname() for each in sockets if each.family != socket.AF_UNIX]
-
-    def _warn_of_plain_token(self) -> None:
-        addresses = [name[0] for name in self._tcp_names() if not ip_address(name[0]).is_loopback]
-        if self._token is not None and self._certificates is None and addresses:
-            _log.warning(
-                "token_in_plain_http",
-                addresses=addresses,
-                consequence="everyone who can capture the network's packets can read the token",
-                remedy="set http.tls_cert_file and http.tls_key_file",
-            )
-
-    def _check_limits(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._next_check = loop.call_at(next_tick(self._check_seconds, now), self._check_limits)
-        for listener in self._listeners:
-            listener.limit.check(now)
-        requests = self._runner.server.requests_count if self._runner.server is not None else 0
-        if now >= self._last_trim[0] + _TRIM_SECONDS and requests >= self._last_trim[1] + _REQUESTS_PER_TRIM:
-            self._last_trim = (now, requests)
-            loop.run_in_executor(None, _trim_heap)
-
-    def _tls_context(self) -> ssl.SSLContext | None:
-        return self._certificates.context() if self._certificates is not None else None
-
-    def _current_policy(self) -> AuthPolicy:
-        if self._token is None:
-            return self._policy
-        return AuthPolicy(takes_token=True, token=self._token.current(), takes_certificate=self._policy.takes_certificate)
-
-
-def _trim_heap() -> None:
-    """Returns freed memory to the system (malloc_trim(3)); does nothing without glibc.
-
-    glibc raises its mmap threshold above asyncio's read buffers (256 KiB) when it frees the first of them; from then on such buffers and
-    large pages fragment the heap, which does not shrink by itself. 60,000 random requests made the agent grow by 27 MiB, of which Python
-    used 1.5.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        await super().stop()

@@ -16,6 +16,7 @@ def parts() -> dict[str, str]:
     return {
         "settings": settings.settings_tables(),
         "metrics": metrics.metrics_table(),
+        "the scheduler's metrics": metrics.scheduler_table(),
         "gpu-manager's metrics": metrics.gpu_manager_table(),
         "HAMi's metrics": metrics.hami_table(),
         "refusals": refusals.refusals_table(),

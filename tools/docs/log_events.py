@@ -139,7 +139,6 @@ MEANINGS: Final = {
     "mps_limits_not_removed": "The MPS daemon keeps the limits of an ended container until it ends itself.",
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
     "(`mps.exclusive_process`).",
-    "vcuda_not_kept": "The limits of a container can't be enforced, for the given reason.",
     "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
     "registration_names_differ": "A process registers with another container name than the kernel's cgroups show. The kernel's "
     "is used.",
@@ -173,9 +172,11 @@ MEANINGS: Final = {
     "pod_not_bound": "The pod was not bound. kube-scheduler shows `reason` in the pod's events and tries again.",
     "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`. Its GPUs are free for other pods again.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts until it can.",
+    "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
     # over HTTP
+    "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); pods are scheduled.",
     "web_listening": "The page and the metrics are served at this address.",
     "loopback_not_served": "The port is in use on the loopback address, so `kubectl port-forward` does not work.",
     "token_in_plain_http": "The token is sent unencrypted over the network. Set `http.tls_cert_file`.",

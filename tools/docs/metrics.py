@@ -6,6 +6,7 @@ from gpumgr.metrics import gpu_manager
 from gpumgr.metrics.hami import render_hami
 from gpumgr.metrics.registry import catalogue
 from gpumgr.metrics.text_format import Family
+from gpumgr.scheduler import metrics as scheduler
 from tests.unit.metrics.pages import full_picture
 from tools.docs.markdown import code, table
 
@@ -15,6 +16,11 @@ _HEAD = ("metric", "type", "labels", "meaning")
 def metrics_table() -> str:
     """gpumgr's metrics, by name."""
     return table(_HEAD, ((code(name), kind, _labels(labels), about) for name, kind, labels, about in catalogue()))
+
+
+def scheduler_table() -> str:
+    """Metrics of `gpumgr scheduler`, by name."""
+    return table(_HEAD, map(_row, sorted(scheduler.FAMILIES, key=lambda family: family.name)))
 
 
 def gpu_manager_table() -> str:

@@ -6,7 +6,7 @@ start: another version of the library, or slots of the former container, would s
 """
 
 import asyncio
-import os
+import math
 import shutil
 import threading
 import time
@@ -22,8 +22,8 @@ from gpumgr.allocator.response import ContainerResponse, Mount
 from gpumgr.enforcement.backend import Backend, BackendName, Finding, RunningContainer
 from gpumgr.enforcement.hami_core import seed
 from gpumgr.enforcement.hami_core.monitor import NspidOf, RegionMonitor
-from gpumgr.enforcement.hami_core.probe import refusal
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check, install, installed_path, make_folder
 from gpumgr.errors import Refusal
@@ -34,7 +34,8 @@ from gpumgr.units import Resource
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 #: ... and this one is the library's default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
-_FOLDER: Final = "hami-core"
+#: In run_dir; it has a folder for each allocation.
+FOLDER: Final = "hami-core"
 #: The files in the folder of the installed library: the library, and the list that preloads it.
 _LIBRARY: Final = "libvgpu.so"
 _PRELOAD: Final = "ld.so.preload"
@@ -42,6 +43,8 @@ _PRELOAD: Final = "ld.so.preload"
 _LIBRARY_IN_CONTAINER: Final = "/usr/local/vgpu/libvgpu.so"
 #: Several containers may start at once, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
+#: A library that was refused is tried again after this time.
+RETRY_SECONDS: Final = 300.0
 _UNSET: Final = (
     "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
     "hami_core.library_sha256)"
@@ -69,9 +72,12 @@ class HamiCore(Backend):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._library, self._library_dir = (library_path, library_sha256), library_dir
-        self._folder = run_dir / _FOLDER
+        self._folder = run_dir / FOLDER
         self._nspid_of, self._volumes, self._clock = nspid_of, volumes, clock
         self._monitors: dict[AllocationId, RegionMonitor] = {}
+        self._trying = asyncio.Lock()
+        #: The library that was tried, why it can't be used, and until when that counts.
+        self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
         """The library of containers that start from now on; running ones keep the copy that they have mounted."""
@@ -79,10 +85,25 @@ class HamiCore(Backend):
 
     async def unavailable(self) -> str | None:
         try:
-            await asyncio.to_thread(self._usable_library)
+            await self._usable_library()
         except LibraryError as error:
             return str(error)
         return None
+
+    async def _usable_library(self) -> CheckedLibrary:
+        """Raises LibraryError."""
+        path, sha256 = self._library
+        if path is None or sha256 is None:
+            raise LibraryError(_UNSET)
+        library = await asyncio.to_thread(check, path, sha256, exports=EXPORTS)
+        async with self._trying:  # starts that wait here get the same result
+            tried, reason, end = self._tried
+            if library != tried or self._clock() >= end:
+                reason = await asyncio.to_thread(refusal, library)
+                self._tried = library, reason, self._clock() + RETRY_SECONDS if reason else math.inf
+        if reason is not None:
+            raise LibraryError(reason)
+        return library
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
         """Raises Refusal if the settings name no library."""
@@ -119,7 +140,7 @@ class HamiCore(Backend):
     async def start(self, tenant: GpuShare) -> None:
         """Installs the library and makes a new region file: the container of the former one is gone."""
         try:
-            await asyncio.to_thread(self._start, tenant)
+            await asyncio.to_thread(self._start, tenant, await self._usable_library())
         except LibraryError as error:
             raise Refusal("internal", f"HAMi-core's library can't be used: {error}") from error
         except ValueError as error:
@@ -142,9 +163,6 @@ class HamiCore(Backend):
         """Raises OSError."""
         await asyncio.to_thread(self._cleanup, allocation)
 
-    async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        await asyncio.to_thread(self._recover, tuple(tenants))
-
     async def close(self) -> None:
         monitors, self._monitors = self._monitors, {}
         for monitor in monitors.values():
@@ -152,20 +170,10 @@ class HamiCore(Backend):
 
     # -- on a thread -------------------------------------------------------------------------------------------------------
 
-    def _usable_library(self) -> CheckedLibrary:
-        """Raises LibraryError."""
-        path, sha256 = self._library
-        if path is None or sha256 is None:
-            raise LibraryError(_UNSET)
-        library = check(path, sha256)
-        if (reason := refusal(library)) is not None:
-            raise LibraryError(reason)
-        return library
-
-    def _start(self, tenant: GpuShare) -> None:
+    def _start(self, tenant: GpuShare, library: CheckedLibrary) -> None:
         wanted = seed.limits(tenant.gpus)
         with _INSTALLING:
-            _install(self._usable_library(), self._library_dir)
+            _install(library, self._library_dir)
         # Closed first: a check of the old region would find another file at its path.
         if (old := self._monitors.get(tenant.allocation)) is not None:
             old.close()
@@ -191,19 +199,18 @@ class HamiCore(Backend):
         with suppress(FileNotFoundError):
             shutil.rmtree(self._folder / allocation)
 
-    def _recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Opens existing regions; a container that has not started yet has none."""
-        for tenant in tenants:
-            folder = self._folder / tenant.allocation
-            if tenant.allocation not in self._monitors and os.path.lexists(folder):
-                self._monitors[tenant.allocation] = self._monitor(RegionFile.open(folder))
-
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
-        """The container's monitor; a container that runs and has no region gets one that reports this."""
-        missing = Unreadable(reason="was never made, or is lost")
-        return self._monitors.get(tenant.allocation) or self._monitors.setdefault(tenant.allocation, self._monitor(missing))
+        """The container's monitor; after a restart of the agent that of the region which an earlier process of the agent made."""
+        known = self._monitors.get(tenant.allocation)
+        return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant)))
 
-    def _monitor(self, region: RegionFile | Unreadable) -> RegionMonitor:
+    def _opened(self, tenant: GpuShare) -> RegionFile | str:
+        try:
+            return RegionFile.open(self._folder / tenant.allocation)
+        except OSError as error:
+            return f"its file can't be opened: {error.strerror or error}"
+
+    def _monitor(self, region: RegionFile | str) -> RegionMonitor:
         return RegionMonitor(region, nspid_of=self._nspid_of, clock=self._clock)
 
 

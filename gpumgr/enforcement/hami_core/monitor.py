@@ -4,7 +4,9 @@ The limits are what the agent granted. The region shows which processes run unde
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -12,13 +14,16 @@ import structlog
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.enforcement.backend import Finding, FindingCode, RunningContainer
 from gpumgr.enforcement.hami_core import layout, repairs, seed
-from gpumgr.enforcement.hami_core.region import RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.repairs import HostsOf, Repair
 from gpumgr.enforcement.hami_core.view import ProblemCode, RegionView
 
 #: The library takes a slot shortly after a process's first context appears, so a process without one is reported only after this
 #: number of consecutive checks.
 CHECKS_UNREGISTERED: Final = 3
+#: The library looks for a process's pid on the host once, for a second at most, one process after another. A process that has a wrong one
+#: at so many checks changes it itself.
+CHECKS_WRONG_HOST: Final = 120
 #: A container can change many values; a message names at most this number.
 _NAMED: Final = 3
 _RELEASED: Final = (
@@ -32,17 +37,19 @@ NspidOf = Callable[[int], int | None]
 
 
 class RegionMonitor:
-    """The region of one start of a container. Any thread may call it; `close` may be called again."""
+    """The region of one start of a container, or why it can't be used. Any thread may call it; `close` may be called again."""
 
-    def __init__(self, region: RegionFile | Unreadable, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
+    def __init__(self, region: RegionFile | str, *, nspid_of: NspidOf, clock: Callable[[], float]) -> None:
         self._region, self._clock = region, clock
         self._pids = _PidMap(nspid_of)
         self._lock = threading.Lock()
-        self._closed = self._reported_broken = False
+        self._closed = self._reported_broken = self._reported_host = False
         self._reported_problems: frozenset[ProblemCode] = frozenset()
-        self._reported_drift: frozenset[tuple[str, int]] = frozenset()
+        self._reported_drift: frozenset[int] = frozenset()
         self._pending: list[Finding] = []
         self._unseen: dict[int, int] = {}
+        #: By the pid on the host, at how many checks the region had another one.
+        self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
         #: Who waited for the semaphore `postinit`, and since when nothing has changed; None while it is free.
         self._held: tuple[object, ...] | None = None
@@ -59,57 +66,59 @@ class RegionMonitor:
         with self._lock:
             if self._closed:
                 return ()
-            seen = self._read(running.tenant)
+            try:
+                _, seen = self._read(running)
+            except OSError as error:
+                new = [*self._broken(running.tenant, error.strerror or str(error))]
+            else:
+                new = [
+                    *self._drift(running.tenant, seen),
+                    *self._problems(running.tenant, seen),
+                    *self._unregistered(running, seen),
+                ]
             pending, self._pending = self._pending, []
-            if isinstance(seen, Unreadable):
-                return (*pending, *self._broken(running.tenant, seen))
-            return (
-                *pending,
-                *self._drift(running.tenant, seen),
-                *self._problems(running.tenant, seen),
-                *self._unregistered(running, seen),
-            )
+            return (*pending, *new)
 
     def repair(self, running: RunningContainer) -> None:
         """Restores the granted limits, and writes what the library can't find out or repair itself."""
-        with self._lock:
-            if self._closed or not isinstance(self._region, RegionFile):
+        with self._lock, suppress(OSError):  # `check` reports it
+            if self._closed:
                 return
-            seen = self._read(running.tenant)
-            if isinstance(seen, Unreadable):
-                return
+            region, seen = self._read(running)
             due = [*_drifted(running.tenant, seen), *self._processes(running, seen)]
-            if not due or not all(self._region.write(repair.offset, repair.data) for repair in due):
-                return
+            for each in due:
+                region.write(each.offset, each.data)
             if any(each.code == "postinit" for each in due):
-                self._region.wake(layout.SEM_POSTINIT)
+                region.wake(layout.SEM_POSTINIT)
                 self._pending.append(_finding(running.tenant, "broken", _RELEASED.format(running.tenant.describe())))
-            fresh = [each for each in due if each.code in repairs.TAMPERING and _key(each) not in self._reported_drift]
+            fresh = [each.message for each in due if each.code in repairs.TAMPERING and each.offset not in self._reported_drift]
             self._reported_drift = frozenset()
             if fresh:
-                self._pending.append(_tampered(running.tenant, [each.message for each in fresh]))
-        log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
+                self._pending.append(_tampered(running.tenant, fresh))
+            if due:
+                log.debug("region_repaired", allocation=running.tenant.allocation, found=_listed([each.message for each in due]))
 
-    def _read(self, tenant: GpuShare) -> RegionView | Unreadable:
-        """Also cuts what was appended: that must not wait for a repair."""
-        if isinstance(self._region, Unreadable):
-            return self._region
+    def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
+        """Also cuts what was appended: that must not wait for a repair. Raises OSError."""
+        if isinstance(self._region, str):
+            raise OSError(self._region)
         if more := self._region.cut():
-            self._pending.append(_tampered(tenant, [f"the file was {more} bytes longer"]))
-        return self._region.read()
+            self._pending.append(_tampered(running.tenant, [f"the file was {more} bytes longer"]))
+        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
+        return self._region, self._region.read()
 
-    def _broken(self, tenant: GpuShare, unreadable: Unreadable) -> Iterable[Finding]:
+    def _broken(self, tenant: GpuShare, reason: str) -> Iterable[Finding]:
         if not self._reported_broken:
             self._reported_broken = True
             message = (
-                f"HAMi-core's limits of {tenant.describe()} can't be monitored: its region {unreadable.reason}; "
+                f"HAMi-core's limits of {tenant.describe()} can't be monitored: its region can't be used ({reason}); "
                 "restart the container, which gets a new region at every start"
             )
             yield _finding(tenant, "broken", message)
 
     def _drift(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
         drift = [each for each in _drifted(tenant, seen) if each.code in repairs.TAMPERING]
-        self._reported_drift = frozenset(map(_key, drift))
+        self._reported_drift = frozenset(each.offset for each in drift)
         if drift:
             yield _tampered(tenant, [each.message for each in drift])
 
@@ -127,7 +136,6 @@ class RegionMonitor:
         """Processes that use the GPU and have no slot in the region."""
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
-        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
         outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in outside}
         late = [f"process {pid}" for pid, passes in self._unseen.items() if passes == CHECKS_UNREGISTERED]
@@ -142,13 +150,11 @@ class RegionMonitor:
         """Repairs that depend on which processes run; none while that is unknown."""
         if not running.pids:
             return
-        pids = frozenset(running.pids)
-        self._pids.forget_all_but({*pids, *running.gpu_pids})
-        hosts_of = self._pids.hosts_of(pids)
+        hosts_of = self._pids.hosts_of(running.pids)
         now = self._clock()
         abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, hosts_of)}
         self._stuck_since = {key: self._stuck_since.get(key, now) for key in abandoned}
-        yield from repairs.wrong_hosts(seen, hosts_of)
+        yield from self._wrong(running, repairs.wrong_hosts(seen, hosts_of))
         for key, slot in abandoned.items():
             if now - self._stuck_since[key] > repairs.STUCK_SECONDS:
                 yield repairs.unstuck(slot)
@@ -160,9 +166,20 @@ class RegionMonitor:
             self._held = None
             yield repairs.released()
 
+    def _wrong(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
+        """The pids on the host that must be written, those that the library may still look for only if that takes too long."""
+        self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
+        for host, later, repair in found:
+            self._wrong_hosts[host] += 1
+            if (late := self._wrong_hosts[host] >= CHECKS_WRONG_HOST) and not self._reported_host:
+                self._reported_host = True
+                self._pending.append(_tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
+            if late or not later:
+                yield repair
+
 
 class _PidMap:
-    """Pids in the container and on the host. /proc is read once for each process, and only when needed."""
+    """Pids in the container and on the host. /proc is read once for each process."""
 
     def __init__(self, nspid_of: NspidOf) -> None:
         self._nspid_of = nspid_of
@@ -181,16 +198,10 @@ class _PidMap:
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
         """Finds those of `pids` with a given pid in the container: one, or several with nested pid namespaces."""
         table: dict[int, list[int]] = {}
-
-        def find(number: int) -> Sequence[int]:
-            if not table:
-                for pid in pids:
-                    inside = self.inside(pid)
-                    if inside is not None:
-                        table.setdefault(inside, []).append(pid)
-            return table.get(number, ())
-
-        return find
+        for pid in pids:
+            if (inside := self.inside(pid)) is not None:
+                table.setdefault(inside, []).append(pid)
+        return lambda number: table.get(number, ())
 
 
 def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
@@ -200,10 +211,6 @@ def _drifted(tenant: GpuShare, seen: RegionView) -> list[Repair]:
     except ValueError:
         return []
     return list(repairs.drifted(seen, wanted))
-
-
-def _key(repair: Repair) -> tuple[str, int]:
-    return repair.code, repair.offset
 
 
 def _tampered(tenant: GpuShare, found: Sequence[str]) -> Finding:

@@ -3,17 +3,23 @@
 Neither a GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
 """
 
-import functools
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, Unreadable
+from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile
 from gpumgr.enforcement.hami_core.seed import MEBIBYTE
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
+#: Without these an allocation or a launch is not limited, or the library does not limit programs that look functions up by name; the last
+#: one makes the region.
+EXPORTS: Final = (
+    *("dlsym", "cuInit", "cuGetProcAddress", "cuMemAlloc_v2", "cuMemAllocManaged", "cuMemCreate", "cuMemFree_v2"),
+    *("cuMemGetInfo_v2", "cuDeviceTotalMem_v2", "cuLaunchKernel", "nvmlInit_v2", "get_current_device_memory_limit"),
+)
 _TIMEOUT_SECONDS: Final = 15.0
 _MEMORY_MIB, _CORES_PERCENT = 4660, 37
 _PROGRAM: Final = Path(__file__).with_name("load_library.py")
@@ -23,17 +29,13 @@ _BUILD: Final = (
 )
 
 
-@functools.lru_cache(maxsize=8)
 def refusal(library: CheckedLibrary) -> str | None:
-    """Why this library can't be used, and what to do; None if it can. The result of a probe that ends is cached.
-
-    Raises LibraryError if there is no result.
-    """
+    """Why this library, which exports EXPORTS, can't be used, and what to do; None if it can. Raises LibraryError if it can't be tried."""
     try:
         with tempfile.TemporaryDirectory(prefix="gpumgr-probe-") as folder:
             reason = _probe(library.path, Path(folder))
     except subprocess.TimeoutExpired:
-        raise LibraryError(f"{library.path} made no region within {_TIMEOUT_SECONDS:.0f} s: {_BUILD}") from None
+        reason = f"it made no region within {_TIMEOUT_SECONDS:.0f} s"
     except OSError as error:
         raise LibraryError(f"{library.path} can't be tried: {error.filename or _PROGRAM}: {error.strerror or error}") from error
     check(library.path, library.sha256)  # it may have been replaced in the meantime
@@ -67,13 +69,11 @@ def _probe(path: Path, folder: Path) -> str | None:
 
 
 def _judge(folder: Path) -> str | None:
-    region = RegionFile.open(folder)
-    if isinstance(region, Unreadable):
-        return f"its region's {region.reason}"
-    longer, seen = region.cut(), region.read()
-    region.close()
-    if isinstance(seen, Unreadable):
-        return f"its region {seen.reason}"
+    try:
+        with closing(RegionFile.open(folder)) as region:
+            longer, seen = region.cut(), region.read()
+    except OSError as error:
+        return f"its region can't be used ({error.strerror or error})"
     if longer:
         return f"its region has another layout: it is {longer} bytes longer"
     if seen.problems:

@@ -11,7 +11,6 @@ import os
 import platform
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
@@ -28,15 +27,9 @@ _FUTEX_WAKE: Final = 1
 _FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """Why a region's file can't be used: the end of a sentence that begins with "its region"."""
-
-    reason: str
-
-
 class RegionFile:
-    """An open region, for one thread at a time."""
+    """An open region, for one thread at a time. All methods raise OSError: also if the container has spoilt the file, with a text that
+    says how. Nothing is read from or written to such a file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         """Owns the descriptor."""
@@ -45,7 +38,7 @@ class RegionFile:
 
     @classmethod
     def create(cls, folder: Path, content: bytes) -> Self:
-        """Replaces the file in `folder`, which exists; its slots, all zero, take no memory. Raises OSError."""
+        """Replaces the file in `folder`, which exists; its slots, all zero, take no memory."""
         path = folder / FILE_NAME
         with replacing(path, mode=_MODE, durable=False) as new:  # on a tmpfs
             os.ftruncate(new, len(content))  # the slots between the header and the tail stay a hole
@@ -55,17 +48,13 @@ class RegionFile:
         return cls(path, descriptor)
 
     @classmethod
-    def open(cls, folder: Path) -> "Self | Unreadable":
+    def open(cls, folder: Path) -> Self:
         """The file that an earlier process of the agent made in `folder`."""
+        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                descriptor = os.open(FILE_NAME, _FLAGS, dir_fd=parent)
-            finally:
-                os.close(parent)
-        except OSError as error:
-            return Unreadable(reason=f"file can't be opened ({error.strerror or error})")
-        return cls(folder / FILE_NAME, descriptor)
+            return cls(folder / FILE_NAME, os.open(FILE_NAME, _FLAGS, dir_fd=parent))
+        finally:
+            os.close(parent)
 
     def close(self) -> None:
         """May be called again."""
@@ -73,37 +62,22 @@ class RegionFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def read(self) -> RegionView | Unreadable:
-        """Reads header, tail, and the slots in use. Raises nothing for any content."""
-        try:
-            self._check()
-            header, tail = self._read(0, layout.PROCS), self._read(layout.PROC_NUM, layout.SIZEOF - layout.PROC_NUM)
-            slots = self._read(layout.PROCS, view.process_count(tail) * layout.SLOT_BYTES)
-        except _Unfit as error:
-            return Unreadable(reason=f"is not valid: {error}")
-        except OSError as error:
-            return Unreadable(reason=f"can't be read ({error.strerror or error})")
-        return view.decode(header, tail, slots)
+    def read(self) -> RegionView:
+        """Reads header, tail, and the slots in use, of any content."""
+        self._check()
+        return view.decode(self._read)
 
     def cut(self) -> int:
         """Removes what the container appended; returns how many bytes that were."""
-        with suppress(OSError, _Unfit):
-            self._check()
-            more = os.fstat(self._descriptor).st_size - layout.FILE_BYTES
-            if more > 0:
-                os.ftruncate(self._descriptor, layout.FILE_BYTES)
-                return more
-        return 0
+        more = self._check() - layout.FILE_BYTES
+        if more:
+            os.ftruncate(self._descriptor, layout.FILE_BYTES)
+        return more
 
-    def write(self, offset: int, data: bytes) -> bool:
-        """Returns whether the aligned word of 4 or 8 bytes was written: a single store, which is atomic for readers on x86-64 and arm64.
-        A changed file is not written to (that would extend a truncated one)."""
-        try:
-            self._check()
-            os.pwrite(self._descriptor, data, offset)
-        except (OSError, _Unfit):
-            return False
-        return True
+    def write(self, offset: int, data: bytes) -> None:
+        """Writes an aligned word of 4 or 8 bytes: a single store, which is atomic for readers on x86-64 and arm64."""
+        self._check()  # a write would extend a truncated file
+        os.pwrite(self._descriptor, data, offset)
 
     def wake(self, semaphore: int) -> None:
         """Wakes one waiter of a semaphore that was written to. The memory is mapped for its address only, and not read."""
@@ -113,29 +87,25 @@ class RegionFile:
             ctypes.CDLL(None).syscall(_FUTEX[platform.machine()], ctypes.byref(word), _FUTEX_WAKE, 1)
             del word  # the mapping can be closed then
 
-    def _check(self) -> None:
-        """Raises _Unfit if the file is another one, or has another name or size; OSError."""
+    def _check(self) -> int:
+        """The file's size in bytes. Raises OSError if the file is another one, or has another name, or is too short."""
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise _Unfit("it is not a regular file")
+            raise OSError("it is not a regular file")
         if found.st_nlink > 1:
-            raise _Unfit(f"its file has {found.st_nlink} names")
+            raise OSError(f"its file has {found.st_nlink} names")
         try:
             there = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
-            raise _Unfit("its file was deleted") from None
+            raise OSError("its file was deleted") from None
         if (there.st_dev, there.st_ino) != self._identity:
-            raise _Unfit("another file was put in its place")
+            raise OSError("another file was put in its place")
         if found.st_size < layout.FILE_BYTES:
-            raise _Unfit(f"it has {found.st_size} bytes instead of {layout.FILE_BYTES}")
+            raise OSError(f"it has {found.st_size} bytes instead of {layout.FILE_BYTES}")
+        return found.st_size
 
     def _read(self, offset: int, size_bytes: int) -> bytes:
-        """Exactly `size_bytes` bytes. Raises _Unfit, OSError."""
         data = os.pread(self._descriptor, size_bytes, offset)
         if len(data) != size_bytes:
-            raise _Unfit(f"it ends at byte {offset + len(data)}")
+            raise OSError(f"it ends at byte {offset + len(data)}")
         return data
-
-
-class _Unfit(Exception):
-    """The file is not the one that was made."""

@@ -52,19 +52,20 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
         yield Repair("switch", layout.UTILIZATION_SWITCH, struct.pack("<i", SWITCH_ON), message)
 
 
-def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[Repair]:
-    """Slots the process of which has no pid on the host, or another process's: the library does not limit its cores.
+def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
+    """Slots the process of which has no pid on the host, or another process's: the library does not limit its cores. Each with the pid
+    on the host, and whether the slot must be left alone for now.
 
-    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is not changed: its pid on the host shows whether
+    With several candidates (nested pid namespaces) nothing is certain. A stuck slot is left alone: its pid on the host shows whether
     its writer runs. While the library looks for host pids, a slot without one shows that its process has not finished.
     """
     for slot in seen.slots:
         hosts = hosts_of(slot.pid)
-        starts = slot.hostpid == 0 and seen.postinit == 0
-        if not slot.live or slot.stuck or starts or slot.hostpid in hosts or len(hosts) != 1:
+        if not slot.live or slot.hostpid in hosts or len(hosts) != 1:
             continue
         message = f"host pid {slot.hostpid} of process {slot.pid} instead of {hosts[0]}"
-        yield Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", hosts[0]), message)
+        repair = Repair("hostpid", layout.slot_at(slot.index) + layout.SLOT_HOSTPID, struct.pack("<i", hosts[0]), message)
+        yield hosts[0], slot.stuck or (slot.hostpid == 0 and seen.postinit == 0), repair
 
 
 def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:

@@ -1,8 +1,8 @@
-"""Decodes a region. The container may have written any of its bytes: every value is bounded or left out. Pure."""
+"""Decodes a region. The container may have written any of its bytes: every value is bounded or left out."""
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -58,14 +58,13 @@ class RegionView:
     problems: tuple[RegionProblem, ...] = ()
 
 
-def process_count(tail: bytes) -> int:
-    """The number of slots to read, bounded."""
-    return min(max(_count(tail), 0), layout.SLOTS)
-
-
-def decode(header: bytes, tail: bytes, slots: bytes) -> RegionView:
-    """`header`: up to the slots; `tail`: from the process count to the structure's end; `slots`: those of the processes."""
-    decoded = [_slot(index, slots) for index in range(len(slots) // layout.SLOT_BYTES)]
+def decode(read: Callable[[int, int], bytes]) -> RegionView:
+    """`read` returns the bytes at an offset, of a given number; what it raises is raised."""
+    header, tail = read(0, layout.PROCS), read(layout.PROC_NUM, layout.SIZEOF - layout.PROC_NUM)
+    count = int.from_bytes(tail[:4], "little", signed=True)
+    bounded = min(max(count, 0), layout.SLOTS)
+    slots = read(layout.PROCS, bounded * layout.SLOT_BYTES)
+    decoded = [_slot(index, slots) for index in range(bounded)]
     switch, _, priority = struct.unpack_from("<iii", tail, layout.UTILIZATION_SWITCH - layout.PROC_NUM)
     postinit, waiters = struct.unpack_from("<II", tail, layout.SEM_POSTINIT - layout.PROC_NUM)
     return RegionView(
@@ -76,27 +75,23 @@ def decode(header: bytes, tail: bytes, slots: bytes) -> RegionView:
         priority=priority,
         postinit=postinit,
         postinit_waiters=waiters,
-        problems=tuple(_problems(header, tail)),
+        problems=tuple(_problems(header, count)),
     )
 
 
-def _problems(header: bytes, tail: bytes) -> Iterator[RegionProblem]:
+def _problems(header: bytes, count: int) -> Iterator[RegionProblem]:
     magic, *version = layout.HEAD.unpack_from(header)
     if magic != layout.MAGIC:
         yield RegionProblem(code="header", message=f"it begins with {magic} instead of {layout.MAGIC}")
     elif tuple(version) != layout.VERSION:
         yield RegionProblem(code="header", message=f"it has version {version[0]}.{version[1]} instead of v1.2")
-    if not 0 <= (count := _count(tail)) <= layout.SLOTS:
+    if not 0 <= count <= layout.SLOTS:
         yield RegionProblem(code="process_count", message=f"it counts {count} processes of at most {layout.SLOTS}")
     for device in range(layout.DEVICES):
         start = layout.UUIDS + device * layout.UUID_BYTES
         cell = header[start : start + layout.UUID_BYTES].partition(b"\0")[0]
         if cell and not _UUID.fullmatch(cell):
             yield RegionProblem(code="uuid", message=f"the name of device {device} is not a GPU's UUID")
-
-
-def _count(tail: bytes) -> int:
-    return int.from_bytes(tail[:4], "little", signed=True)
 
 
 def _slot(index: int, slots: bytes) -> ProcessSlot:

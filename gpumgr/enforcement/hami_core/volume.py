@@ -8,12 +8,15 @@ mount_namespaces(7).
 import ctypes
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps.launcher import best_method, outside
+from gpumgr.files import names_in
 
 #: The region and some pages.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
@@ -40,9 +43,12 @@ class RegionVolumes:
         self.remove(folder)
         source = f"gpumgr-{folder.name}"
         reason = "mounts of the agent do not reach the host"
-        for mount in (_mount, _let_systemd_mount):
+        for mount in (
+            partial(_call, "mount", source.encode(), os.fsencode(folder), b"tmpfs", _NOSUID_NODEV_NOEXEC, _OPTIONS.encode()),
+            partial(_ask_systemd, "mount", "-t", "tmpfs", "-o", f"nosuid,nodev,noexec,{_OPTIONS}", source, str(folder)),
+        ):
             try:
-                mount(source, folder)
+                mount()
                 if _on_host(folder):
                     return
                 self.remove(folder)
@@ -73,12 +79,9 @@ def _on_host(folder: Path) -> bool:
         return False
 
 
-def _mount(source: str, folder: Path) -> None:
-    _call("mount", source.encode(), os.fsencode(folder), b"tmpfs", _NOSUID_NODEV_NOEXEC, _OPTIONS.encode())
-
-
-def _let_systemd_mount(source: str, folder: Path) -> None:
-    _ask_systemd("mount", "-t", "tmpfs", "-o", f"nosuid,nodev,noexec,{_OPTIONS}", source, str(folder))
+def unbounded(folder: Path) -> list[AllocationId]:
+    """The allocations with regions in plain folders; `folder` has one for each allocation. Raises OSError."""
+    return [name for name in names_in(folder) if not (folder / name).is_mount() and not _on_host(folder / name)]
 
 
 def _call(name: str, *arguments: bytes | int) -> None:

@@ -4,10 +4,9 @@ import asyncio
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
-
-import structlog
 
 from gpumgr.allocator.gpu_limits import Strength
 from gpumgr.allocator.gpu_share import GpuShare
@@ -20,15 +19,12 @@ from gpumgr.enforcement.vcuda import files
 from gpumgr.enforcement.vcuda.config import MOST_PIDS
 from gpumgr.enforcement.vcuda.image_cuda import ImageCheck
 from gpumgr.enforcement.vcuda.registration import ContainerOf, HasMounted, RegistrationService
-from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf, RegistrationBatches
+from gpumgr.enforcement.vcuda.slot import ContainerSlot, PidsOf
 from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.files import names_in
 from gpumgr.proc import environment
 from gpumgr.units import Resource
 from gpumgr.unix_socket import path_problem
-from gpumgr.usage.containers import Container
-
-_log = structlog.get_logger(__name__)
 
 #: The ids that gpumgr gives allocations. Folders of gpu-manager, which are beside ours, have other names.
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
@@ -65,10 +61,8 @@ class VcudaBackend(Backend):
         self._library_path, self._library_sha256 = library_path, library_sha256
         self._pids_of, self._driver_files_obstacle = pids_of, driver_files_obstacle
         self._slots: dict[AllocationId, ContainerSlot] = {}
-        self._batches = RegistrationBatches()
-        self._logged: dict[AllocationId, str] = {}
         self._images = ImageCheck(environment_of)
-        self._service = RegistrationService(self, container_of, has_mounted)
+        self._service = RegistrationService(self._slots, container_of, has_mounted)
 
     @property
     def registrations(self) -> Mapping[str, int]:
@@ -109,12 +103,7 @@ class VcudaBackend(Backend):
         return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:
-        known = self._known(running)
-        if known:
-            await asyncio.to_thread(self._update, known)
-        for slot, _ in known:
-            if slot.tenant.allocation in self._slots:
-                await self._listen(slot)
+        await self._keep([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
 
     def remains(self) -> Collection[AllocationId]:
         ours = {
@@ -124,32 +113,16 @@ class VcudaBackend(Backend):
 
     async def cleanup(self, allocation: AllocationId) -> None:
         slot = self._slots.pop(allocation, None)
-        self._logged.pop(allocation, None)
         self._service.forget(allocation)
         if slot is not None:
             await slot.hang_up(0)
         await asyncio.to_thread(files.remove, self._allocation_dir / allocation)
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        slots = [self._slot(tenant) for tenant in tenants]
-        await asyncio.to_thread(self._take_over, slots)
-        for slot in slots:
-            await self._listen(slot)
+        await self._keep([(slot, slot.take_over) for slot in map(self._slot, tenants)])
 
     async def close(self) -> None:
         await asyncio.gather(*(slot.hang_up(_CLOSE_GRACE_SECONDS) for slot in self._slots.values()))
-
-    # -- for the registration service ----------------------------------------------------------------------------------------
-
-    def tenant(self, allocation: AllocationId) -> GpuShare | None:
-        slot = self._slots.get(allocation)
-        return slot.tenant if slot else None
-
-    async def enter(self, allocation: AllocationId, container: Container, pid: int) -> None:
-        if (slot := self._slots.get(allocation)) is not None:
-            await self._batches.register(slot, container, pid)
-
-    # -- slots ---------------------------------------------------------------------------------------------------------------
 
     def _slot(self, tenant: GpuShare) -> ContainerSlot:
         slot = self._slots.get(tenant.allocation)
@@ -161,30 +134,30 @@ class VcudaBackend(Backend):
     def _known(self, running: Sequence[RunningContainer]) -> list[tuple[ContainerSlot, RunningContainer]]:
         return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
 
-    async def _listen(self, slot: ContainerSlot) -> None:
-        with self._logging_errors(slot):
-            await slot.listen(self._service)
+    async def _keep(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
+        """Does this for each container, on a thread, and serves its socket. An error affects no other container. Raises GpumgrError."""
+        failed: list[str] = []
 
-    def _take_over(self, slots: Sequence[ContainerSlot]) -> None:
-        for slot in slots:
-            with self._logging_errors(slot):
-                slot.take_over()
+        @contextmanager
+        def collecting(slot: ContainerSlot) -> Iterator[None]:
+            try:
+                yield
+            except (OSError, GpumgrError) as error:
+                failed.append(f"{slot.tenant.describe()}: {error}")
 
-    def _update(self, known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> None:
-        for slot, running in known:
-            with self._logging_errors(slot):
-                slot.update(running)
+        def write() -> None:
+            for slot, act in work:
+                with collecting(slot):
+                    act()
 
-    @contextmanager
-    def _logging_errors(self, slot: ContainerSlot) -> Iterator[None]:
-        """Logs what prevents a container's files or socket, each text once."""
-        try:
-            yield
-        except (OSError, GpumgrError) as error:
-            allocation, text = slot.tenant.allocation, str(error)
-            if self._logged.get(allocation) != text:
-                self._logged[allocation] = text
-                _log.warning("vcuda_not_kept", allocation=allocation, tenant=slot.tenant.describe(), reason=text)
+        if work:
+            await asyncio.to_thread(write)
+        for slot, _ in work:
+            if slot.tenant.allocation in self._slots:
+                with collecting(slot):
+                    await slot.listen(self._service)
+        if failed:
+            raise GpumgrError("; ".join(failed))
 
 
 def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import structlog
 from grpclib.const import Cardinality, Status
@@ -24,6 +24,7 @@ from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mounts import has_mounted
 from gpumgr.enforcement.vcuda.config import BUS_ID_BYTES, CONTAINER_NAME_BYTES, POD_UID_BYTES
+from gpumgr.enforcement.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.errors import GpumgrError
 from gpumgr.rpc import wire
 from gpumgr.usage.containers import Container
@@ -59,21 +60,14 @@ class Peer:
     uid: int
 
 
-class Registry(Protocol):
-    """Accepts registrations."""
-
-    def tenant(self, allocation: AllocationId) -> GpuShare | None: ...
-
-    async def enter(self, allocation: AllocationId, container: Container, pid: int) -> None:
-        """Returns when the process is in pids.config. Raises OSError."""
-        ...
-
-
 class RegistrationService:
-    """The service behind the sockets of all allocations."""
+    """The service behind the sockets of all allocations, `slots`."""
 
-    def __init__(self, registry: Registry, container_of: ContainerOf, has_mounted: HasMounted = has_mounted) -> None:
-        self._registry = registry
+    def __init__(
+        self, slots: Mapping[AllocationId, ContainerSlot], container_of: ContainerOf, has_mounted: HasMounted = has_mounted
+    ) -> None:
+        self._slots = slots
+        self._batches = RegistrationBatches()
         self._container_of = container_of
         self._has_mounted = has_mounted
         self._refused_clients: set[tuple[AllocationId, str]] = set()
@@ -109,14 +103,14 @@ class RegistrationService:
     async def _answer(self, stream: Any) -> None:
         peer = peer_of(stream)
         claimed = decode(await _receive(stream))
-        tenant = self._registry.tenant(peer.allocation)
-        if tenant is None:
+        slot = self._slots.get(peer.allocation)
+        if slot is None:
             raise GRPCError(Status.NOT_FOUND, f"no container has the allocation {peer.allocation}")
-        container = await self._admit(peer, tenant)
-        if not _names_agree(claimed, container, tenant):
+        container = await self._admit(peer, slot.tenant)
+        if not _names_agree(claimed, container, slot.tenant):
             _log.debug("registration_names_differ", allocation=peer.allocation, pid=peer.pid, **claimed)
         try:
-            await self._registry.enter(peer.allocation, container, peer.pid)
+            await self._batches.register(slot, container, peer.pid)
         except OSError as error:
             text = f"gpumgr can't write the container's pids.config: {error.strerror or error}"
             raise GRPCError(Status.UNAVAILABLE, text) from error

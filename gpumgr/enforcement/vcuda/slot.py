@@ -49,7 +49,7 @@ class ContainerSlot:
 
     async def hang_up(self, grace_seconds: float) -> None:
         if self._listener is not None:
-            await self._listener.close(grace_seconds)
+            await self._listener.drain(grace_seconds, lambda: None)
 
     def prepare_start(self, tenant: GpuShare) -> None:
         """Writes both files again before the container starts. Raises Refusal for names that don't fit, OSError."""

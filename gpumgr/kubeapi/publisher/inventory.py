@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn
 
+from msgspec import UNSET
+
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
@@ -90,8 +92,9 @@ class InventoryReporter:
                     numa=-1 if gpu.numa_node is None else gpu.numa_node,
                     healthy=bool(name) and name not in failed,
                     cordoned=name in unschedulable,
+                    index=UNSET if gpu.index == position else gpu.index,
                 )
-                for name, gpu in zip(names, snapshot.gpus, strict=True)
+                for position, (name, gpu) in enumerate(zip(names, snapshot.gpus, strict=True))
             ),
             levels=levels_of(snapshot.topology),
             other=self._other(view, {name: position for position, name in enumerate(names) if name}),

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import UNSET
+
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.allocator.ids import ALL_CORES
 from gpumgr.allocator.ledger import Allocation
@@ -91,6 +93,17 @@ def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
     assert found.topology() == snapshot_of(2, nvlinks=4).topology
     node.look(cordoned={uuid_of(1): "by the operator"})
     assert [(gpu.healthy, gpu.cordoned) for gpu in node.inventory.gpus] == [(True, False), (True, True)]
+
+
+def test_a_gpu_that_cannot_be_described_leaves_a_gap_in_the_indices() -> None:
+    """The driver lists three GPUs, and can't describe the one with index 1."""
+    node, snapshot = Node(), snapshot_of(2)
+    gpus = tuple(replace(gpu, index=2 * place) for place, gpu in enumerate(snapshot.gpus))
+    view = view_of()
+    node.report = NodeReport(view=replace(view, inventory=replace(view.inventory, snapshot=replace(snapshot, gpus=gpus))))
+    node.reporter.report()
+    assert '"index":0' not in node.written[-1]
+    assert [gpu.index for gpu in node.inventory.gpus] == [UNSET, 2]
 
 
 def test_it_is_written_when_it_changes_and_otherwise_seldom() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.doctor.backends import look_at_library, look_at_mps
+from gpumgr.doctor.backends import look_at_hami_core, look_at_library, look_at_mps
 from gpumgr.doctor.choice import look_at_choice
 from gpumgr.doctor.examine import State
 from gpumgr.doctor.gpus import SharedNvml
@@ -200,6 +200,41 @@ async def test_a_library_without_the_drivers_functions(empty_library: Path) -> N
     found = await look_at_library("vcuda", path, digest, {"auto"})
     assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
     assert (await look_at_library("hami-core", path, digest, {"auto"})).state == "ok"
+
+
+SHARED = "661 641 0:24 /gpumgr {} rw shared:5 - tmpfs tmpfs rw"
+
+
+@pytest.mark.parametrize(
+    ("plain", "mount", "words", "said"),
+    [
+        (False, SHARED, {"auto"}, None),
+        (True, SHARED, {"auto"}, "the regions of 1 containers lie in plain folders, such as {}/hami-core/00112233445566ff"),
+        (False, SHARED.replace("shared", "master"), {"mps", "hami-core"}, "mounts below {} do not reach the host"),
+        (False, SHARED.replace("shared:5 ", ""), {"auto"}, "mounts below {} do not reach the host"),
+        (True, "", {"mps"}, None),
+    ],
+)
+async def test_regions_that_can_fill_run_dir_are_shown(
+    tmp_path: Path, *, plain: bool, mount: str, words: set[str], said: str | None
+) -> None:
+    path, digest = library(tmp_path)
+    run_dir, proc = tmp_path / "run", tmp_path / "proc"
+    for folder in (run_dir / "hami-core", proc / "self"):
+        folder.mkdir(parents=True)
+    (proc / "self/mountinfo").write_text(f"640 1 0:53 / / rw - overlay overlay rw\n{mount.format(run_dir)}\n")
+    if plain:
+        (run_dir / "hami-core/00112233445566ff").mkdir()
+    found = await look_at_hami_core(path, digest, words, run_dir, proc, in_pod=True)
+    assert found.message.startswith(f"{path}, SHA-256 {digest[:12]}…")
+    if said is None:
+        assert found.state == "ok"
+    else:
+        assert (found.state, said.format(run_dir) in found.message) == ("warning", True)
+        assert "Bidirectional" in (found.remedy or "")
+    assert (await look_at_hami_core(path, digest, words, run_dir, proc, in_pod=False)).state == (
+        "warning" if said and plain else "ok"
+    )
 
 
 async def test_a_library_for_32_bits_or_none_at_all(tmp_path: Path) -> None:

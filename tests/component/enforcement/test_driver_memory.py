@@ -1,5 +1,6 @@
 """The driver's limits on containers' cgroups, with the simulated NVML behind the real monitor."""
 
+import os
 import shutil
 from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
@@ -148,11 +149,17 @@ async def test_a_limit_is_tried_once_until_the_driver_restarts(world: DriverNode
     assert (Path(cgroup).parent, limit) == (world.cgroups, MemoryLimit(soft_bytes=0, hard_bytes=GIB))
     assert list(world.cgroups.glob("gpumgr-*")) == []
     assert "dmem" in (world.cgroups / "cgroup.subtree_control").read_text()
+    world.control.set_result(SET, 4)
     assert await world.backend.unavailable() is None
-    assert len(world.control.memory_limits(0)) == 1
     world.backend.driver_restarted()
+    assert await world.backend.unavailable() is not None
+
+
+async def test_the_cgroup_of_a_try_that_was_killed_is_removed(world: DriverNode) -> None:
+    for name in ("4194305", "1", str(os.getpid())):  # above all pids; a process that runs; another one had the agent's pid
+        (world.cgroups / f"gpumgr-trial-{name}").mkdir()
     assert await world.backend.unavailable() is None
-    assert len(world.control.memory_limits(0)) == 2
+    assert [path.name for path in world.cgroups.glob("gpumgr-*")] == ["gpumgr-trial-1"]
 
 
 async def test_a_limit_that_the_driver_does_not_set_is_an_obstacle_until_it_does(world: DriverNode) -> None:
@@ -316,9 +323,14 @@ async def test_a_container_with_an_unknown_cgroup_is_a_finding(world: DriverNode
     await world.backend.adjust(world.running)
     assert "its cgroup is not known" in (await world.findings())[0]
     world.container = replace(world.container, cgroup="/kubepods/container")
-    assert await world.findings() == []
     await world.backend.adjust(world.running)
-    assert world.limit == GRANTED
+    assert (await world.findings(), world.limit) == ([], GRANTED)
+    world.container = replace(world.container, cgroup=None)
+    await world.backend.adjust(world.running)
+    assert len(await world.findings()) == 1
+    world.container = replace(world.container, cgroup="/kubepods/container")
+    await world.backend.adjust(world.running)
+    assert await world.findings() == []
 
 
 # -- who is never seen -------------------------------------------------------------------------------------------------------

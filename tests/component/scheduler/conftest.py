@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from msgspec import UNSET
 
 from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
@@ -29,9 +31,13 @@ GPU_MEBIBYTES = 16384
 Json = dict[str, Any]
 
 
-def inventory(name: str, count: int, **more: Any) -> str:
+def inventory(name: str, count: int, *, model: str = "", indices: Sequence[int] = (), **more: Any) -> str:
+    """`indices`: NVML's, if they are not the positions."""
     rows = [["X" if a == b else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", memory=GPU_MEBIBYTES) for gpu in range(count))
+    gpus = tuple(
+        InventoryGpu(uuid=f"GPU-{name}-{gpu}", model=model, memory=GPU_MEBIBYTES, index=indices[gpu] if indices else UNSET)
+        for gpu in range(count)
+    )
     return encode(
         Inventory(**{"topology_manager": "none", "gpus": gpus, "levels": levels_of(topology_from_matrix(rows)), **more})
     )
@@ -67,8 +73,10 @@ class Clock:
 
 
 class Stage:
-    def __init__(self, sim: SimApiServer, index: ClusterIndex, clock: Clock, url: str, session: ClientSession) -> None:
-        self.sim, self.index, self.clock = sim, index, clock
+    def __init__(
+        self, sim: SimApiServer, index: ClusterIndex, quotas: Quotas, clock: Clock, url: str, session: ClientSession
+    ) -> None:
+        self.sim, self.index, self.quotas, self.clock = sim, index, quotas, clock
         self._url, self._session = url, session
 
     async def post(self, verb: str, body: bytes | str) -> Any:
@@ -121,16 +129,17 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def _running(sim: SimApiServer, folder: Path, settings: SchedulerSettings) -> AsyncIterator[Stage]:
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
-    index, clock = ClusterIndex(), Clock()
-    watches = ClusterWatches(server, index, watch_times=FAST)
-    extender = Extender(server, index, watches, settings, clock=lambda: clock.now)
+    quotas, clock = Quotas(), Clock()
+    index = ClusterIndex([quotas])
+    watches = ClusterWatches(server, index, quotas, settings, watch_times=FAST)
+    extender = Extender(server, index, quotas, watches, settings, clock=lambda: clock.now)
     runner = web.AppRunner(make_application(extender, max_request_mebibytes=settings.max_request_mebibytes))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     task = asyncio.create_task(watches.run())
     async with ClientSession() as session:
-        stage = Stage(sim, index, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        stage = Stage(sim, index, quotas, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
         try:
             await until(lambda: watches.synced)
             yield stage

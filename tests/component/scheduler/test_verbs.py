@@ -70,6 +70,62 @@ async def test_a_rejection_has_one_text_with_all_counts(stage: Stage) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("annotations", "chosen", "index"),
+    [
+        ({}, "a", "0"),
+        ({"gpumgr.io/policy": "spread"}, "b", "1"),
+        ({"hami.io/gpu-scheduler-policy": "spread"}, "b", "1"),
+        ({"gpumgr.io/use-gpu-model": "h100"}, "b", "1"),
+        ({"nvidia.com/nouse-gputype": "A100"}, "b", "1"),
+        ({"gpumgr.io/use-gpu-uuid": "GPU-b-3"}, "b", "5"),
+        ({"gpumgr.io/use-gpu-uuid": "GPU-a-0,GPU-a-1", "nvidia.com/nouse-gpuuuid": "GPU-a-0"}, "a", "1"),
+    ],
+)
+async def test_a_pod_chooses_its_policy_and_its_gpus(stage: Stage, annotations: dict[str, str], chosen: str, index: str) -> None:
+    """The driver of node b can't describe the GPUs with the indices 0 and 3."""
+    stage.sim.put_node(node("a", 2, inventory("a", 2, model="NVIDIA A100")))
+    stage.sim.put_node(node("b", 4, inventory("b", 4, model="NVIDIA H100", indices=(1, 2, 4, 5))))
+    await until(lambda: bool((found := stage.index.node("b")) and found.gpus[0].model))
+    await stage.schedule(pod("first", ("app", 60, 16)), ["a"])
+    assert await stage.schedule(pod("one", ("app", 30, 8), annotations=annotations)) == chosen
+    assert stage.sim.annotations("uid-one")["tencent.com/predicate-gpu-idx-0"] == index
+
+
+async def test_gpu_managers_indices_are_those_of_nvml(stage: Stage) -> None:
+    stage.sim.put_node(node("b", 4, inventory("b", 4, indices=(1, 2, 4, 5))))
+    told = {"tencent.com/predicate-node": "b", "tencent.com/predicate-gpu-idx-0": "4"}
+    stage.sim.put_document(pod("one", ("app", 30, 8), on="b", annotations=told))
+    await until(lambda: stage.cores("b") == [0, 0, 30, 0])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("gpumgr.io/policy", "packed", "'packed' is no policy; use binpack, spread, topology"),
+        ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
+        ("nvidia.com/use-gpuuuid", "3", "'3' is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-..."),
+    ],
+)
+async def test_an_annotation_that_cannot_be_read_is_refused(stage: Stage, key: str, text: str, reason: str) -> None:
+    item = await stage.create(pod("one", ("app", 30, 8), annotations={key: text}))
+    assert (await stage.filter(item))["FailedAndUnresolvableNodes"] == {"a": f"annotation {key}: {reason}"}
+    assert await stage.bind(item, "a") == f"annotation {key}: {reason}"
+    stage.sim.put_document(pod("one", ("app", 30, 8), on="a", annotations={key: text}))
+    await until(lambda: stage.cores("a") == [30, 0])
+
+
+async def test_constraints_that_change_before_the_binding_count(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 30, 8)))
+    await stage.filter(item)
+    later = pod("one", ("app", 30, 8), annotations={"gpumgr.io/use-gpu-uuid": "GPU-a-1"})
+    stage.sim.put_document(later)
+    stage.sim.put_document(pod("next-event", ("app", 10, 4), on="b"))
+    await until(lambda: sum(stage.cores("b")) == 10)
+    assert await stage.bind(later, "a") == ""
+    assert stage.cores("a") == [0, 30]
+
+
 async def test_requests_that_every_agent_refuses_are_rejected_with_the_reason(stage: Stage) -> None:
     answer = await stage.filter(pod("one", ("app", 150, 0)))
     (told,) = answer["FailedAndUnresolvableNodes"].values()

@@ -4,10 +4,9 @@ import pytest
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.node import NodeState, PodUse, Used, homogeneous
-from gpumgr.cluster.request import PodRequest, vcuda_request
+from gpumgr.cluster.request import PodRequest, Policy, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
-from gpumgr.evaluators.select import Policy
 from gpumgr.units import Amounts
 from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
 

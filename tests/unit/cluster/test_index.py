@@ -1,6 +1,7 @@
 """The index: which node is offered, what is assumed, and what is computed again."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 from gpumgr.cluster import index as module
 from gpumgr.cluster import shape
 from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.node import NodeState
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
+from gpumgr.cluster.request import PodRequest, Policy
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 
@@ -186,7 +187,14 @@ def brute_force(index: ClusterIndex, wanted: PodRequest, policy: Policy, names: 
 def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) -> None:
     """Whatever changed before, and which shapes were asked for in between."""
     index, names = ClusterIndex(), ("a", "b", "c", "d")
-    shapes = (share(30, 8), share(60, 30), request(("app", 100, 0)), request(("app", 200, 0)))
+    shapes = (
+        share(30, 8),
+        share(60, 30),
+        request(("app", 100, 0)),
+        request(("app", 200, 0)),
+        replace(share(60, 30), constraints=Constraints(use_uuids=("GPU-a-1", "GPU-c-0"))),
+        replace(share(60, 30), constraints=Constraints(avoid_uuids=("GPU-b-0", "GPU-b-1"))),
+    )
     for step in range(data.draw(st.integers(1, 16))):
         name = data.draw(st.sampled_from(names))
         match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "ask"])):

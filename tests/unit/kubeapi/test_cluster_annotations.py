@@ -1,5 +1,6 @@
 """The text of both annotations, and what their readers refuse."""
 
+import msgspec
 import pytest
 
 from gpumgr.kubeapi.cluster_annotations import (
@@ -40,6 +41,15 @@ def test_an_inventory_has_this_text() -> None:
     assert encode(INVENTORY) == INVENTORY_TEXT
     assert decode_inventory(INVENTORY_TEXT) == INVENTORY
     assert decode_inventory(INVENTORY_TEXT).topology() == TOPOLOGY
+
+
+def test_an_index_is_written_where_it_is_not_the_position() -> None:
+    shifted = msgspec.structs.replace(INVENTORY, gpus=(INVENTORY.gpus[0], msgspec.structs.replace(INVENTORY.gpus[1], index=3)))
+    text = INVENTORY_TEXT.replace('"healthy":false', '"healthy":false,"index":3')
+    assert encode(shifted) == text
+    assert decode_inventory(text) == shifted
+    with pytest.raises(ValueError, match="an index appears twice in gpus"):
+        decode_inventory(text.replace('"index":3', '"index":0'))
 
 
 def test_a_placement_has_this_text() -> None:

@@ -67,7 +67,11 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
             gpu="1",
             gpumem="4096",
             gpucores="30",
-            annotations={ALLOCATED: "GPU-a,NVIDIA,4096,30:;", "nvidia.com/use-gputype": "A10"},
+            annotations={
+                ALLOCATED: "GPU-a,NVIDIA,4096,30:;",
+                "nvidia.com/use-gputype": "A10",
+                "nvidia.com/vgpu-mode": "hami-core",
+            },
         ),
         pod("elsewhere", node="gpu-8", gpu="1"),
         pod("over", phase="Succeeded", gpu="1"),
@@ -75,7 +79,8 @@ def test_pods_of_this_node_that_have_gpus_and_only_those() -> None:
     )
     assert made.pods == (
         "team/a (main): tencent.com/vcuda-core: 30, tencent.com/vcuda-memory: 16",
-        "team/a: gpumgr does not read nvidia.com/use-gputype",
+        "team/a: only pods of `gpumgr scheduler` are placed by nvidia.com/use-gputype",
+        "team/a: gpumgr does not read nvidia.com/vgpu-mode",
     )
     assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl -n team delete pod a", "kubectl label node gpu-7 gpu-"]
     assert made.warnings == ("gpumgr can't know of GPUs that HAMi gave out, and must not start before these have ended: team/a",)

@@ -1,11 +1,13 @@
 """The backend on real files, with real processes on the other side of the region."""
 
+import asyncio
 import os
 import shutil
 import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,10 +15,13 @@ import pytest
 
 from gpumgr.allocator.response import Mount
 from gpumgr.enforcement.backend import Backend, Finding
+from gpumgr.enforcement.hami_core import backend as backend_module
 from gpumgr.enforcement.hami_core import layout
-from gpumgr.enforcement.hami_core.backend import HamiCore
+from gpumgr.enforcement.hami_core.backend import RETRY_SECONDS, HamiCore
+from gpumgr.enforcement.hami_core.monitor import CHECKS_WRONG_HOST
 from gpumgr.enforcement.hami_core.region import RegionFile
 from gpumgr.enforcement.hami_core.view import RegionView
+from gpumgr.enforcement.operator_library import CheckedLibrary
 from gpumgr.errors import Refusal
 from gpumgr.files import FileIdentity
 from tests.component.enforcement.hami_core.harness import (
@@ -71,12 +76,8 @@ def limits_line(client: Client, region: Path) -> str:
 
 
 def read(folder: Path) -> RegionView:
-    region = RegionFile.open(region_of(folder).parent)
-    assert isinstance(region, RegionFile)
-    seen = region.read()
-    assert isinstance(seen, RegionView)
-    region.close()
-    return seen
+    with closing(RegionFile.open(region_of(folder).parent)) as region:
+        return region.read()
 
 
 def until_one_waits(folder: Path) -> None:
@@ -198,11 +199,43 @@ async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_star
     build(mine, "-DHIDDEN")
     backend = make_backend(tmp_path, mine)
     reason = await backend.unavailable() or ""
-    assert "it does not export cuInit" in reason
-    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* it does not export cuInit"):
+    assert "does not export cuDeviceTotalMem_v2, " in reason
+    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* does not export cuDeviceTotalMem_v2, "):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
+
+
+async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
+    tmp_path: Path, clock: Seconds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[CheckedLibrary] = []
+
+    def refusal(library: CheckedLibrary) -> str:
+        tries.append(library)
+        return "it made no region within 15 s"
+
+    monkeypatch.setattr(backend_module, "refusal", refusal)
+    mine = tmp_path / "libvgpu.so"
+    build(mine)
+    backend = make_backend(tmp_path, mine, clock)
+
+    async def start(number: int) -> None:
+        with pytest.raises(Refusal, match="it made no region within 15 s"):
+            await backend.start(tenant(f"{number:016x}"))
+
+    await asyncio.gather(*(start(number) for number in range(20)))
+    clock.now += RETRY_SECONDS - 1
+    await start(20)
+    assert len(tries) == 1
+    clock.now += 1
+    await start(21)
+    assert len(tries) == 2
+    monkeypatch.setattr(backend_module, "refusal", lambda _: None)
+    backend.supply(mine, build(mine, "-DNEEDS", "-Wl,-z,lazy"))  # another file
+    await backend.start(tenant())
+    monkeypatch.undo()
+    await backend.close()
 
 
 @pytest.mark.parametrize(("cores", "memory_bytes"), [(0, 1 << 30), (100, 1 << 30), (30, 0)])
@@ -384,6 +417,22 @@ async def test_a_siblings_host_pid_is_replaced(tmp_path: Path, backend: HamiCore
     with client.process(region, "take") as first, client.process(region, "take", "host", first) as second:
         await backend.adjust([running(pids=[first, second])])
         assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(first, first), (second, second)]
+
+
+@pytest.mark.parametrize("spoil", [("host", 0), ("host", 0, "search"), ("host", 4_000_000, "lock")])
+async def test_a_container_that_writes_its_host_pid_all_the_time_is_reported_once(
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
+) -> None:
+    """Also while it writes that the library looks for the pid, or that its slot is being written."""
+    with client.process(region, "take", *spoil) as pid:
+        now, spoilt, found = running(pids=[pid]), content(region), list[Finding]()
+        for checks in range(1, CHECKS_WRONG_HOST + 5):
+            await asyncio.to_thread(region.write_bytes, spoilt)
+            await backend.adjust([now])
+            found += await backend.observe([now])
+            assert (codes(found) == ["tampered"]) is (checks >= CHECKS_WRONG_HOST)
+        assert f"host pid {spoil[1]} of process {pid} instead of {pid} at {CHECKS_WRONG_HOST} checks" in found[0].message
+        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(pid, pid)]
 
 
 async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(

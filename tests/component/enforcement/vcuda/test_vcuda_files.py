@@ -6,18 +6,18 @@ import hashlib
 import os
 import re
 import stat
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from gpumgr.enforcement.backend import RunningContainer
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.config import pack_config
-from gpumgr.errors import CriError, Refusal
+from gpumgr.errors import CriError, GpumgrError, Refusal
 from gpumgr.usage.containers import Container
 from tests.component.enforcement.vcuda.harness import Node, build_library, register, run
 from tests.unit.enforcement.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
@@ -102,7 +102,7 @@ async def test_a_change_of_the_grant_and_tampering_are_put_right(node: Node, bac
     assert node.socket.is_socket()
 
 
-async def test_unreadable_cgroups_are_reported_once_and_delay_no_other_container(
+async def test_unreadable_cgroups_are_reported_and_delay_no_other_container(
     node: Node, library_sha256: str, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(_container: Container) -> Collection[int]:
@@ -111,15 +111,42 @@ async def test_unreadable_cgroups_are_reported_once_and_delay_no_other_container
     monkeypatch.setattr(node, "pids_of", unreadable)
     blind = node.backend(library_sha256)
     await blind.start(TENANT)
-    with capture_logs() as lines:
-        for _ in range(2):
-            await blind.adjust([RunningContainer(tenant=TENANT, container=CONTAINER)])
-    assert [(line["event"], line["reason"]) for line in lines] == [
-        ("vcuda_not_kept", "can't read /sys/fs/cgroup: Permission denied")
-    ]
+    other = replace(TENANT, allocation="1" * 16)
+    await blind.start(other)
+    (node.folder / other.allocation / "vcuda.config").unlink()
+    said = r"^demo/resnet \(main\): can't read /sys/fs/cgroup: Permission denied; demo/resnet"
+    with pytest.raises(GpumgrError, match=said):
+        await blind.adjust([RunningContainer(tenant=each, container=CONTAINER) for each in (TENANT, other)])
+    assert (node.folder / other.allocation / "vcuda.config").exists()
     ended = await register(client, node.socket)
     assert (ended.status, ended.pid in node.listed()) == (0, True)
     await blind.close()
+
+
+async def test_a_registration_during_a_listing_is_not_lost(
+    node: Node, backend: VcudaBackend, client: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing from before the registration must not be written after it."""
+    running = RunningContainer(tenant=TENANT, container=CONTAINER)
+    await backend.adjust([running])
+    listing, registered = asyncio.Event(), threading.Event()
+    loop, looks = asyncio.get_running_loop(), node.pids_of
+
+    def slow(container: Container) -> Collection[int]:
+        before = tuple(looks(container))
+        if not listing.is_set():
+            loop.call_soon_threadsafe(listing.set)
+            registered.wait(0.3)  # a registration that does not wait for the listing ends in this time
+        return before
+
+    node.pids = {70001}
+    monkeypatch.setattr(backend._slot(TENANT), "_pids_of", slow)
+    adjusting = asyncio.create_task(backend.adjust([running]))
+    await listing.wait()
+    ended = await register(client, node.socket)
+    registered.set()
+    await adjusting
+    assert (ended.status, set(node.listed())) == (0, {70001, ended.pid})
 
 
 async def test_a_lock_held_by_a_container_delays_no_other_container(node: Node, backend: VcudaBackend, client: Path) -> None:

@@ -28,9 +28,7 @@ class Pieces:
         self.put(layout.PROC_NUM, "<i", count + 1)
 
     def view(self) -> RegionView:
-        content = bytes(self.content)
-        tail = content[layout.PROC_NUM :]
-        return view.decode(content[: layout.PROCS], tail, content[layout.PROCS : layout.slot_at(view.process_count(tail))])
+        return view.decode(lambda offset, size: bytes(self.content[offset : offset + size]))
 
 
 def table(**numbers: int | tuple[int, ...]) -> Callable[[int], tuple[int, ...]]:

@@ -13,6 +13,11 @@ def mend(pieces: Pieces, due: list[repairs.Repair]) -> None:
         pieces.content[each.offset : each.offset + len(each.data)] = each.data
 
 
+def due(pieces: Pieces, hosts_of: repairs.HostsOf) -> list[repairs.Repair]:
+    """The pids on the host to be written now."""
+    return [repair for _, later, repair in repairs.wrong_hosts(pieces.view(), hosts_of) if not later]
+
+
 def test_an_untouched_region_needs_nothing() -> None:
     assert list(repairs.drifted(Pieces().view(), GRANTED)) == []
 
@@ -40,7 +45,7 @@ def test_a_missing_or_wrong_host_pid_is_written_and_a_correct_one_is_not() -> No
     pieces.add(pid=10, hostpid=0)
     pieces.add(pid=11, hostpid=1008)  # a sibling's
     pieces.add(pid=0, hostpid=0, status=0)
-    mend(pieces, list(repairs.wrong_hosts(pieces.view(), table(p7=1007, p8=1008, p9=1009, p11=1011))))
+    mend(pieces, due(pieces, table(p7=1007, p8=1008, p9=1009, p11=1011)))
     found = [(slot.pid, slot.hostpid) for slot in pieces.view().slots]
     assert found == [(7, 1007), (8, 1008), (9, 1009), (10, 0), (11, 1011)]
 
@@ -58,7 +63,7 @@ def test_a_process_that_looks_for_its_host_pid_is_not_helped() -> None:
     pieces.add(pid=7)
     pieces.add(pid=8, hostpid=1007)
     pieces.put(layout.SEM_POSTINIT, "<II", 0, 1)
-    (repair,) = repairs.wrong_hosts(pieces.view(), table(p7=1007, p8=1008))
+    (repair,) = due(pieces, table(p7=1007, p8=1008))
     assert repair.message == "host pid 1007 of process 8 instead of 1008"
 
 
@@ -76,7 +81,7 @@ def test_who_holds_postinit_is_one_more_than_those_that_wait(waiters: int, may_r
 def test_a_stuck_slot_keeps_its_old_host_number() -> None:
     pieces = Pieces()
     pieces.add(pid=1, hostpid=555, seqlock=3)
-    assert list(repairs.wrong_hosts(pieces.view(), table(p1=1001))) == []
+    assert due(pieces, table(p1=1001)) == []
 
 
 def test_a_lock_of_an_ended_writer_is_released() -> None:

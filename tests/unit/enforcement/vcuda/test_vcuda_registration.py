@@ -58,19 +58,21 @@ def test_a_missing_name_leaves_it_unclear_unless_the_others_differ() -> None:
 
 @dataclass
 class Desk:
-    """Where registrations go."""
+    """Stands for ContainerSlot: records who registers."""
 
     failure: OSError | None = None
-    holder: GpuShare = TENANT
+    tenant: GpuShare = TENANT
     entered: list[int] = field(default_factory=list)
 
-    def tenant(self, allocation: str) -> GpuShare | None:
-        return self.holder if allocation == TENANT.allocation else None
-
-    async def enter(self, allocation: str, container: Container, pid: int) -> None:  # noqa: ARG002 (the port's signature)
+    def register(self, _container: Container, clients: Collection[int]) -> None:
         if self.failure is not None:
             raise self.failure
-        self.entered.append(pid)
+        self.entered += clients
+
+    def service(self, container_of: ContainerOf, has_mounted: HasMounted) -> RegistrationService:
+        return RegistrationService({TENANT.allocation: cast("ContainerSlot", self)}, container_of, has_mounted)
+
+    __hash__ = object.__hash__
 
 
 class Call:
@@ -104,7 +106,7 @@ def nowhere(_pid: int, _allocation: str) -> bool:
 async def status_of(
     call: Call, desk: Desk, container_of: ContainerOf = inside, has_mounted: HasMounted = nowhere
 ) -> tuple[Status, str]:
-    service = RegistrationService(desk, container_of, has_mounted)
+    service = desk.service(container_of, has_mounted)
     with pytest.raises(GRPCError) as caught:
         await service.__mapping__()[ROUTE].func(call)
     assert service.outcomes == {caught.value.status.name.lower(): 1}
@@ -123,10 +125,10 @@ async def test_without_names_the_container_is_identified_by_its_mounted_folder(h
         asked.append((pid, allocation))
         return True
 
-    desk = Desk(holder=holder)
-    await RegistrationService(desk, inside, mounted).__mapping__()[ROUTE].func(Call(4712))
+    desk = Desk(tenant=holder)
+    await desk.service(inside, mounted).__mapping__()[ROUTE].func(Call(4712))
     assert (desk.entered, asked) == ([4712], [(4712, TENANT.allocation)])
-    status, sentence = await status_of(Call(4712), Desk(holder=holder))
+    status, sentence = await status_of(Call(4712), Desk(tenant=holder))
     assert status is Status.PERMISSION_DENIED
     assert sentence.startswith("process 4712 is in demo/resnet (main), and this socket belongs to ")
     assert sentence.endswith(", and does not have its folder mounted")
@@ -140,7 +142,7 @@ async def test_the_folder_does_not_outweigh_names_that_differ() -> None:
 
     status, sentence = await status_of(Call(4712), Desk(), thief, lambda _pid, _allocation: True)
     assert (status, "folder" in sentence) == (Status.PERMISSION_DENIED, False)
-    other = Desk(holder=replace(TENANT, container=None))
+    other = Desk(tenant=replace(TENANT, container=None))
     assert (await status_of(Call(4712), other, thief, lambda _pid, _allocation: True))[0] is Status.PERMISSION_DENIED
 
 
@@ -181,7 +183,7 @@ async def test_a_runtime_that_is_away_is_worth_another_try() -> None:
     status, sentence = await status_of(Call(4712), Desk(), nameless)
     assert (status, "which container of demo/resnet (main)'s pod process 4712 is in" in sentence) == (Status.UNAVAILABLE, True)
     desk = Desk()
-    await RegistrationService(desk, nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
+    await desk.service(nameless, lambda _pid, _allocation: True).__mapping__()[ROUTE].func(Call(4712))
     assert desk.entered == [4712], "what it has mounted can be told without the runtime"
     status, sentence = await status_of(Call(4712), Desk(), nothing)
     assert (status, sentence) == (Status.UNAVAILABLE, "the container of process 4712 can't be found out: no cgroups here")

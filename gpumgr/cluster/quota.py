@@ -1,0 +1,309 @@
+"""Limits of namespaces, what their pods hold, and whether a pod may have more.
+
+What a pod holds is added when it is placed (assumed or bound) and subtracted when it ends, so a decision costs the same with any number of
+pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+from gpumgr.cluster.choose import NodeChoice
+from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
+from gpumgr.cluster.node import NOTHING, NodeState, PodUse
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
+from gpumgr.units import CORES_PER_GPU, Amounts
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """GPUs that limits can't distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known."""
+
+    model: str = ""
+    label: str = ""
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`gpus` counts the GPUs of containers that request whole ones."""
+
+    cores: int = 0
+    memory_mebibytes: int = 0
+    gpus: int = 0
+
+    def plus(self, other: "Held", sign: int = 1) -> "Held":
+        return Held(
+            self.cores + sign * other.cores,
+            self.memory_mebibytes + sign * other.memory_mebibytes,
+            self.gpus + sign * other.gpus,
+        )
+
+
+NONE_HELD: Final = Held()
+#: What a pod holds of each kind of GPU.
+Holding = Mapping[GpuKind, Held]
+NO_HOLDING: Final[Holding] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What a namespace may hold of the GPUs that all given texts match; None: as much as there is.
+
+    `model` is part of the model's name, of the driver's or of the node's label, in any case. `label` is the node's label itself.
+    """
+
+    cores: int | None = None
+    memory_mebibytes: int | None = None
+    gpus: int | None = None
+    model: str = ""
+    label: str = ""
+    pool: str = ""
+
+    def covers(self, kind: GpuKind) -> bool:
+        wanted = self.model.casefold()
+        return (
+            (wanted in kind.model.casefold() or wanted in kind.label.casefold())
+            and self.label in ("", kind.label)
+            and self.pool in ("", kind.pool)
+        )
+
+    @property
+    def where(self) -> str:
+        model = self.label or self.model
+        return (f" on {model}" if model else "") + (f" in pool {self.pool}" if self.pool else "")
+
+    def exceeded(self, used: Held, wanted: Held) -> str | None:
+        """The first amount that would be too much, in words; nothing is too much of what is not wanted."""
+        if self.cores is not None and wanted.cores and used.cores + wanted.cores > self.cores:
+            return f"{used.cores} of {self.cores} cores{self.where}; the pod needs {wanted.cores}"
+        if self.gpus is not None and wanted.gpus and used.gpus + wanted.gpus > self.gpus:
+            return f"{used.gpus} of {self.gpus} whole GPUs{self.where}; the pod needs {wanted.gpus}"
+        memory = used.memory_mebibytes, self.memory_mebibytes, wanted.memory_mebibytes
+        if memory[1] is not None and memory[2] and memory[0] + memory[2] > memory[1]:
+            used_text, limit, need = (memory_text(each or 0) for each in memory)
+            return f"{used_text} of {limit} of GPU memory{self.where}; the pod needs {need}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceQuota:
+    """All `limits` hold. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
+
+    limits: tuple[Limit, ...] = ()
+    labels: frozenset[str] | None = None
+    pools: frozenset[str] | None = None
+
+    def forbidden(self, kind: GpuKind) -> str | None:
+        """Why no pod of the namespace may have this kind of GPU, in words."""
+        if self.labels is not None and kind.label not in self.labels:
+            return f"has no quota for {f'model {kind.label}' if kind.label else 'nodes without a model label'}; {_models(self.labels)}"
+        if self.pools is not None and kind.pool not in self.pools:
+            return f"may not use {f'pool {kind.pool}' if kind.pool else 'nodes without a pool'}, only {', '.join(sorted(self.pools))}"
+        return None
+
+
+@dataclass
+class _Class:
+    """Nodes with the same GPUs, as far as limits count. `uniform`: all their GPUs are of this kind and memory."""
+
+    uniform: tuple[GpuKind, int] | None
+    names: set[str] = field(default_factory=set)
+
+
+class Quotas:
+    """Follows a ClusterIndex as its listener. `limits`: by namespace; others have none. `problem`: why no limits are known at all."""
+
+    def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
+        self.limits: Mapping[str, NamespaceQuota] = limits or {}
+        self.problem: str | None = None
+        self._used: dict[str, dict[GpuKind, Held]] = {}
+        self._pods: dict[str, tuple[str, Holding]] = {}
+        self._classes: dict[frozenset[tuple[GpuKind, int]], _Class] = {}
+        self._class_of: dict[str, _Class] = {}
+
+    # -- what the index reports --------------------------------------------------------------------------------------------
+
+    def pod_placed(self, pod: PlacedPod, node: NodeState) -> None:
+        holding = self.holding(pod, node)
+        self._pods[pod.uid] = (pod.namespace, holding)
+        self._count(pod.namespace, holding, 1)
+
+    def pod_removed(self, uid: str) -> None:
+        if (known := self._pods.pop(uid, None)) is not None:
+            self._count(*known, -1)
+
+    def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
+        """A node without GPUs has been removed, perhaps for a moment: what its pods held there still counts."""
+        gpus = frozenset(_gpus(node))
+        found = self._classes.setdefault(gpus, _Class(next(iter(gpus)) if len(gpus) == 1 else None))
+        before = self._class_of.get(node.name)
+        if before is not None:
+            before.names.discard(node.name)
+        found.names.add(node.name)
+        self._class_of[node.name] = found
+        if before is not found and node.gpus:
+            for pod in pods:
+                self.pod_removed(pod.uid)
+                self.pod_placed(pod, node)
+
+    def node_removed(self, name: str) -> None:
+        if (known := self._class_of.pop(name, None)) is not None:
+            known.names.discard(name)
+
+    # -- decisions ---------------------------------------------------------------------------------------------------------
+
+    def excluded(self, namespace: str, request: PodRequest) -> Mapping[str, Set[str]]:
+        """The nodes on which any choice of GPUs exceeds the quota, by the reason, which has the numbers."""
+        reasons: dict[str, set[str]] = {}
+        if namespace not in self.limits:
+            return reasons
+        for each in self._classes.values():
+            if each.names and each.uniform is not None:
+                refusal = self.refusal(namespace, _uniform_holding(*each.uniform, request.containers))
+                if refusal is not None:
+                    reasons.setdefault(refusal, set()).update(each.names)
+        return reasons
+
+    def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
+        """Why the namespace may not hold `wanted` besides what it holds, or None."""
+        quota = self.limits.get(namespace)
+        if quota is None:
+            return None
+        for kind in wanted:
+            if (text := quota.forbidden(kind)) is not None:
+                return f"namespace {namespace} {text}"
+        used = self._used.get(namespace, {})
+        for limit in quota.limits:
+            held = _sum(used, limit).plus(_sum(freed, limit), -1)
+            if (text := limit.exceeded(held, _sum(wanted, limit))) is not None:
+                return f"namespace {namespace} uses {text}"
+        return None
+
+    def held(self, uid: str) -> tuple[str, Holding]:
+        """The namespace of a placed pod, and what the pod holds."""
+        return self._pods.get(uid, ("", NO_HOLDING))
+
+    def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
+        """What the pod holds on this node. On a node with different GPUs, a pod with GPUs that are not known counts on the first ones."""
+        known = self._class_of.get(node.name)
+        uniform = (GpuKind(), 0) if known is None else known.uniform
+        if uniform is not None:
+            return _uniform_holding(*uniform, pod.request.containers)
+        positions = node.positions
+        places = [[gpu if isinstance(gpu, int) else positions.get(gpu, -1) for gpu, _ in each] for each in pod.shares or ()]
+        if len(places) != len(pod.request.containers) or any(gpu < 0 for each in places for gpu in each):
+            places = [list(range(each.gpus)) for each in pod.request.containers]
+        return _holding(_gpus(node), pod.request.containers, places)
+
+    def choice_holding(self, choice: NodeChoice, request: PodRequest, node: NodeState) -> Holding:
+        """What a pod would hold with this choice."""
+        return _holding(_gpus(node), request.containers, [[gpu for gpu, _ in each] for each in choice.shares])
+
+    def _count(self, namespace: str, holding: Holding, sign: int) -> None:
+        used = self._used.setdefault(namespace, {})
+        for kind, held in holding.items():
+            used[kind] = used.get(kind, NONE_HELD).plus(held, sign)
+            if used[kind] == NONE_HELD:
+                del used[kind]
+        if not used:
+            del self._used[namespace]
+
+
+def rank_within_quota(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, policy: Policy, names: Sequence[str], most: int = 1
+) -> list[tuple[str, NodeChoice]] | Rejection:
+    """As ClusterIndex.rank, without what the quota denies."""
+    excluded = quotas.excluded(namespace, request)
+    denied = frozenset().union(*excluded.values())
+    allowed = [name for name in names if name not in denied] if denied else names
+    ranked = index.rank(request, policy, allowed, most) if allowed else Rejection("")
+    if isinstance(ranked, Rejection):
+        return _rejection(excluded, names, len(allowed), ranked.text) if denied else ranked
+    refusals = _refusals(index, quotas, namespace, request, ranked)
+    if not refusals:
+        return ranked
+    # Nodes with different GPUs, where the quota depends on the choice.
+    ranked = index.rank(request, policy, allowed, len(allowed))
+    assert not isinstance(ranked, Rejection), "it has nodes that fit"
+    refusals = _refusals(index, quotas, namespace, request, ranked)
+    left = [each for each in ranked if each[0] not in refusals]
+    return left[:most] or _rejection({**excluded, **{text: {name} for name, text in refusals.items()}}, names, 0, "")
+
+
+def _rejection(excluded: Mapping[str, Set[str]], names: Sequence[str], others: int, text: str) -> Rejection:
+    """`text`: why the `others` do not fit."""
+    offered = set(names)
+    reasons = "; ".join(sorted(reason for reason, nodes in excluded.items() if nodes & offered))
+    count = len(names) - others
+    rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
+    whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
+    return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
+
+
+def _refusals(
+    index: ClusterIndex, quotas: Quotas, namespace: str, request: PodRequest, ranked: Iterable[tuple[str, NodeChoice]]
+) -> dict[str, str]:
+    """The nodes on which the choice exceeds the quota, and why."""
+    if namespace not in quotas.limits:
+        return {}
+    found = {}
+    for name, choice in ranked:
+        node = index.node(name)
+        if node is not None and (text := quotas.refusal(namespace, quotas.choice_holding(choice, request, node))) is not None:
+            found[name] = text
+    return found
+
+
+def added_holdings(holdings: Iterable[Holding]) -> Holding:
+    total: dict[GpuKind, Held] = {}
+    for holding in holdings:
+        for kind, held in holding.items():
+            total[kind] = total.get(kind, NONE_HELD).plus(held)
+    return total
+
+
+def _models(labels: frozenset[str]) -> str:
+    return f"its models: {', '.join(sorted(labels))}" if labels else "it has none for any model"
+
+
+def _sum(holding: Holding, limit: Limit) -> Held:
+    total = NONE_HELD
+    for kind, held in holding.items():
+        if limit.covers(kind):
+            total = total.plus(held)
+    return total
+
+
+def _gpus(node: NodeState) -> list[tuple[GpuKind, int]]:
+    """Kind and memory in MiB of each GPU."""
+    gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for gpu in node.gpus]
+    return gpus or [(GpuKind("", node.model_label, node.pool), 0)]
+
+
+@lru_cache(maxsize=4096)
+def _uniform_holding(kind: GpuKind, memory_mebibytes: int, containers: tuple[ContainerRequest, ...]) -> Holding:
+    """On equal GPUs the choice has no influence: the kubelet reuses devices of init containers wherever they are."""
+    return _holding([(kind, memory_mebibytes)], containers, [range(each.gpus) for each in containers])
+
+
+def _holding(
+    gpus: Sequence[tuple[GpuKind, int]], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]
+) -> Holding:
+    """`places`: positions of the GPUs of each container; a position after the last one of `gpus` is like the last one."""
+    use, whole = PodUse(), PodUse()
+    for container, positions in zip(containers, places, strict=True):
+        for gpu in positions:
+            if container.whole:
+                use.add(container.kind, ((gpu, Amounts(CORES_PER_GPU, gpus[min(gpu, len(gpus) - 1)][1])),))
+                whole.add(container.kind, ((gpu, Amounts(1)),))
+            else:
+                use.add(container.kind, ((gpu, Amounts(container.cores_per_gpu, container.memory_mebibytes)),))
+    total: dict[GpuKind, Held] = {}
+    for gpu, taken in use.taken.items():
+        kind = gpus[min(gpu, len(gpus) - 1)][0]
+        count = whole.taken.get(gpu, NOTHING).cores
+        total[kind] = total.get(kind, NONE_HELD).plus(Held(taken.cores, taken.memory_mebibytes, count))
+    return total

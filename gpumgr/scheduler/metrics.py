@@ -1,0 +1,156 @@
+"""The scheduler's metrics: verbs are counted when they end; all else is taken from the overview at each scrape.
+
+Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are those of the cluster's GPUs, up to MAX_MODELS.
+"""
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics
+
+import gpumgr
+from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.summary import GPU_PARTS, PARTS, ByModel
+from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
+from gpumgr.scheduler.overview import ClusterOverview
+from gpumgr.scheduler.reasons import KINDS, Kind
+from gpumgr.scheduler.wire import FilterResult
+
+VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")
+#: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
+OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
+#: Models with series of their own, those with the most GPUs; all others are "other".
+MAX_MODELS: Final = 32
+#: Key of a response under which the server leaves its outcome.
+OUTCOME: Final = web.ResponseKey("outcome", str)
+#: From an answer from memory to kube-scheduler's timeout.
+_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
+
+_SECONDS: Final = Family(
+    name="gpumgr_scheduler_request_duration_seconds",
+    about="How long the extender took to answer a call of kube-scheduler. A rejection names no node.",
+    kind="histogram",
+    labels=("verb", "outcome"),
+)
+_BUILD: Final = gauge("scheduler_build_info", "Version of gpumgr and of Python; always 1.", "version", "python")
+_LEADER: Final = gauge("scheduler_leader", "1 on the replica that answers kube-scheduler.")
+_SYNCED: Final = gauge("scheduler_synced", "1 once all nodes and pods have been read.")
+_NODES: Final = gauge(
+    "scheduler_nodes",
+    "Nodes with GPUs, by inventory: used, outdated (it claims more GPUs than the kubelet of the Ready node has), unusable (see the log), "
+    "none (counted by capacity, as under gpu-manager).",
+    "inventory",
+)
+_PLACED: Final = gauge("scheduler_placed_pods", "Pods with GPUs in the index, bound and assumed.")
+_ASSUMED: Final = gauge("scheduler_assumed_pods", "Pods with GPUs that are assumed until the pod is bound.")
+_WAITING: Final = gauge(
+    "scheduler_waiting_pods",
+    "Pods with GPU requests that are not bound, by reason: refused (no agent grants the request), quota, resources (no node has enough in "
+    "total), fragmentation (a node has enough in total, and not on GPUs that the pod can use), elsewhere (GPUs are free: kube-scheduler's "
+    "own filters, or not tried yet), unexamined (too many different requests).",
+    "reason",
+)
+_GPUS: Final = gauge(
+    "scheduler_gpus",
+    "GPUs by model and part: free, partial (partly used), full, closed (unhealthy or cordoned).",
+    "model",
+    "part",
+)
+_CORES: Final = gauge(
+    "scheduler_gpu_cores_ratio",
+    "Cores in whole GPUs, by model and part: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on "
+    "GPUs without free memory), closed.",
+    "model",
+    "part",
+)
+_MEMORY: Final = gauge(
+    "scheduler_gpu_memory_bytes",
+    "GPU memory by model and part: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on GPUs without "
+    "free cores), closed.",
+    "model",
+    "part",
+)
+FAMILIES: Final = (_SECONDS, _BUILD, _LEADER, _SYNCED, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
+
+
+class SchedulerMetrics:
+    def __init__(
+        self,
+        index: ClusterIndex,
+        overview: ClusterOverview,
+        *,
+        leader: Callable[[], bool],
+        synced: Callable[[], bool],
+    ) -> None:
+        self._index, self._overview, self._leader, self._synced = index, overview, leader, synced
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry(auto_describe=False)
+        seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
+        self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}
+        ProcessCollector(registry=self._registry)
+
+    @property
+    def middleware(self) -> Middleware:
+        """Counts the calls of the verbs by the last part of their path."""
+
+        @web.middleware
+        async def measured(request: web.Request, handler: Handler) -> web.StreamResponse:
+            start = time.perf_counter()
+            response = await handler(request)
+            outcome = "unavailable" if response.status == web.HTTPServiceUnavailable.status_code else response.get(OUTCOME, "ok")
+            self.answered(request.path.rpartition("/")[2], outcome, time.perf_counter() - start)
+            return response
+
+        return measured
+
+    def answered(self, verb: str, outcome: str, seconds: float) -> None:
+        """Other verbs are ignored."""
+        if (verb, outcome) in self._seconds:
+            self._seconds[verb, outcome].observe(seconds)
+
+    def page(self, waiting: Counter[Kind | None]) -> bytes:
+        """The body of a scrape. `waiting`: how many pods wait for each reason; None: not examined. Refresh the overview before."""
+        return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
+
+    def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
+        yield render(_BUILD, {label_text(_BUILD.labels, (gpumgr.__version__, platform.python_version())): 1})
+        yield render(_LEADER, {"": self._leader()})
+        yield render(_SYNCED, {"": self._synced()})
+        kinds = {"used": 0, "outdated": 0, "unusable": 0, "none": 0, **self._overview.inventories}
+        yield render(_NODES, {label_text(_NODES.labels, (kind,)): count for kind, count in kinds.items()})
+        yield render(_PLACED, {"": self._index.placed_pods})
+        yield render(_ASSUMED, {"": self._index.assumed_pods})
+        reasons = [(kind, waiting[kind]) for kind in KINDS] + [("unexamined", waiting[None])]
+        yield render(_WAITING, {label_text(_WAITING.labels, (kind,)): count for kind, count in reasons})
+        overview = self._overview
+        sizes = Counter[str]()
+        for (model, _), count in overview.gpus.items():
+            sizes[model] += count
+        shown = {model for model, _ in sizes.most_common(MAX_MODELS)}
+        yield render(_GPUS, _by_model(overview.gpus, GPU_PARTS, shown, 1))
+        yield render(_CORES, _by_model(overview.cores, PARTS, shown, 0.01))
+        yield render(_MEMORY, _by_model(overview.memory_mebibytes, PARTS, shown, 1 << 20))
+
+
+def outcome_of(result: object) -> str:
+    """Of an answer of the extender: one of OUTCOMES."""
+    if getattr(result, "error", ""):
+        return "error"
+    rejected = isinstance(result, FilterResult) and not result.node_names and not (result.nodes or {}).get("items")
+    return "rejected" if rejected else "ok"
+
+
+def _by_model(amounts: ByModel, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[str, float]:
+    """Label text -> amount; all parts of each model, so that a first one shows as an increase."""
+    series: Counter[tuple[str, str]] = Counter()
+    for model, part in amounts:
+        name = (model or "unknown") if model in shown else "other"
+        for each in parts:
+            series[name, each] += 0
+        series[name, part] += amounts[model, part]
+    return {label_text(("model", "part"), key): round(amount * unit, 2) for key, amount in series.items()}

@@ -1,0 +1,1 @@
+"""The cluster page, a single file."""

@@ -1,0 +1,227 @@
+"""What the scheduler shows to people and to Prometheus: the cluster page, its data, the reasons of a pod, metrics and probes.
+
+Every replica serves it, from its own index. Access rules are those of the node's page. The reasons of one named pod have the scope of
+metrics: `gpumgr why` reads them through the API server, which passes no credentials on, and which checks itself who may use its proxy.
+"""
+
+import asyncio
+import gzip
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import structlog
+from aiohttp import web
+
+import gpumgr
+from gpumgr.accept import accepts_gzip
+from gpumgr.cluster.index import ClusterIndex
+from gpumgr.cluster.quota import Quotas
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.scheduler.metrics import SchedulerMetrics
+from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
+from gpumgr.scheduler.overview import ClusterOverview
+from gpumgr.scheduler.reasons import Reasons, Waiting, request_text
+from gpumgr.scheduler.watches import ClusterWatches
+from gpumgr.settings import Settings
+from gpumgr.web.access import AuthPolicy, Scope
+from gpumgr.web.app_server import AppServer
+from gpumgr.web.index_page import IndexPage
+from gpumgr.web.listening import ListenError
+from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
+from gpumgr.web.responses import failure, json_response, on_response_prepare
+
+_log = structlog.get_logger(__name__)
+
+PAGE: Final = Path(__file__).with_name("page") / "index.html"
+#: Waiting pods that the page lists.
+MAX_PENDING: Final = 1000
+#: Shorter answers are not compressed.
+_LONG_BYTES: Final = 4096
+_SCOPES: Final[Mapping[str, Scope]] = {
+    "/": "page",
+    "/metrics": "metrics",
+    "/healthz": "probe",
+    "/readyz": "probe",
+    "/api/cluster": "page",
+    "/api/why": "metrics",
+}
+
+
+class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer of /api/why. `gpus`: container -> (GPU's UUID, or its index; cores; MiB) of a pod on its node. `condition`: what the pod's
+    condition PodScheduled says. `waiting`: of a pod that is not bound."""
+
+    namespace: str
+    pod: str
+    phase: str = ""
+    node: str = ""
+    gpus: dict[str, list[tuple[str | int, int, int]]] = {}
+    condition: str = ""
+    problem: str = ""
+    waiting: Waiting | None = None
+
+
+class ClusterPages:
+    def __init__(
+        self,
+        server: ApiServer,
+        watches: ClusterWatches,
+        overview: ClusterOverview,
+        reasons: Reasons,
+        metrics: SchedulerMetrics,
+        *,
+        leader: Callable[[], bool],
+    ) -> None:
+        self._server, self._watches, self._overview = server, watches, overview
+        self._reasons, self._metrics, self._leader = reasons, metrics, leader
+        self._page = IndexPage(PAGE)
+        #: Versions of the overview are those of this run.
+        self._run = secrets.token_hex(4)
+
+    def application(self, policy: Callable[[], AuthPolicy], names: tuple[str, ...] = ()) -> web.Application:
+        app = web.Application(middlewares=[make_middleware(_SCOPES, policy, names)], client_max_size=MAX_BODY_BYTES)
+        handlers = (self._index, self._scrape, self._healthz, self._readyz, self._cluster, self._why)
+        app.add_routes([web.get(path, handler) for path, handler in zip(_SCOPES, handlers, strict=True)])
+        app.on_response_prepare.append(on_response_prepare)
+        return app
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return self._page.response(request)
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        waiting = await self._reasons.kinds(self._watches.pending.values())
+        body = self._metrics.page(Counter(kind for _, kind, _ in waiting))
+        return await _packed(
+            request, web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        )
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        synced = self._watches.synced
+        return json_response({"status": "ok" if synced else "failing"}, status=200 if synced else 503)
+
+    async def _cluster(self, request: web.Request) -> web.Response:
+        """With `?run=RUN&since=VERSION` of an earlier answer only the nodes that have changed."""
+        since = request.query.get("since", "0")
+        known = request.query.get("run") == self._run and since.isascii() and since.isdigit() and len(since) < 16
+        waiting = await self._reasons.kinds(self._watches.pending.values())
+        shown = sorted(waiting, key=lambda each: (each[0].namespace, each[0].name))[:MAX_PENDING]
+        return await _packed(
+            request,
+            json_response(
+                {
+                    "run": self._run,
+                    "gpumgr": gpumgr.__version__,
+                    "leader": self._leader(),
+                    "synced": self._watches.synced,
+                    "waiting": len(waiting),
+                    "pods": [_row(*each) for each in shown],
+                    **self._overview.since(int(since) if known else 0),
+                }
+            ),
+        )
+
+    async def _why(self, request: web.Request) -> web.Response:
+        """?namespace=NAMESPACE&name=NAME; with `&nodes=1` each node is listed in its group."""
+        namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
+        if not (namespace and name):
+            return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
+        if not self._watches.synced:
+            return failure(503, "the scheduler has not read all nodes and pods yet; try again")
+        try:
+            item = await self._server.read("GET", f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}")
+            pod = parse_watched_pod(item)
+        except AnswerError as error:
+            return failure(404 if error.status == 404 else 503, f"pod {namespace}/{name}: {error}")
+        except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            return failure(503, f"the API server did not answer: {error}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return failure(422, f"pod {namespace}/{name} can't be read: {error}")
+        status = item.get("status") or {}
+        why = Why(
+            namespace=namespace, pod=name, phase=str(status.get("phase", "")), node=pod.node or "", problem=pod.problem or ""
+        )
+        if pod.node is not None:
+            for container, shares in zip(pod.containers, pod.shares or (), strict=False):
+                why.gpus[container] = [(gpu, amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares]
+        elif pod.wants_gpu:
+            scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
+            why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
+            why.waiting = await self._reasons.of(pod, each_node=request.query.get("nodes") == "1")
+        elif why.phase == "Pending":
+            why.problem = "it requests no GPU, so gpumgr has no part in where it runs"
+        return await _packed(request, json_response(why))
+
+
+def _row(pod: WatchedPod, kind: str | None, limit: str) -> dict[str, Any]:
+    return {"namespace": pod.namespace, "name": pod.name, "request": request_text(pod.request), "kind": kind, "limit": limit}
+
+
+async def _packed(request: web.Request, response: web.Response) -> web.Response:
+    body = response.body
+    response.headers["Vary"] = "Accept-Encoding"
+    if (
+        isinstance(body, bytes)
+        and len(body) >= _LONG_BYTES
+        and accepts_gzip(",".join(request.headers.getall("Accept-Encoding", ())))
+    ):
+        response.body = await asyncio.to_thread(gzip.compress, body, 1, mtime=0)
+        response.headers["Content-Encoding"] = "gzip"
+    return response
+
+
+class ClusterServer:
+    """Serves the pages between `start` and `stop`. Without its address the scheduler works on: pods must not wait for a page."""
+
+    def __init__(self, pages: ClusterPages, settings: Settings) -> None:
+        """Raises SettingsError if a file of the section http can't be used."""
+        http, names = settings.http, (settings.node.name,)
+        self._server = AppServer(
+            lambda policy: pages.application(policy, names),
+            host=http.address,
+            port=settings.scheduler.http_port,
+            max_connections=http.max_connections,
+            token_file=http.token_file,
+            tls_cert_file=http.tls_cert_file,
+            tls_key_file=http.tls_key_file,
+            client_ca_file=http.client_ca_file,
+        )
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    async def start(self) -> None:
+        try:
+            await self._server.start()
+        except ListenError as error:
+            _log.error(
+                "pages_not_served", error=str(error), consequence="no cluster page, metrics or `gpumgr why`; pods are scheduled"
+            )
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+
+def make_pages(
+    server: ApiServer,
+    index: ClusterIndex,
+    watches: ClusterWatches,
+    quotas: Quotas,
+    settings: Settings,
+    *,
+    leader: Callable[[], bool] = lambda: True,
+) -> tuple[ClusterPages, SchedulerMetrics]:
+    overview = ClusterOverview(index, watches.nodes)
+    reasons = Reasons(index, overview, settings.scheduler.policy, quotas)
+    metrics = SchedulerMetrics(index, overview, leader=leader, synced=lambda: watches.synced)
+    return ClusterPages(server, watches, overview, reasons, metrics, leader=leader), metrics

@@ -1,0 +1,88 @@
+"""The ConfigMap with the quotas of namespaces: key `gpu_quota` in gpu-admission's format, key `quota.yaml` in gpumgr's (docs/scheduler.md).
+
+Limits of both keys hold together.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from gpumgr.cluster.quota import Limit, NamespaceQuota
+from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.units import CORES_PER_GPU
+
+GPU_ADMISSION_KEY: Final = "gpu_quota"
+PLAIN_KEY: Final = "quota.yaml"
+_MEBIBYTE: Final = 1 << 20
+_Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Text = Annotated[str, Meta(min_length=1, max_length=253)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedQuotas:
+    """`problem`: why `limits` can't be used."""
+
+    uid: str
+    limits: Mapping[str, NamespaceQuota]
+    problem: str | None = None
+
+
+class _GpuAdmission(msgspec.Struct):
+    """`quota`: model -> whole GPUs. Without one, no model is allowed; without `pool`, each pool is."""
+
+    quota: dict[str, Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]] | None = None
+    pool: list[str] | None = None
+
+    def limits(self) -> NamespaceQuota:
+        models = self.quota or {}
+        return NamespaceQuota(
+            limits=tuple(Limit(label=model, cores=CORES_PER_GPU * count) for model, count in models.items()),
+            labels=frozenset(models),
+            pools=frozenset(self.pool) if self.pool else None,
+        )
+
+
+class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`memory` is a quantity of bytes."""
+
+    cores: _Amount | None = None
+    memory: str | int | None = None
+    gpus: _Amount | None = None
+    model: _Text | None = None
+    pool: _Text | None = None
+
+    def limit(self) -> Limit:
+        """Raises ValueError."""
+        if self.cores is self.memory is self.gpus is None:
+            raise ValueError("a limit has none of cores, memory, gpus")
+        memory = None if self.memory is None else parse_quantity(str(self.memory)) // _MEBIBYTE
+        return Limit(cores=self.cores, memory_mebibytes=memory, gpus=self.gpus, model=self.model or "", pool=self.pool or "")
+
+
+def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
+    """Raises KeyError or TypeError for an object that is not a ConfigMap."""
+    uid, data = str(item["metadata"]["uid"]), item.get("data") or {}
+    found: dict[str, NamespaceQuota] = {}
+    key = ""
+    try:
+        if not data.keys() & {GPU_ADMISSION_KEY, PLAIN_KEY}:
+            raise ValueError(f"it has neither the key {GPU_ADMISSION_KEY} nor the key {PLAIN_KEY}")
+        if (text := data.get(key := GPU_ADMISSION_KEY)) is not None:
+            entries = msgspec.json.decode(text, type=dict[str, _GpuAdmission | None])
+            found = {namespace: (entry or _GpuAdmission()).limits() for namespace, entry in entries.items()}
+        if (text := data.get(key := PLAIN_KEY)) is not None:
+            plain = msgspec.convert(yaml.safe_load(text) or {}, dict[str, list[_PlainLimit]])
+            for namespace, limits in plain.items():
+                found[namespace] = _joined(found.get(namespace, NamespaceQuota()), (each.limit() for each in limits))
+    except (ValueError, msgspec.MsgspecError, yaml.YAMLError, RecursionError, TypeError) as error:
+        where = f"key {key}: " if key in data else ""
+        return WatchedQuotas(uid=uid, limits={}, problem=f"{where}{' '.join(str(error).split())}")
+    return WatchedQuotas(uid=uid, limits=found)
+
+
+def _joined(quota: NamespaceQuota, limits: Iterable[Limit]) -> NamespaceQuota:
+    return NamespaceQuota(limits=(*quota.limits, *limits), labels=quota.labels, pools=quota.pools)

@@ -1,0 +1,100 @@
+"""Quotas of the ConfigMap in filter and bind."""
+
+import asyncio
+import json
+
+import pytest
+
+from gpumgr.sim.apiserver import SimApiServer
+
+from .conftest import Json, Stage, inventory, node, pod, until
+
+UID = "uid-gpuquota"
+
+
+def configmap(**data: str) -> Json:
+    return {"metadata": {"name": "gpuquota", "namespace": "kube-system", "uid": UID}, "data": data}
+
+
+def admission(cores: int) -> Json:
+    """gpu-admission's format, for namespace team: GPUs of model A100 (node a), in pool public."""
+    return configmap(gpu_quota=json.dumps({"team": {"quota": {"A100": cores // 100}, "pool": ["public"]}}))
+
+
+async def change(stage: Stage, item: Json) -> None:
+    before, stage.quotas.limits = stage.quotas.limits, {}
+    assert before is not stage.quotas.limits
+    stage.sim.put_configmap(item)
+    await until(lambda: bool(stage.quotas.limits))
+
+
+@pytest.fixture(autouse=True)
+async def labels(sim: SimApiServer) -> None:
+    for name, model, pool in (("a", "A100", "public"), ("b", "V100", "research")):
+        item = node(name, 4, inventory(name, 4))
+        item["metadata"]["labels"] = {"gaia.tencent.com/gpu-model": model, "gaia.tencent.com/gpu-pool": pool}
+        sim.put_node(item)
+
+
+def rejection(answer: Json) -> str:
+    assert (answer["NodeNames"], answer["Error"]) == ([], "")
+    ((_, text),) = answer["FailedAndUnresolvableNodes"].items()
+    return str(text)
+
+
+async def test_gpu_admissions_quota_limits_the_nodes_and_the_amount(stage: Stage) -> None:
+    assert await stage.schedule(pod("before", ("app", 100, 0)), ["a"]) == "a"
+    await change(stage, admission(200))
+    assert await stage.schedule(pod("one", ("app", 60, 4))) == "a"
+    assert rejection(await stage.filter(pod("two", ("app", 60, 4)), ["a"])) == (
+        "for the quota of 1 node: namespace team uses 160 of 200 cores on A100; the pod needs 60"
+    )
+    assert "namespace team has no quota for model V100; its models: A100" in rejection(
+        await stage.filter(pod("two", ("app", 60, 4)))
+    )
+    stage.sim.remove("uid-before")
+    await until(lambda: sum(stage.cores("a")) == 60)
+    assert (await stage.filter(pod("two", ("app", 60, 4))))["NodeNames"] == ["a"]
+
+
+async def test_a_burst_does_not_pass_the_quota(stage: Stage) -> None:
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 200}]"}))
+    items = [await stage.create(pod(f"p{number}", ("app", 50, 4))) for number in range(8)]
+    answers = await asyncio.gather(*(stage.filter(item) for item in items))
+    assert sum(bool(answer["NodeNames"]) for answer in answers) == 4
+    await asyncio.gather(*(stage.bind(item, "b") for item in items))
+    assert sum(sum(stage.cores(name)) for name in "ab") == 200
+
+
+async def test_bind_validates_the_quota_again(stage: Stage) -> None:
+    item = await stage.create(pod("one", ("app", 50, 4)))
+    await stage.filter(item)
+    await change(stage, configmap(**{"quota.yaml": "team: [{cores: 40}]"}))
+    assert await stage.bind(item, "a") == "namespace team uses 0 of 40 cores; the pod needs 50"
+    assert "bind" not in stage.sim.requests
+    assert stage.cores("a") == [0] * 4
+
+
+async def test_without_a_configmap_there_is_no_quota(stage: Stage) -> None:
+    await change(stage, admission(100))
+    assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"]))
+    stage.sim.remove_configmap(UID)
+    await until(lambda: not stage.quotas.limits)
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+
+
+async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    """If there are none, no pod is placed: as gpu-admission, which answers with an error until it has read its quota."""
+    stage.sim.put_configmap(configmap(gpu_quota="{"))
+    await until(lambda: stage.quotas.problem is not None)
+    error = (await stage.filter(pod("one", ("app", 60, 4))))["Error"]
+    assert error.startswith("ConfigMap kube-system/gpuquota can't be used, so the quotas are not known: key gpu_quota: ")
+    assert error.endswith("; correct it or delete it")
+    assert await stage.bind(await stage.create(pod("one", ("app", 60, 4))), "a") == error
+    await change(stage, admission(100))
+    stage.sim.put_configmap(configmap(gpu_quota="[]"))
+    await until(lambda: capfd.readouterr().out.count("quotas_unusable") > 0)
+    assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"])).endswith("0 of 100 cores on A100; the pod needs 200")
+    stage.sim.remove_configmap(UID)
+    await until(lambda: not stage.quotas.limits)
+    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]

@@ -1,0 +1,161 @@
+"""Quotas: what pods hold, which limits cover it, which nodes are denied, and the text."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
+from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, rank_within_quota
+from gpumgr.cluster.request import PodRequest
+from gpumgr.evaluators.chain import ContainerKind
+from gpumgr.units import Amounts
+from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
+
+
+def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
+    """The GPUs have the models in turn."""
+    state = node_state(name, count)
+    gpus = (
+        tuple(replace(gpu, model=models[place % len(models)]) for place, gpu in enumerate(state.gpus)) if models else state.gpus
+    )
+    return replace(state, gpus=gpus, model_label=label, pool=pool)
+
+
+NODES = (
+    labelled("a", 4, "NVIDIA A100-SXM4-80GB", label="A100", pool="public"),
+    labelled("b", 4, "NVIDIA A100-SXM4-80GB", label="A100", pool="research"),
+    labelled("v", 4, "Tesla V100-PCIE-16GB", label="V100", pool="public"),
+    labelled("plain", 4),
+)
+NAMES = [node.name for node in NODES]
+
+
+class Cluster:
+    def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
+        self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
+        self.index = ClusterIndex([self.quotas])
+        for node in nodes:
+            self.index.set_node(node)
+
+    def hold(self, node: str, wanted: PodRequest, namespace: str = "team", uid: str = "") -> None:
+        uid = uid or f"{node}-{len(self.index.pods_on(node))}"
+        self.index.bind(PlacedPod(uid=uid, node=node, request=wanted, namespace=namespace))
+
+    def rank(self, wanted: PodRequest, namespace: str = "team", most: int = 9) -> list[str] | str:
+        names = [name for name in [*NAMES, "mixed"] if self.index.node(name) is not None]
+        found = rank_within_quota(self.index, self.quotas, namespace, wanted, "binpack", names, most)
+        return found.text if isinstance(found, Rejection) else sorted(name for name, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "answer"),
+    [
+        (Limit(cores=140), share(40, 4), NAMES),
+        (Limit(cores=139), share(40, 4), "namespace team uses 100 of 139 cores; the pod needs 40"),
+        (Limit(cores=0), share(40, 4), "namespace team uses 100 of 0 cores; the pod needs 40"),
+        (Limit(memory_mebibytes=GPU_MEBIBYTES + 1024), share(40, 4), NAMES),
+        (
+            Limit(memory_mebibytes=GPU_MEBIBYTES + 1023),
+            share(40, 4),
+            "namespace team uses 16 GiB of 17407 MiB of GPU memory; the pod needs 1 GiB",
+        ),
+        (Limit(gpus=1), share(40, 4), NAMES),
+        (Limit(gpus=1), request(("app", 100, 0)), "namespace team uses 1 of 1 whole GPUs; the pod needs 1"),
+        (Limit(gpus=2), request(("app", 200, 0)), "namespace team uses 1 of 2 whole GPUs; the pod needs 2"),
+        (Limit(cores=130, model="a100"), share(40, 4), ["plain", "v"]),
+        (Limit(cores=130, pool="research"), share(40, 4), NAMES),
+        (Limit(cores=30, pool="research"), share(40, 4), ["a", "plain", "v"]),
+        (Limit(cores=100, pool="public"), share(40, 4), ["b", "plain"]),
+        (Limit(cores=100, pool="public", model="V100"), share(40, 4), NAMES),
+        (Limit(cores=130, label="A100"), share(40, 4), ["plain", "v"]),
+        (Limit(cores=130, label="A1"), share(40, 4), NAMES),
+    ],
+)
+def test_a_limit_counts_what_it_covers_and_excludes_nodes(limit: Limit, wanted: PodRequest, answer: list[str] | str) -> None:
+    """The namespace holds one whole GPU on node a; another one has more."""
+    cluster = Cluster(limit)
+    cluster.hold("a", request(("app", 100, 0)))
+    cluster.hold("a", share(60, 4), "other")
+    if isinstance(answer, str):
+        answer = f"for the quota of 4 nodes: {answer}"
+    assert cluster.rank(wanted) == (sorted(answer) if isinstance(answer, list) else answer)
+    assert cluster.rank(wanted, "other") == sorted(NAMES), "a namespace without an entry has no limit"
+
+
+def test_gpu_admissions_lists_allow_nothing_else() -> None:
+    wanted = share(10, 4)
+    assert Cluster(labels=frozenset(["A100"])).rank(wanted) == ["a", "b"]
+    assert Cluster(labels=frozenset(["A100"]), pools=frozenset(["public"])).rank(wanted) == ["a"]
+    assert Cluster(labels=frozenset()).rank(wanted) == (
+        "for the quota of 4 nodes: namespace team has no quota for model A100; it has none for any model; namespace team has no quota for "
+        "model V100; it has none for any model; namespace team has no quota for nodes without a model label; it has none for any model"
+    )
+    text = Cluster(pools=frozenset(["elsewhere"])).rank(wanted)
+    assert "namespace team may not use pool public, only elsewhere" in text
+    assert "namespace team may not use nodes without a pool, only elsewhere" in text
+
+
+def test_a_rejection_names_the_quota_and_the_lack_of_room() -> None:
+    cluster = Cluster(Limit(cores=100, model="A100"), nodes=NODES[:3])
+    cluster.hold("a", request(("app", 100, 0)))
+    assert cluster.rank(request(("app", 500, 0))) == (
+        "for the quota of 2 nodes: namespace team uses 100 of 100 cores on A100; the pod needs 500; "
+        "the other node has not 5 entirely free GPUs (4 free)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("containers", "held"),
+    [
+        ([("app", 30, 4), ("app", 30, 4)], (60, 2048, 0)),
+        ([("init", 60, 16), ("app", 30, 4)], (60, 4096, 0)),
+        ([("sidecar", 30, 4), ("app", 100, 0)], (130, 1024 + GPU_MEBIBYTES, 1)),
+        ([("init", 100, 0), ("app", 100, 0), ("app", 100, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
+        ([("init", 60, 16), ("app", 200, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_pod_holds_what_its_containers_hold_together(
+    containers: list[tuple[ContainerKind, int, int]], held: tuple[int, int, int], known: bool
+) -> None:
+    """Whether or not its GPUs are known, and whatever GPUs were chosen."""
+    cluster, wanted = Cluster(), request(*containers)
+    choice = cluster.index.choose_on("a", "one", wanted, "spread")
+    state = cluster.index.node("a")
+    assert state is not None
+    (found,) = cluster.quotas.choice_holding(choice, wanted, state).values()  # type: ignore[arg-type]
+    assert (found.cores, found.memory_mebibytes, found.gpus) == held
+    shares = tuple(tuple((state.gpus[gpu].uuid, each) for gpu, each in one) for one in choice.shares)  # type: ignore[union-attr]
+    pod = PlacedPod(uid="one", node="a", request=wanted, shares=shares if known else None, namespace="team")
+    assert list(cluster.quotas.holding(pod, state).values()) == [found]
+
+
+def test_on_a_node_with_different_gpus_the_choice_decides() -> None:
+    mixed = labelled("mixed", 2, "A100", "V100")
+    cluster = Cluster(Limit(cores=50, model="A100"), nodes=(mixed, NODES[2]))
+    shares = ((("GPU-mixed-1", Amounts(90, 256)),),)
+    cluster.index.bind(PlacedPod(uid="one", node="mixed", request=share(90, 1), namespace="team", shares=shares))
+    assert cluster.rank(share(10, 1)) == ["mixed", "v"], "only the V100 of the mixed node is used"
+    assert cluster.rank(request(("app", 100, 0)), most=1) == ["v"], "the A100 of the mixed node would be taken"
+    cluster.index.remove_node("v")
+    assert cluster.rank(request(("app", 100, 0))) == (
+        "for the quota of 1 node: namespace team uses 0 of 50 cores on A100; the pod needs 100"
+    )
+
+
+def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
+    cluster = Cluster(Limit(cores=100, pool="new"), nodes=())
+    cluster.hold("a", request(("app", 100, 0)), uid="one")
+    cluster.index.set_node(replace(NODES[0], pool="old"))
+    assert cluster.rank(share(10, 1)) == ["a"]
+    cluster.index.set_node(replace(NODES[0], pool="new"))
+    text = "for the quota of 1 node: namespace team uses 100 of 100 cores in pool new; the pod needs 10"
+    assert cluster.rank(share(10, 1)) == text
+    cluster.index.remove_node("a")
+    cluster.index.set_node(replace(NODES[1], pool="new"))
+    denied = f"{text}; the other node has no GPUs that gpumgr can use"
+    assert cluster.rank(share(10, 1)) == denied, "the pods of a node that is away for a moment count"
+    cluster.index.remove("one")
+    assert cluster.rank(share(10, 1)) == ["b"]
+    assert cluster.quotas._used == {}

@@ -1,0 +1,86 @@
+"""Annotations about the choice of GPUs, in both spellings, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from gpumgr.cluster.constraints import Constraints
+from gpumgr.errors import Refusal
+from gpumgr.scheduler.selection import constraints_of, policy_of
+
+
+@pytest.mark.parametrize(
+    ("annotations", "expected"),
+    [
+        ({}, {}),
+        ({"gpumgr.io/use-gpu-model": " H100,A100 ,,A100"}, {"use_models": ("A100", "H100")}),
+        ({"gpumgr.io/avoid-gpu-model": "T4"}, {"avoid_models": ("T4",)}),
+        ({"gpumgr.io/use-gpu-uuid": "GPU-1"}, {"use_uuids": ("GPU-1",)}),
+        ({"gpumgr.io/avoid-gpu-uuid": "GPU-2,GPU-1"}, {"avoid_uuids": ("GPU-1", "GPU-2")}),
+        ({"gpumgr.io/same-numa-node": "true"}, {"same_numa_node": True}),
+        ({"gpumgr.io/same-numa-node": ""}, {}),
+        ({"gpumgr.io/use-gpu-uuid": "  "}, {}),
+        (
+            {"nvidia.com/use-gputype": "A100", "nvidia.com/nouse-gputype": "T4"},
+            {"use_models": ("A100",), "avoid_models": ("T4",)},
+        ),
+        (
+            {"nvidia.com/use-gpuuuid": "GPU-1", "nvidia.com/nouse-gpuuuid": "GPU-1"},
+            {"use_uuids": ("GPU-1",), "avoid_uuids": ("GPU-1",)},
+        ),
+        ({"nvidia.com/numa-bind": "T"}, {"same_numa_node": True}),
+        ({"nvidia.com/numa-bind": "0"}, {}),
+        # gpumgr's counts
+        ({"gpumgr.io/use-gpu-model": "A100", "nvidia.com/use-gputype": "T4"}, {"use_models": ("A100",)}),
+        ({"gpumgr.io/use-gpu-model": "", "nvidia.com/use-gputype": "T4"}, {}),
+        ({"gpumgr.io/same-numa-node": "false", "nvidia.com/numa-bind": "what"}, {}),
+    ],
+)
+def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> None:
+    assert constraints_of(annotations) == Constraints(**expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
+        ("nvidia.com/numa-bind", "tRuE", "neither"),
+        ("gpumgr.io/use-gpu-uuid", "0,1", "'0' is no UUID of a GPU"),
+        ("nvidia.com/nouse-gpuuuid", "GPU-1,MIG-2", "'MIG-2' is no UUID"),
+        ("gpumgr.io/use-gpu-model", ",", "names nothing"),
+        ("gpumgr.io/avoid-gpu-model", "x" * 97, "at most 96|at most 64 texts of at most 96"),
+        ("nvidia.com/use-gputype", ",".join(map(str, range(65))), "at most 64 texts"),
+        ("gpumgr.io/use-gpu-model", "A100\nforged", "printable"),
+        ("gpumgr.io/use-gpu-model", "\ud800", "printable"),
+    ],
+)
+def test_a_malformed_constraint_is_refused_with_its_key(key: str, text: str, reason: str) -> None:
+    with pytest.raises(Refusal, match=f"^annotation {key}: .*({reason})") as caught:
+        constraints_of({key: text})
+    assert len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    ("annotations", "expected"),
+    [
+        ({}, None),
+        ({"gpumgr.io/policy": "spread"}, "spread"),
+        ({"gpumgr.io/policy": " topology "}, "topology"),
+        ({"gpumgr.io/policy": "", "hami.io/gpu-scheduler-policy": "spread"}, "spread"),
+        ({"gpumgr.io/policy": "binpack", "hami.io/gpu-scheduler-policy": "spread"}, "binpack"),
+        ({"hami.io/gpu-scheduler-policy": "topology-aware", "hami.io/node-scheduler-policy": "binpack"}, "topology"),
+        ({"hami.io/node-scheduler-policy": "spread"}, "spread"),
+        ({"hami.io/gpu-scheduler-policy": "mutex", "hami.io/node-scheduler-policy": "spread"}, "spread"),
+        ({"hami.io/gpu-scheduler-policy": "numa,binpack"}, None),
+        ({"hami.io/gpu-scheduler-policy": "topology"}, None),  # gpumgr's word under HAMi's key
+    ],
+)
+def test_policy(annotations: dict[str, str], expected: str | None) -> None:
+    assert policy_of(annotations) == expected
+
+
+@pytest.mark.parametrize("text", ["packed", "topology-aware", "Binpack", "x" * 9999])
+def test_an_unknown_policy_is_refused(text: str) -> None:
+    with pytest.raises(Refusal, match=r"^annotation gpumgr.io/policy: .* is no policy; use binpack, spread, topology$") as caught:
+        policy_of({"gpumgr.io/policy": text})
+    assert len(str(caught.value)) <= 300
