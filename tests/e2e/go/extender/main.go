@@ -133,12 +133,11 @@ type round struct {
 	Cores, Blocks int64
 }
 
-// result is a line of standard output: microseconds of each call by verb, the
-// pods that the filter has passed, and the last answer.
+// result is a line of standard output: microseconds of each call by verb, and
+// the number of pods that the filter has passed.
 type result struct {
 	Microseconds map[string][]int64
 	Passed       int
-	Last         json.RawMessage
 }
 
 // calls answers each line with a line. As in kube-scheduler one pod follows
@@ -182,7 +181,7 @@ func (r round) run(url string) (result, error) {
 			if err != nil {
 				return found, err
 			}
-			found.Microseconds[verb], found.Last = append(found.Microseconds[verb], took.Microseconds()), answer
+			found.Microseconds[verb] = append(found.Microseconds[verb], took.Microseconds())
 			if verb == "filter" {
 				var filtered api.ExtenderFilterResult
 				if err := json.Unmarshal(answer, &filtered); err != nil {
