@@ -86,8 +86,9 @@ def agent_container(text: str) -> Json:
 
 def settings_file(text: str) -> str:
     """The agent's settings file in the ConfigMap."""
-    (found,) = (each for each in objects(text).values() if "gpumgr.yaml" in each.get("data", {}))
-    return str(found["data"]["gpumgr.yaml"])
+    spec = pod_spec(text)
+    (name,) = (each["configMap"]["name"] for each in spec["volumes"] if "configMap" in each)
+    return str(objects(text)["ConfigMap", name]["data"]["gpumgr.yaml"])
 
 
 def base_files() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TextIO
 
 import click
 
@@ -29,6 +29,7 @@ Examples:
   gpumgr doctor --config /etc/gpumgr/gpumgr.yaml
   gpumgr doctor --standalone --sim hgx-h100-8
   gpumgr doctor --before-start                        (in an init container of the agent's pod)
+  gpumgr doctor --cluster --kubeconfig admin.conf    (the scheduler's side, from any machine)
   gpumgr doctor --json | jq '.[] | select(.state == "error")'
 """
 
@@ -36,7 +37,7 @@ Examples:
 @click.command(
     "doctor",
     cls=ExitingCommand,
-    short_help="Check this node, and name the remedy of each problem.",
+    short_help="Check this node or the cluster, and name the remedy of each problem.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
@@ -45,6 +46,15 @@ Examples:
 @click.option("--standalone", is_flag=True, help="Without an API server.")
 @set_option
 @click.option("--before-start", is_flag=True, help="The agent is about to start: a running agent is an error.")
+@click.option(
+    "--cluster", is_flag=True, help="Check the scheduler and all nodes through the API server, and nothing of this node."
+)
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="With --cluster: credentials of an administrator.")
+@click.option(
+    "--scheduler-config",
+    type=click.Path(path_type=Path),
+    help="With --cluster: kube-scheduler's configuration, if the chart has none.",
+)
 @output_option
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")
 def command(
@@ -53,33 +63,61 @@ def command(
     standalone: bool,
     assignments: tuple[str, ...],
     before_start: bool,
+    cluster: bool,
+    kubeconfig: Path | None,
+    scheduler_config: TextIO | None,
     output: str,
     as_json: bool,
 ) -> None:
-    """Check everything that the agent needs on this node with its settings. Nothing is changed.
+    """Check everything that the agent needs on this node with its settings, or the scheduler's side of a cluster. Nothing is changed.
 
     One line for each check: ok, warning (the agent runs, something will be missing), error (what the settings ask for can't work)
     or skipped; what is the case; what to do. Run it as the agent's user, root.
     """
     configure_log("error", "auto", cache_loggers=False)
     settings = effective_settings(file, standalone=standalone, assignments=assignments)
+    as_json = as_json or output == "json"
+    if cluster:
+        tell_cluster(kubeconfig or settings.kubernetes.kubeconfig, scheduler_config, as_json=as_json)
+    if kubeconfig or scheduler_config:
+        raise click.UsageError("--kubeconfig and --scheduler-config need --cluster")
     with _host(settings, sim) as host:
-        tell(checks_for(settings, host, before_start=before_start), as_json=as_json or output == "json")
+        tell(checks_for(settings, host, before_start=before_start), as_json=as_json)
+
+
+def tell_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
+    """The same of the cluster. Raises SettingsError for credentials that can't be used."""
+    from gpumgr.doctor import cluster  # only here: `gpumgr doctor` of a node needs none of it
+    from gpumgr.kubeapi.client import ApiServer
+
+    text = config.read() if config is not None else None
+    with asyncio.Runner() as runner:
+        server = runner.run(
+            ApiServer.connect(kubeconfig, remedy="give --kubeconfig FILE, or run in a pod with a service account")
+        )
+        try:
+            _tell(runner, cluster.checks_for_cluster(server, text), as_json=as_json, limit_seconds=cluster.LIMIT_SECONDS)
+        finally:
+            runner.run(server.close())
 
 
 def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
     """Prints the findings, and ends the process with their exit code."""
     with asyncio.Runner() as runner:
-        report = runner.run(examine(checks, limit_seconds=limit_seconds))
-        if as_json:
-            click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))
-        else:
-            # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
-            for name, finding in sorted(report.findings.items(), key=lambda found: found[1].state == "error"):
-                click.echo(_line(name, finding))
-        if report.hung:
-            sys.stdout.flush()
-            os._exit(report.exit_code)  # a normal exit waits for threads that hang
+        _tell(runner, checks, as_json=as_json, limit_seconds=limit_seconds)
+
+
+def _tell(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, limit_seconds: float) -> NoReturn:
+    report = runner.run(examine(checks, limit_seconds=limit_seconds))
+    if as_json:
+        click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))
+    else:
+        # Errors last: `kubectl describe pod` shows the last 2 KiB of a failed container's output.
+        for name, finding in sorted(report.findings.items(), key=lambda found: found[1].state == "error"):
+            click.echo(_line(name, finding))
+    if report.hung:
+        sys.stdout.flush()
+        os._exit(report.exit_code)  # a normal exit waits for threads that hang
     sys.exit(report.exit_code)
 
 

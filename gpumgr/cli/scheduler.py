@@ -33,14 +33,14 @@ def command(
 
     \b
     Examples:
+      gpumgr scheduler --config gpumgr.yaml --listen 0.0.0.0:12345
       gpumgr scheduler --kubeconfig scheduler.conf --listen 127.0.0.1:12345 --insecure-loopback
     """
     # Here, since `gpumgr --help` imports this module.
     from gpumgr.log import configure_log
-    from gpumgr.scheduler.lifecycle import check_transport, parse_listen, run_scheduler
+    from gpumgr.scheduler.lifecycle import parse_listen, run_scheduler
 
     place = parse_listen(listen)
-    check_transport(place[0], insecure_loopback=insecure_loopback)
     settings = effective_settings(file, assignments=assignments)
     configure_log(settings.log.level, settings.log.format)
 
@@ -48,6 +48,6 @@ def command(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await run_scheduler(settings, kubeconfig, place, stop=stop)
+        await run_scheduler(settings, kubeconfig, place, insecure_loopback=insecure_loopback, stop=stop)
 
     asyncio.run(until_signalled())

@@ -1,6 +1,7 @@
-"""`gpumgr why`: what is known of a pod, from its request to its GPUs or its refusal."""
+"""`gpumgr why`: what is known of a pod, from its request to its GPUs or its refusal, or why it waits."""
 
 import asyncio
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Final, Literal
 import click
 
 from gpumgr.allocator.pods import PodKey
+from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.node_data import Document, open_node_data
 from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
@@ -18,18 +20,19 @@ from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
 from gpumgr.cli.rendering.gpu_labels import gpus_of
 from gpumgr.cli.rendering.pod_text import pod_text
-from gpumgr.errors import GpumgrError
+from gpumgr.errors import GpumgrError, InputError
 
 _EPILOG = """
 \b
 Examples:
   gpumgr why team/resnet-0
   gpumgr why resnet-0                  (in any namespace, if one pod of this node has that name)
+  gpumgr why team/resnet-0 --kubeconfig ~/.kube/config --all
   gpumgr why team/resnet-0 --output json | jq '.history[] | select(.what == "refused")'
 """
 _EXIT_CODES: Final = {
     0: "done",
-    1: "nothing is known of the pod, or neither agent nor checkpoint can be read",
+    1: "nothing is known of the pod, or neither agent, checkpoint nor scheduler can be read",
     2: "wrong usage or settings, or a name that several pods have",
 }
 
@@ -37,21 +40,89 @@ _EXIT_CODES: Final = {
 @click.command(
     "why",
     cls=ExitingCommand,
-    short_help="Explain why a pod has its GPUs, or was refused.",
+    short_help="Explain why a pod has its GPUs, was refused, or waits.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
 @click.argument("pod_name", metavar="POD", callback=sendable)
 @agent_options
+@click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path),
+    help="Ask the cluster's scheduler, through the API server of this file.  [default without an agent: $KUBECONFIG, ~/.kube/config]",
+)
+@click.option("--scheduler", metavar="NAMESPACE/POD", help="The scheduler's pod.  [default: by its labels]")
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), help="The token of the scheduler's http.token_file, if it has one."
+)
+@click.option("--all", "each_node", is_flag=True, help="With the reason of each node, not only of groups of nodes.")
 @output_option
-def command(pod_name: str, file: Path | None, socket: Path | None, output: Literal["text", "json"]) -> None:
-    """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, or why it was refused.
+def command(
+    pod_name: str,
+    file: Path | None,
+    socket: Path | None,
+    kubeconfig: Path | None,
+    scheduler: str | None,
+    token_file: Path | None,
+    each_node: bool,
+    output: Literal["text", "json"],
+) -> None:
+    """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, why it was refused, or why it waits.
 
-    Without a namespace it is the only pod of this name on this node, or else the one in "default". If the agent does not respond, its
-    checkpoint is read; what the pod uses now is then not known.
+    On a node with an agent, the agent is asked. Elsewhere, with --kubeconfig, and for a pod that the agent does not know, it is the
+    scheduler, through the API server.
+
+    Without a namespace it is the only pod of this name, or else the one in "default". If the agent does not respond, its checkpoint is
+    read; what the pod uses now is then not known.
     """
     name = PodName.of(pod_name)
-    pod, state, live = asyncio.run(_query(find_agent(file, socket), name))
+    cluster = kubeconfig or (_default_kubeconfig() if file is None and socket is None else None)
+    location = find_agent(file, socket) if kubeconfig is None and not (scheduler and cluster) else None
+    if location is not None and (cluster is None or _has_agent(location)):
+        try:
+            _from_node(location, name, output)
+            return
+        except _UnknownPodError:
+            if cluster is None:
+                raise
+    if cluster is None:
+        raise InputError("--scheduler needs a kubeconfig: give --kubeconfig FILE")
+    _from_cluster(cluster, scheduler, token_file, name, output, each_node=each_node)
+
+
+class _UnknownPodError(GpumgrError):
+    """The agent knows nothing of the pod."""
+
+
+def _default_kubeconfig() -> Path | None:
+    """Only a file that exists."""
+    named = os.environ.get("KUBECONFIG", "").partition(":")[0]
+    path = Path(named) if named else Path.home() / ".kube" / "config"
+    return path if path.is_file() else None
+
+
+def _has_agent(location: AgentLocation) -> bool:
+    return location.socket.exists() or (location.checkpoint is not None and (location.checkpoint / NAME).exists())
+
+
+def _from_cluster(
+    kubeconfig: Path, scheduler: str | None, token_file: Path | None, name: PodName, output: str, *, each_node: bool
+) -> None:
+    # Here, since they load the API server's client, which the agent's answers do not need.
+    from gpumgr.cli.client.cluster_data import SchedulerLocation, ask_scheduler
+    from gpumgr.cli.rendering.why_text import why_text
+
+    try:
+        token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--token-file {token_file} can't be read: {error}") from error
+    location = SchedulerLocation(kubeconfig=kubeconfig, pod=scheduler, token=token)
+    document, why = asyncio.run(ask_scheduler(location, name, each_node=each_node))
+    click.echo(json_line(document) if output == "json" else why_text(why))
+
+
+def _from_node(location: AgentLocation, name: PodName, output: str) -> None:
+    pod, state, live = asyncio.run(_query(location, name))
     if output == "json":
         click.echo(json_line({**pod, "live": live}))
         return
@@ -69,5 +140,5 @@ async def _query(location: AgentLocation, name: PodName) -> tuple[Document, Docu
         if name.namespace is None:
             pod = await data.pod(*name.among(known))
         if pod is None:
-            raise GpumgrError(unknown_pod_message(name, known))
+            raise _UnknownPodError(unknown_pod_message(name, known))
         return pod, data.state, data.live

@@ -54,10 +54,13 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
     use, chosen, score = PodUse(), [], 0
     for position, container in enumerate(request.containers):
         capacities = _capacities(node, used, use, allowed)
-        placement = _find(node, capacities, request.containers[position:], policy, use, constraints)
-        if placement is None:
-            return _misfit(node, container, [each for each in capacities if allowed[each.index]], constraints)
+        wanted, cores = _together(request.containers[position:])
         required = _reused(use, container)
+        placement = None
+        if not wanted.whole or -(-cores // CORES_PER_GPU) <= max(_free(capacities), cores // CORES_PER_GPU):
+            placement = _find(node, capacities, wanted, required, policy, constraints)
+        if placement is None:
+            return _misfit(node, wanted, [each for each in capacities if allowed[each.index]], constraints)
         gpus = sorted(placement.gpus, key=lambda gpu: gpu not in required)[: container.gpus]
         shares = tuple((gpu, _amounts(node, container, gpu)) for gpu in sorted(gpus))
         use.add(container.kind, shares)
@@ -70,31 +73,36 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
 def _find(
     node: NodeState,
     capacities: list[GpuCapacity],
-    chain: tuple[ContainerRequest, ...],
+    wanted: ContainerRequest,
+    required: list[int],
     policy: Policy,
-    use: PodUse,
     constraints: Constraints,
 ) -> Placement | None:
-    """GPUs for the first container of `chain`, with room for the later ones that reuse them."""
-    needs = chain_needs(chain)
-    cores = needs.cores
-    if needs.most_cores >= CORES_PER_GPU:
-        cores = needs.most_cores
-        if -(-needs.cores // CORES_PER_GPU) > max(_free(capacities), needs.cores // CORES_PER_GPU):
-            return None
     found: list[tuple[int, Placement]] = []
-    for each in _sets(node, capacities, cores // CORES_PER_GPU, constraints):
+    for each in _sets(node, capacities, wanted.gpus, constraints):
         placement = find(
             node.topology,
             each,
-            cores=cores,
-            memory_blocks=needs.memory_blocks,
+            cores=wanted.cores,
+            memory_blocks=wanted.memory_blocks,
             policy="spread" if policy == "spread" else "binpack",
-            required=_reused(use, chain[0]),
+            required=required,
         )
         if placement is not None:
             found.append((_free(each), placement))
     return min(found, key=lambda pair: _preference(policy, *pair))[1] if found else None
+
+
+def _together(chain: tuple[ContainerRequest, ...]) -> tuple[ContainerRequest, int]:
+    """What must be on the GPUs of the first container: its request, and that of the containers which reuse them; and their cores in all."""
+    if len(chain) == 1:
+        return chain[0], chain[0].cores
+    needs = chain_needs(chain)
+    cores = needs.most_cores if needs.most_cores >= CORES_PER_GPU else needs.cores
+    gpus = max(1, cores // CORES_PER_GPU)
+    memory = needs.memory_blocks * BLOCK_MEBIBYTES
+    together = ContainerRequest(kind=chain[0].kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory)
+    return together, needs.cores
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
@@ -124,7 +132,7 @@ def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
 def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool]) -> list[GpuCapacity]:
     result = []
     for position, gpu in enumerate(node.gpus):
-        held = used[position] + use.held(position)
+        held = used[position] + use.held(position) if use.taken else used[position]
         result.append(
             GpuCapacity(
                 index=position,

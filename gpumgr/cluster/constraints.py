@@ -25,6 +25,8 @@ class Constraints:
 
     def allowed(self, node: NodeState) -> Sequence[bool]:
         """For each GPU of the node whether the pod may use it. All or none where the node's agent chooses among them."""
+        if not (self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids):
+            return [True] * len(node.gpus)
         each = [self._allows(gpu) for gpu in node.gpus]
         return each if node.naming != "none" or all(each) else [False] * len(each)
 

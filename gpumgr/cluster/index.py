@@ -132,6 +132,15 @@ class ClusterIndex:
             self.remove(uid)
         return ended
 
+    def settle(self) -> None:
+        """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        for name in self._stale:
+            if name in self._nodes:
+                self._profiles.put(self._nodes[name].state, self.used(name))
+            else:
+                self._profiles.remove(name)
+        self._stale.clear()
+
     # -- queries -----------------------------------------------------------------------------------------------------------
 
     def placement(self, uid: str) -> PlacedPod | None:
@@ -242,12 +251,7 @@ class ClusterIndex:
 
     def _shape(self, request: PodRequest, policy: Policy) -> Shape:
         """With results that are up to date."""
-        for name in self._stale:
-            if name in self._nodes:
-                self._profiles.put(self._nodes[name].state, self.used(name))
-            else:
-                self._profiles.remove(name)
-        self._stale.clear()
+        self.settle()
         key = (request, policy)
         if (shape := self._shapes.get(key)) is not None:
             self._shapes.move_to_end(key)

@@ -8,6 +8,7 @@ from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind, chain_needs
 from gpumgr.evaluators.select import check_request
+from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.choose`.
@@ -59,6 +60,8 @@ def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> 
         except Refusal as error:
             raise Refusal(error.code, f"container {name}: {error}") from error
         gpus = max(1, cores // CORES_PER_GPU)
+        if gpus > MAX_GPUS:
+            raise Refusal("invalid_request", f"container {name}: {gpus} GPUs asked, and gpumgr supports {MAX_GPUS} on a node")
         memory = blocks * BLOCK_MEBIBYTES
         made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
     for position in range(len(made)):

@@ -74,7 +74,7 @@ class Shape:
         counts = Counter(map(self._order_of.get, map(profiles.by_name.get, offered)))
         for order, count in counts.items():
             assert order is not None, "every profile has an order"
-            names = (profile.first_of(offered) for _, group in order for profile in group)
+            names = (min(filter(None, (profile.first_of(offered) for profile in group)), default=None) for _, group in order)
             yield count, next(filter(None, names), None) or min(name for name in offered if name not in profiles.by_name)
 
     def _add(self, profile: Profile) -> None:

@@ -32,16 +32,24 @@ class NodeSummary:
 
 def summarize(node: NodeState, used: Used) -> NodeSummary:
     gpus, cores, memory = ByModel(), ByModel(), ByModel()
-    sums = NOTHING
     for gpu, held in zip(node.gpus, used, strict=True):
-        free = Amounts(max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes))
+        free = _free(gpu, held)
         part = _part(gpu, held, free)
         gpus[gpu.model, part] += 1
         of_free = "stranded" if part == "full" else part
         cores.update({(gpu.model, "used"): held.cores, (gpu.model, of_free): free.cores})
         memory.update({(gpu.model, "used"): held.memory_mebibytes, (gpu.model, of_free): free.memory_mebibytes})
-        sums = sums + free if gpu.offered else sums
+    sums = free_sum(zip(node.gpus, used, strict=True))
     return NodeSummary(gpus=gpus, cores=cores, memory_mebibytes=memory, sums=sums)
+
+
+def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:
+    """What is free on the offered ones of these GPUs together, from (GPU, what is used of it)."""
+    return sum((_free(gpu, held) for gpu, held in gpus if gpu.offered), NOTHING)
+
+
+def _free(gpu: GpuState, held: Amounts) -> Amounts:
+    return Amounts(max(0, CORES_PER_GPU - held.cores), max(0, gpu.memory_mebibytes - held.memory_mebibytes))
 
 
 def _part(gpu: GpuState, held: Amounts, free: Amounts) -> str:

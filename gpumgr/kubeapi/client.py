@@ -74,21 +74,23 @@ class ApiServer:
         timeout: aiohttp.ClientTimeout = REQUEST_TIMEOUT,
         body: Mapping[str, Any] | None = None,
         patch: PatchKind = "merge",
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH.
+        """Sends one request; the body of the answer is not read, nor its status checked. `patch` is the type of a PATCH; `headers` are
+        sent besides the usual ones.
 
         Raises aiohttp.ClientError, TimeoutError or OSError if there is no answer, SettingsError if the credentials (a token file is
         read again every minute) have become invalid.
         """
-        headers = {"Accept": "application/json"}
+        sent = {"Accept": "application/json", **(headers or {})}
         if method == "PATCH":
-            headers["Content-Type"] = f"application/{'merge' if patch == 'merge' else 'strategic-merge'}-patch+json"
+            sent["Content-Type"] = f"application/{'merge' if patch == 'merge' else 'strategic-merge'}-patch+json"
         try:
             response: aiohttp.ClientResponse = await self._client.call_api(
                 path,
                 method,
                 query_params=list(query.items()),
-                header_params=headers,
+                header_params=sent,
                 body=body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
@@ -114,9 +116,11 @@ class ApiServer:
                 raise await answer_error(response)
         return True
 
-    async def read(self, method: Method, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def read(
+        self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
+    ) -> dict[str, Any]:
         """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
-        async with self.request(method, path, {}, _WRITE_TIMEOUT, body) as response:
+        async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
                 raise await answer_error(response)
             try:

@@ -123,6 +123,11 @@ class Reflector(Generic[T]):
         self._logged: str | None = None
         self.synced = asyncio.Event()
 
+    def expire(self) -> None:
+        """The next `run` begins with a list. Must not be called while `run` runs."""
+        self._version = None
+        self.synced.clear()
+
     async def run(self) -> NoReturn:
         """Lists and watches until cancelled."""
         loop = asyncio.get_running_loop()

@@ -1,22 +1,31 @@
 """The Binding of a pod: one write that sets its node and its annotations (the API server merges them in the same update)."""
 
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
 import aiohttp
 
 from gpumgr.allocator.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.cluster.index import PlacedPod
 from gpumgr.cluster.node import NodeState
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import AnswerError, ApiServer, Method
 from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode
+from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.scheduler.objects import WatchedPod
+
+#: The limit of a write that places a pod; a leader sends none that its Lease does not outlive.
+WRITE_SECONDS: Final = LeaseTimes().bind_seconds
 
 
 class BindingError(GpumgrError):
-    """The pod was not bound. `uncertain`: there was no answer, so it may be bound all the same."""
+    """The pod was not bound. `uncertain`: there was no answer, so it may be bound all the same. `conflict`: the API server found the pod
+    changed, so an earlier request may have bound it."""
 
-    def __init__(self, message: str, *, uncertain: bool = False) -> None:
+    def __init__(self, message: str, *, uncertain: bool = False, conflict: bool = False) -> None:
         super().__init__(message)
-        self.uncertain = uncertain
+        self.uncertain, self.conflict = uncertain, conflict
 
 
 def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
@@ -54,7 +63,7 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
     )
 
 
-async def send_binding(server: ApiServer, pod: WatchedPod, node: str, annotations: dict[str, str]) -> None:
+async def send_binding(server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str]) -> None:
     """Raises BindingError."""
     body = {
         "apiVersion": "v1",
@@ -62,10 +71,28 @@ async def send_binding(server: ApiServer, pod: WatchedPod, node: str, annotation
         "metadata": {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid, "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": node},
     }
+    await _send(server, "POST", f"{pod_path(pod.namespace, pod.name)}/binding", body, "the binding")
+
+
+async def send_annotations(server: ApiServer, pod: WatchedPod, annotations: Mapping[str, str]) -> None:
+    """For a pod that kube-scheduler binds itself. An index that an earlier choice left is removed. Raises BindingError."""
+    indices = {f"{PREDICATE_INDEX}{place}": None for place in pod.places if place is not None}
+    body = {"metadata": {"uid": pod.uid, "annotations": {**indices, **annotations}}}
+    await _send(server, "PATCH", pod_path(pod.namespace, pod.name), body, "the annotations")
+
+
+def pod_path(namespace: str, name: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods/{name}"
+
+
+async def _send(server: ApiServer, method: Method, path: str, body: Mapping[str, object], what: str) -> None:
     try:
-        await server.send("POST", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}/binding", body)
+        async with asyncio.timeout(WRITE_SECONDS):
+            await server.send(method, path, body)
     except AnswerError as error:
-        raise BindingError(f"the API server refused the binding: {error}", uncertain=error.status >= 500) from error
+        wait = f", and asks to wait for {error.retry_after_seconds:g} s" if error.retry_after_seconds else ""
+        message = f"the API server refused {what}: {error}{wait}"
+        raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
     except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
         why = str(error) or type(error).__name__
-        raise BindingError(f"the API server did not answer the binding: {why}", uncertain=True) from error
+        raise BindingError(f"the API server did not answer {what}: {why}", uncertain=True) from error

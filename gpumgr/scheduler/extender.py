@@ -3,9 +3,11 @@
 Between reading the index and changing it there is no `await`, so verbs that overlap need no lock.
 """
 
+import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import aiohttp
 import structlog
@@ -16,8 +18,9 @@ from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_share
 from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import Policy
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import ApiServer
-from gpumgr.scheduler.binding import BindingError, binding_annotations, send_binding
+from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
+from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
@@ -28,11 +31,12 @@ _log = structlog.get_logger(__name__)
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
 NOT_SYNCED = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
 
 
 class Extender:
-    """`clock` is monotonic, in seconds. All verbs answer errors in the answer's `Error`."""
+    """`clock` is monotonic, in seconds. `leadership` None: no other replica. All verbs answer errors in the answer's `Error`."""
 
     def __init__(
         self,
@@ -42,10 +46,20 @@ class Extender:
         watches: ClusterWatches,
         settings: SchedulerSettings,
         *,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._index, self._watches, self._settings, self._clock = server, index, watches, settings, clock
         self._quotas = quotas
+        self._leadership = leadership
+        #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
+        self._sending: set[str] = set()
+        self._unsettled: set[str] = set()
+
+    @property
+    def answers(self) -> bool:
+        """False: another replica leads."""
+        return self._leadership is None or self._leadership.answers
 
     @property
     def ready(self) -> bool:
@@ -53,6 +67,9 @@ class Extender:
 
     def filter(self, args: FilterArgs) -> FilterResult:
         """One node (or setting `candidates`), or the reasons why no node fits. One node's GPUs are assumed for the pod from now on."""
+        return self._filter(args, self._settings.candidates)
+
+    def _filter(self, args: FilterArgs, candidates: int) -> FilterResult:
         if not self.ready:
             return FilterResult(error=NOT_SYNCED)
         try:
@@ -68,19 +85,52 @@ class Extender:
         self._expire()
         if self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid):
             return FilterResult(error="the pod is bound already")
+        if pod.uid in self._sending | self._unsettled:
+            return self._as_sent(args, pod, names)
         self._index.remove(pod.uid)
         self._watches.pending[pod.uid] = pod
-        ranked = rank_within_quota(
-            self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, self._settings.candidates
-        )
+        ranked = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, candidates)
         if isinstance(ranked, Rejection):
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
-        if self._settings.candidates == 1:
+        if candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
             assert state is not None, "a node that fits is in the index"
             self._assume(pod.on(name, named_shares(state, choice)))
         return self._passed(args, [name for name, _ in ranked])
+
+    def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
+        """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
+        placed = self._index.placement(pod.uid)
+        if placed is None or placed.node not in names:
+            return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
+        return self._passed(args, [placed.node])
+
+    async def predicates(self, args: FilterArgs) -> FilterResult:
+        """gpu-admission's only verb: filter, which also writes the annotations to the pod, since kube-scheduler binds it itself."""
+        if not self._settings.predicates:
+            return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
+        try:
+            pod = parse_watched_pod(args.pod)
+        except _UNREADABLE:
+            return self._filter(args, 1)
+        if pod.uid in self._sending:
+            return FilterResult(error="the pod's annotations are being written already")
+        result = self._filter(args, 1)
+        placed = self._index.placement(pod.uid) if not (result.error or result.failed_and_unresolvable_nodes) else None
+        node = self._index.node(placed.node) if placed is not None else None
+        if placed is None or node is None:
+            result.failed_nodes = result.failed_and_unresolvable_nodes  # kube-schedulers of gpu-admission's time read this one
+            return result
+        try:
+            with self._writing(pod, placed):
+                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+                await send_annotations(self._server, pod, annotations)
+        except BindingError as error:
+            if error.conflict:  # this pod is gone
+                self._forget(pod.uid)
+            return FilterResult(error=str(error))
+        return result
 
     def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
@@ -112,26 +162,71 @@ class Extender:
         pod = self._watches.pending.get(args.pod_uid) or await self._read_pod(args)
         if pod.refusal is not None:
             raise BindingError(pod.refusal)
+        if pod.uid in self._sending:
+            raise BindingError("the pod is being bound already")
         placed = self._validated(pod, args.node)
         node = self._index.node(args.node)
         assert node is not None, "a node with a choice is in the index"
-        self._index.remove(pod.uid)
-        excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
-        if excess is not None:
-            raise BindingError(excess)
-        # The assumption must not end before the request does.
-        self._index.assume(placed, until=math.inf)
+        if pod.uid not in self._unsettled:
+            self._index.remove(pod.uid)
+            excess = self._quotas.problem or self._quotas.refusal(pod.namespace, self._quotas.holding(placed, node))
+            if excess is not None:
+                raise BindingError(excess)
         try:
-            annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-            await send_binding(self._server, pod, args.node, annotations)
+            with self._writing(pod, placed):
+                annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+                await send_binding(self._server, pod, args.node, annotations)
         except BindingError as error:
-            if not error.uncertain and self._index.is_assumed(pod.uid):
-                self._index.remove(pod.uid)
+            if not (error.uncertain or error.conflict):
+                raise
+            await self._settle(args, placed, error)
+        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
+
+    @contextmanager
+    def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
+        """Around the write that places the pod: its GPUs stay assumed until the request has ended, and afterwards unless it has failed
+        for certain. Raises BindingError."""
+        uid = pod.uid
+        self._index.assume(placed, until=math.inf)
+        self._sending.add(uid)
+        try:
+            if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
+                raise BindingError("the Lease of this replica ends too soon")
+            yield
+            self._unsettled.discard(uid)
+        except BindingError as error:
+            if error.uncertain or error.conflict:
+                self._unsettled.add(uid)
+            elif uid not in self._unsettled and self._index.is_assumed(uid):
+                self._index.remove(uid)
             raise
         finally:
-            if self._index.is_assumed(pod.uid):  # the watch has not shown the pod on its node yet
+            self._sending.discard(uid)
+            if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
                 self._assume(placed)
-        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
+
+    async def _settle(self, args: BindArgs, placed: PlacedPod, failure: BindingError) -> None:
+        """Reads the pod to find out whether it is bound. Returns if it is bound to this node; raises `failure` or BindingError if not."""
+        try:
+            pod = await self._read_pod(args)
+        except BindingError as error:
+            if not error.uncertain:  # it is gone
+                self._forget(args.pod_uid)
+            raise failure from error
+        if pod.node is None:
+            if failure.conflict:
+                self._forget(args.pod_uid)
+            raise failure
+        if self._index.is_assumed(args.pod_uid):
+            self._assume(pod.placed or placed)
+        self._unsettled.discard(args.pod_uid)
+        if pod.node != args.node:
+            raise BindingError(f"the pod is bound to node {pod.node} already")
+
+    def _forget(self, uid: str) -> None:
+        self._unsettled.discard(uid)
+        if self._index.is_assumed(uid):
+            self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
         """What was assumed if it still has its room, else another choice on the node; the quota allows it. Raises BindingError."""
@@ -139,7 +234,8 @@ class Extender:
         placed = self._index.placement(pod.uid)
         if placed is not None and not self._index.is_assumed(pod.uid):
             raise BindingError(f"the pod is bound to node {placed.node} already")
-        if placed is not None and placed.node == node and placed.request == pod.request and self._index.fits(placed):
+        sent = pod.uid in self._unsettled
+        if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._index.remove(pod.uid)
         choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
@@ -151,11 +247,13 @@ class Extender:
 
     async def _read_pod(self, args: BindArgs) -> WatchedPod:
         """Raises BindingError."""
-        path = f"/api/v1/namespaces/{args.pod_namespace}/pods/{args.pod_name}"
         try:
-            pod = parse_watched_pod(await self._server.read("GET", path))
+            async with asyncio.timeout(WRITE_SECONDS):
+                pod = parse_watched_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
+        except AnswerError as error:
+            raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
         except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError, *_UNREADABLE) as error:
-            raise BindingError(f"the pod can't be read: {error}") from error
+            raise BindingError(f"the pod can't be read: {type(error).__name__}: {error}", uncertain=True) from error
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
@@ -169,6 +267,7 @@ class Extender:
     def _expire(self) -> None:
         for uid in self._index.expire(self._clock()):
             _log.info("assumption_ended", pod_uid=uid, after_seconds=self._settings.assume_seconds)
+        self._unsettled = {uid for uid in self._unsettled if self._index.is_assumed(uid)}
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
         if args.node_names is not None:

@@ -1,12 +1,13 @@
 """The life of the scheduler's process: credentials, watches, the listening socket, and its end."""
 
 import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Coroutine
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
-
-import structlog
-from aiohttp import web
+from typing import Any, Final
 
 from gpumgr.aio import run_until
 from gpumgr.cluster.index import ClusterIndex
@@ -14,16 +15,17 @@ from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.extender import Extender
+from gpumgr.scheduler.leader import Leadership, Replica
+from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.pages import ClusterServer, make_pages
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
-
-_log = structlog.get_logger(__name__)
+from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.web.credentials import Certificates
 
 _REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
-#: Go's client keeps two idle connections only, so a burst of binds opens many.
-_BACKLOG: Final = 1024
+_SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -39,45 +41,79 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_transport(host: str, *, insecure_loopback: bool) -> None:
-    """Raises InputError unless plain HTTP is wanted and reaches this machine only."""
-    if not insecure_loopback:
+def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
+    """None: plain HTTP. Raises InputError unless clients need certificates, or plain HTTP is wanted and reaches this machine only."""
+    cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
+    if insecure_loopback:
+        if cert_file is not None:
+            raise InputError("--insecure-loopback serves plain HTTP, and scheduler.tls_cert_file is set; remove one of them")
+        if not ip_address(host).is_loopback:
+            raise InputError(
+                f"--insecure-loopback needs a loopback address in --listen, for example 127.0.0.1:12345; {host} is none"
+            )
+        return None
+    if cert_file is None or key_file is None or client_ca_file is None:
         raise InputError(
-            "this version serves the extender over plain HTTP only, without client certificates; add --insecure-loopback, and run it on "
-            "the machine of kube-scheduler"
+            "set scheduler.tls_cert_file, scheduler.tls_key_file and scheduler.client_ca_file; for first steps, add --insecure-loopback, "
+            "and run the extender on the machine of kube-scheduler"
         )
-    if not ip_address(host).is_loopback:
-        raise InputError(f"--insecure-loopback needs a loopback address in --listen, for example 127.0.0.1:12345; {host} is none")
+    return Certificates(cert_file, key_file, client_ca_file, section="scheduler", clients_required=True)
 
 
-async def run_scheduler(settings: Settings, kubeconfig: Path | None, listen: tuple[str, int], *, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Requests that run then are finished.
+def this_replica(settings: SchedulerSettings) -> Replica:
+    """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
+    namespace = settings.lease_namespace or os.environ.get("POD_NAMESPACE")
+    try:
+        namespace = namespace or _SERVICE_ACCOUNT.read_text().strip()
+    except OSError as error:
+        raise InputError("outside of a pod, set scheduler.lease_namespace to the namespace of the Lease") from error
+    identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(8)}"
+    return Replica(namespace=namespace, lease=settings.lease_name, identity=identity, pod=os.environ.get("POD_NAME"))
 
-    Raises InputError for credentials or an address that can't be used.
+
+async def run_scheduler(
+    settings: Settings, kubeconfig: Path | None, listen: tuple[str, int], *, insecure_loopback: bool, stop: asyncio.Event
+) -> None:
+    """Serves until `stop` is set. Requests that run then are finished, and the Lease is given up.
+
+    Raises InputError for credentials, certificates or an address that can't be used.
     """
+    wanted = settings.scheduler
+    tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
+    replica = this_replica(wanted) if wanted.leader_election else None
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
     quotas = Quotas()
     index = ClusterIndex([quotas])
-    watches = ClusterWatches(server, index, quotas, settings.scheduler)
-    extender = Extender(server, index, quotas, watches, settings.scheduler)
-    pages, metrics = make_pages(server, index, watches, quotas, settings)
+    watches = ClusterWatches(server, index, quotas, wanted)
+    leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
+    extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
+    pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
     cluster_server = ClusterServer(pages, settings)
     application = make_application(
-        extender, max_request_mebibytes=settings.scheduler.max_request_mebibytes, middlewares=[metrics.middleware]
+        extender,
+        max_request_mebibytes=wanted.max_request_mebibytes,
+        client_names=wanted.client_names,
+        middlewares=[metrics.middleware],
     )
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=settings.process.stop_grace_seconds)
+    listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
+    daemons = asyncio.create_task(_run(watches.run(), *([leadership.run()] if leadership is not None else [])))
     try:
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, *listen, backlog=_BACKLOG).start()
-        except OSError as error:
-            raise InputError(f"can't listen on {listen[0]}:{listen[1]}: {error.strerror}; give another --listen") from error
-        _log.info("scheduler_listening", address=runner.addresses[0][0], port=runner.addresses[0][1], transport="plain HTTP")
+        await listener.start(*listen)
         await cluster_server.start()
-        watching = await run_until(stop.wait(), watches.run())
-        if not watching.cancelled():
-            watching.result()
+        serving = await run_until(stop.wait(), asyncio.shield(daemons))
+        if not serving.cancelled():
+            serving.result()
     finally:
-        await runner.cleanup()
+        await listener.stop()  # the Lease is renewed until the last request has ended
         await cluster_server.stop()
+        daemons.cancel()
+        await asyncio.wait([daemons])
+        if leadership is not None:
+            await leadership.release()
         await server.close()
+
+
+async def _run(*daemons: Coroutine[Any, Any, object]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for daemon in daemons:
+            group.create_task(daemon)

@@ -17,8 +17,8 @@ import gpumgr
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.summary import GPU_PARTS, PARTS, ByModel
 from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
+from gpumgr.scheduler.api import KINDS, Kind
 from gpumgr.scheduler.overview import ClusterOverview
-from gpumgr.scheduler.reasons import KINDS, Kind
 from gpumgr.scheduler.wire import FilterResult
 
 VERBS: Final = ("filter", "prioritize", "bind", "preempt", "predicates")

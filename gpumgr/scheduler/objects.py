@@ -2,16 +2,17 @@
 
 What users and agents write is checked; a bad text is a `problem`, not an error."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
 from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
-from gpumgr.cluster.request import NO_REQUEST, PodRequest, Policy, vcuda_request
+from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, vcuda_request
 from gpumgr.errors import Refusal
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import (
@@ -24,6 +25,9 @@ from gpumgr.kubeapi.pods import parse_pod, parse_quantity
 from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
+
+#: NVML's index as gpu-manager and gpumgr write it.
+_INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class WatchedPod:
     """`containers` are the names of those that want GPUs, in the request's order; `places` their index in spec.containers (None: an init
     container). `policy`: None if the setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations
     name. `annotation_bytes`: size of its annotations. `problem`: why an annotation is not used. `preempts`: its preemptionPolicy is not
-    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted.
+    Never. `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted. `promised`: the node
+    that the annotations of a pod which is not bound name; kube-scheduler may be binding it there.
     """
 
     uid: str
@@ -63,6 +68,7 @@ class WatchedPod:
     preempts: bool = True
     nominated: str | None = None
     ending: bool = False
+    promised: str | None = None
 
     @property
     def wants_gpu(self) -> bool:
@@ -80,6 +86,12 @@ class WatchedPod:
             uid=self.uid, node=node, request=self.request, shares=shares, namespace=self.namespace, priority=self.priority
         )
 
+    @property
+    def promise(self) -> PlacedPod | None:
+        if self.promised is None or not self.request.containers:
+            return None
+        return self.on(self.promised, self.shares)
+
 
 @dataclass(frozen=True, slots=True)
 class QuotaLabels:
@@ -90,7 +102,7 @@ class QuotaLabels:
 
 
 def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> WatchedNode:
-    """Raises KeyError, TypeError or AttributeError for an object that is not a node."""
+    """Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a node."""
     found = _parse_node(item)
     there: Mapping[str, object] = item["metadata"].get("labels") or {}
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
@@ -99,7 +111,9 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
 
 def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
-    name, uid = str(metadata["name"]), str(metadata["uid"])
+    name, uid = metadata["name"], metadata["uid"]
+    if not (name and uid and isinstance(name, str) and isinstance(uid, str)):
+        raise ValueError("a node without a name or a UID")
     text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
     status: Mapping[str, Any] = item.get("status") or {}
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
@@ -164,6 +178,8 @@ def _from_capacity(name: str, capacity: Mapping[str, object]) -> NodeState:
 def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
     """Raises what `parse_pod` raises."""
     view = parse_pod(item)
+    if not item["metadata"]["uid"]:
+        raise ValueError("a pod without a UID")
     node = (item.get("spec") or {}).get("nodeName") or None
     base = WatchedPod(uid=view.uid, namespace=view.namespace, name=view.name, node=node)
     wanted = [each for each in view.containers if each.cores or each.memory_blocks]
@@ -190,11 +206,13 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
-    pod = replace(base, **made)
-    if node is None or not pod.request.containers:
+    promised = annotations.get(PREDICATE_NODE) if node is None else None
+    pod = replace(base, **made, promised=str(promised) if promised else None)
+    named = node or pod.promised
+    if named is None or not pod.request.containers:
         return pod
     try:
-        return replace(pod, shares=_named_shares(pod, node, annotations))
+        return replace(pod, shares=_named_shares(pod, named, annotations))
     except ValueError as error:
         return replace(pod, problem=str(error))
 
@@ -212,17 +230,33 @@ def _named_shares(pod: WatchedPod, node: str, annotations: Mapping[str, object])
         if placement.containers:
             if set(placement.containers) != set(pod.containers):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION} does not name the containers that want GPUs")
-            return tuple(
+            named = [
                 tuple((uuid, Amounts(cores, memory)) for uuid, cores, memory in placement.containers[name])
                 for name in pod.containers
-            )
+            ]
+            for name, container, shares in zip(pod.containers, pod.request.containers, named, strict=True):
+                if not _fits(container, shares):
+                    raise ValueError(
+                        f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} are not those that it requests"
+                    )
+            return tuple(named)
     if annotations.get(PREDICATE_NODE) != node:
         return None
     found: list[NamedShares] = []
     for place, container in zip(pod.places, pod.request.containers, strict=True):
         indices = str(annotations.get(f"{PREDICATE_INDEX}{place}", "")).split(",")
-        if place is None or len(indices) != container.gpus or not all(each.isascii() and each.isdigit() for each in indices):
+        if place is None or not len(set(indices)) == len(indices) == container.gpus or not all(map(_INDEX.fullmatch, indices)):
             return None
         amounts = Amounts(container.cores_per_gpu, 0 if container.whole else container.memory_mebibytes)
-        found.append(tuple((int(each[:4]), amounts) for each in indices))
+        found.append(tuple((int(each), amounts) for each in indices))
     return tuple(found)
+
+
+def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
+    """Whether a placement names what the container requests. A whole GPU has all its memory."""
+    memory = sum(amounts.memory_mebibytes for _, amounts in shares)
+    return (
+        len(shares) == container.gpus
+        and all(amounts.cores == container.cores_per_gpu for _, amounts in shares)
+        and (container.whole or memory == container.memory_mebibytes)
+    )

@@ -132,5 +132,6 @@ def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:
         ],
         "ready": watched.ready,
         "inventory": watched.inventory,
+        **({"pool": state.pool} if state.pool else {}),
         **({"problem": watched.problem} if watched.problem else {}),
     }

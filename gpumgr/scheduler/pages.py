@@ -14,7 +14,6 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 import structlog
 from aiohttp import web
 
@@ -24,10 +23,11 @@ from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.scheduler.api import Why
 from gpumgr.scheduler.metrics import SchedulerMetrics
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.scheduler.overview import ClusterOverview
-from gpumgr.scheduler.reasons import Reasons, Waiting, request_text
+from gpumgr.scheduler.reasons import Reasons, request_text
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
 from gpumgr.web.access import AuthPolicy, Scope
@@ -52,20 +52,6 @@ _SCOPES: Final[Mapping[str, Scope]] = {
     "/api/cluster": "page",
     "/api/why": "metrics",
 }
-
-
-class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer of /api/why. `gpus`: container -> (GPU's UUID, or its index; cores; MiB) of a pod on its node. `condition`: what the pod's
-    condition PodScheduled says. `waiting`: of a pod that is not bound."""
-
-    namespace: str
-    pod: str
-    phase: str = ""
-    node: str = ""
-    gpus: dict[str, list[tuple[str | int, int, int]]] = {}
-    condition: str = ""
-    problem: str = ""
-    waiting: Waiting | None = None
 
 
 class ClusterPages:

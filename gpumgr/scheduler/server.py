@@ -1,19 +1,22 @@
 """The HTTP server of the extender: verbs under /scheduler, probes beside them.
 
-The answer to every verb has the status 200, and an error is its `Error`: kube-scheduler shows that text in the pod's events.
+The answer to every verb has the status 200, and an error is its `Error`: kube-scheduler shows that text in the pod's events. A replica
+that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
-from gpumgr.scheduler.extender import NOT_SYNCED, Extender
+from gpumgr import __version__
+from gpumgr.scheduler.extender import NOT_LEADING, NOT_SYNCED, Extender
 from gpumgr.scheduler.metrics import OUTCOME, outcome_of
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority
+from gpumgr.web.connection import Connection
 
 _log = structlog.get_logger(__name__)
 
@@ -27,21 +30,28 @@ class _RequestError(Exception):
 
 
 def make_application(
-    extender: Extender, *, max_request_mebibytes: int, middlewares: Sequence[Middleware] = ()
+    extender: Extender,
+    *,
+    max_request_mebibytes: int,
+    client_names: Collection[str] = (),
+    middlewares: Sequence[Middleware] = (),
 ) -> web.Application:
+    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all."""
+
     async def filter_nodes(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.filter, lambda error: FilterResult(error=error))
 
     async def prioritize(request: web.Request) -> web.Response:
         return await _answer(request, FilterArgs, extender.prioritize, lambda _: [])
 
+    async def predicates(request: web.Request) -> web.Response:
+        return await _answer(request, FilterArgs, extender.predicates, lambda error: FilterResult(error=error))
+
+    async def version(_: web.Request) -> web.Response:
+        return web.Response(text=__version__)
+
     async def bind(request: web.Request) -> web.Response:
-        try:
-            return _json(await extender.bind(await _read(request, BindArgs)))
-        except _RequestError as error:
-            return _json(BindResult(str(error)))
-        except Exception as error:
-            return _json(BindResult(_bug(request, error)))
+        return await _answer(request, BindArgs, extender.bind, BindResult)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -49,12 +59,16 @@ def make_application(
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
 
-    application = web.Application(middlewares=middlewares, client_max_size=max_request_mebibytes << 20)
+    application = web.Application(
+        middlewares=[*middlewares, _guard(extender, frozenset(client_names))], client_max_size=max_request_mebibytes << 20
+    )
     application.add_routes(
         [
             web.post(f"{PREFIX}/filter", filter_nodes),
             web.post(f"{PREFIX}/prioritize", prioritize),
             web.post(f"{PREFIX}/bind", bind),
+            web.post(f"{PREFIX}/predicates", predicates),
+            web.get("/version", version),
             web.get("/healthz", healthz),
             web.get("/readyz", readyz),
         ]
@@ -62,11 +76,40 @@ def make_application(
     return application
 
 
+def _guard(extender: Extender, names: frozenset[str]) -> Middleware:
+    """Before a verb is read: may this client call it, and does this replica answer?"""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not request.path.startswith(f"{PREFIX}/"):
+            return await handler(request)
+        if names and not names & names_of(request.get_extra_info("peercert")):
+            return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
+        if not extender.answers:
+            response = web.Response(status=503, text=f"{NOT_LEADING}\n")
+            response.force_close()
+            return response
+        return await handler(request)
+
+    return guarded
+
+
+def names_of(certificate: Mapping[str, Any] | None) -> set[str]:
+    """The common names and DNS names of a certificate as ssl.SSLSocket.getpeercert returns it."""
+    found = certificate or {}
+    common = {value for part in found.get("subject", ()) for key, value in part if key == "commonName"}
+    return common | {value for key, value in found.get("subjectAltName", ()) if key == "DNS"}
+
+
 async def _answer(
-    request: web.Request, kind: type[_Args], verb: Callable[[_Args], _Result], failed: Callable[[str], _Result]
+    request: web.Request,
+    kind: type[_Args],
+    verb: Callable[[_Args], _Result | Awaitable[_Result]],
+    failed: Callable[[str], _Result],
 ) -> web.Response:
     try:
-        return _json(verb(await _read(request, kind)))
+        result = verb(await _read(request, kind))
+        return _json(await result if isinstance(result, Awaitable) else result)
     except _RequestError as error:
         return _json(failed(str(error)))
     except Exception as error:
@@ -76,7 +119,10 @@ async def _answer(
 async def _read(request: web.Request, kind: type[_Args]) -> _Args:
     """Raises _RequestError."""
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
+        body = await request.read()
+        if isinstance(request.protocol, Connection):
+            request.protocol.request_received()
+        return msgspec.json.decode(body, type=kind)
     except web.HTTPRequestEntityTooLarge as error:
         raise _RequestError(
             "the request is too long; set scheduler.max_request_mebibytes higher, or nodeCacheCapable: true in kube-scheduler's "

@@ -1,12 +1,15 @@
 """The watches of nodes, pods and quotas, which keep the index up to date."""
 
 import asyncio
+import gc
+import math
 from typing import Any, NoReturn, TypedDict
 
 import msgspec
 import structlog
 
-from gpumgr.cluster.index import ClusterIndex
+from gpumgr.aio import run_until
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.quota import Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
@@ -76,6 +79,7 @@ def decode_gpu_pod(item: msgspec.Raw) -> dict[str, Any] | None:
 class ClusterWatches:
     """`run` it as a daemon. `pending` has the pods with GPU requests that are not bound, by UID; `nominated` those of them with a nominated
     node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name. `quotas` follows the index and gets its limits here.
+    `synced`: nodes, pods and quotas have been listed once.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class ClusterWatches:
         *,
         watch_times: WatchTimes | None = None,
     ) -> None:
+        #: Annotations of pods that are not bound count: kube-scheduler may be binding them.
+        self._promises = settings.predicates
         self._index, self._quotas, self._quota_source = index, quotas, settings.quota_configmap
         self.pending: dict[str, WatchedPod] = {}
         self.nominated: dict[str, WatchedPod] = {}
@@ -124,19 +130,41 @@ class ClusterWatches:
             watch_times=watch_times,
         )
 
+        self._listed, self._list_again = asyncio.Event(), asyncio.Event()
+        self.synced = False
+
     @property
-    def synced(self) -> bool:
-        """True once all nodes, all pods and the quotas have been listed."""
-        watched = [each for each in (self._nodes, self._pods, self._limits) if each is not None]
-        return all(each.synced.is_set() for each in watched)
+    def _watched(self) -> list[Reflector[Any]]:
+        return [each for each in (self._nodes, self._pods, self._limits) if each is not None]
 
     async def run(self) -> NoReturn:
+        while True:
+            watching = await run_until(self._list_again.wait(), self._watch())
+            if not watching.cancelled():
+                watching.result()
+            self._list_again.clear()
+            for each in self._watched:
+                each.expire()
+
+    async def refresh(self) -> None:
+        """Lists everything again, while `run` runs. The index then has what the API server had when this was called."""
+        self._listed.clear()
+        self._list_again.set()
+        await self._listed.wait()
+
+    async def _watch(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._nodes.run(), name="node_watch")
-            group.create_task(self._pods.run(), name="pod_watch")
-            if self._limits is not None:
-                group.create_task(self._limits.run(), name="quota_watch")
-        raise AssertionError("watches run until they are cancelled")
+            for each in self._watched:
+                group.create_task(each.run())
+            for each in self._watched:
+                await each.synced.wait()
+            self._index.settle()
+            if not self.synced:
+                gc.collect()
+                gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds
+            self.synced = True
+            if not self._list_again.is_set():
+                self._listed.set()
 
     def _node_changed(self, before: WatchedNode | None, after: WatchedNode | None) -> None:
         if before is not None and (after is None or after.state.name != before.state.name):
@@ -167,6 +195,8 @@ class ClusterWatches:
             self._index.remove(after.uid)
         if after.node is None and after.wants_gpu:
             self.pending[after.uid] = after
+            if self._promises:
+                self._keep_promise(after)
         else:
             self.pending.pop(after.uid, None)
         if after.nominated is not None:
@@ -175,6 +205,13 @@ class ClusterWatches:
             self.nominated.pop(after.uid, None)
         if after.ending:
             self.ending.add(after.uid)
+
+    def _keep_promise(self, pod: WatchedPod) -> None:
+        """The GPUs that /scheduler/predicates wrote to the pod are kept until it is bound, deleted or placed again. A newer choice that
+        the pod does not show yet stays."""
+        promise, current = pod.promise, self._index.placement(pod.uid)
+        if promise is not None and (current is None or _same_gpus(current, promise)):
+            self._index.assume(current or promise, until=math.inf)
 
     def _quotas_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
         """Limits that can't be read change nothing; if none have been read yet, no pod can be placed."""
@@ -190,3 +227,8 @@ class ClusterWatches:
                 )
             used = "the quotas before" if self._quota_known else "nothing; no pod is placed"
             _log.error("quotas_unusable", configmap=self._quota_source, reason=after.problem, used_instead=used)
+
+
+def _same_gpus(placed: PlacedPod, promise: PlacedPod) -> bool:
+    names = [[[gpu for gpu, _ in shares] for shares in each.shares or ()] for each in (placed, promise)]
+    return placed.node == promise.node and (promise.shares is None or names[0] == names[1])

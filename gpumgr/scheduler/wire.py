@@ -14,12 +14,15 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
     node_names: list[str] | None = None
 
     def names(self) -> Sequence[str]:
-        """Raises KeyError or TypeError for nodes without a name."""
+        """Raises ValueError, KeyError or TypeError for nodes without a name."""
         return self.node_names if self.node_names is not None else list(self.items())
 
     def items(self) -> Mapping[str, Any]:
-        """Whole nodes by their names. Raises KeyError or TypeError for nodes without a name."""
-        return {str(item["metadata"]["name"]): item for item in (self.nodes or {}).get("items") or ()}
+        """Whole nodes by their names. Raises ValueError, KeyError or TypeError for nodes without a name."""
+        named = {item["metadata"]["name"]: item for item in (self.nodes or {}).get("items") or ()}
+        if not all(name and isinstance(name, str) for name in named):
+            raise ValueError("a node without a name")
+        return named
 
 
 class FilterResult(msgspec.Struct, rename="pascal", kw_only=True):

@@ -270,9 +270,9 @@ def _entries(
 def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
     """(dotted key, message) of each error. A key with its default value is never reported."""
     yield from _socket_paths(settings)
-    http = settings.http
-    if (found := tls_files.missing_file(http.tls_cert_file, http.tls_key_file, http.client_ca_file)) is not None:
-        yield found
+    for section, files in (("http", settings.http), ("scheduler", settings.scheduler)):
+        if (found := tls_files.missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:
+            yield found
     yield from _twice("kubernetes.node_labels", settings.kubernetes.node_labels)
     yield from _twice("enforcement.overrides", settings.enforcement.overrides)
 

@@ -22,6 +22,9 @@ NodeName = Annotated[
         extra={"allowed": "a node's name: lower-case letters, digits, '-' and '.', 253 at most"},
     ),
 ]
+ObjectName = Annotated[
+    str, Meta(pattern=_NODE_NAME, max_length=253, extra={"allowed": "a Kubernetes name: lower-case letters, digits, '-' and '.'"})
+]
 _SUBJECT = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 BackendName = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
 Override = Annotated[
@@ -246,6 +249,22 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     nomination_seconds: Annotated[float, Meta(ge=1, le=86400)] = 300.0
     #: Port of the cluster page and of /metrics, on http.address and under the access rules of the section http. 0: any free port.
     http_port: Port = 5679
+    #: Certificate of the extender in PEM. Null: plain HTTP, which needs --insecure-loopback.
+    tls_cert_file: Path | None = None
+    #: The certificate's key in PEM.
+    tls_key_file: Path | None = None
+    #: CA certificates of clients; each client of the verbs must present a certificate.
+    client_ca_file: Path | None = None
+    #: Common names or DNS names of certificates that may call the verbs. Empty: every certificate of that CA.
+    client_names: tuple[str, ...] = ()
+    #: True: of several replicas, the one that holds the Lease answers. False: this process is the only one.
+    leader_election: bool = False
+    #: The Lease's name.
+    lease_name: ObjectName = "gpumgr-scheduler"
+    #: Its namespace. Null: that of the pod.
+    lease_namespace: ObjectName | None = None
+    #: Serve gpu-admission's path /scheduler/predicates, for a kube-scheduler that binds the pods itself.
+    predicates: bool = False
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,17 +33,20 @@ _PENDING: Final = PodStatus(phase="Pending")
 class SimApiServer:
     """Stores pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding happens and its answer does not arrive.
-    `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the requests, as "list", "watch",
-    "read", "bind", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has pairs such as
-    ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is what
-    clients wrote.
+    `delay_seconds` delays every answer and every event. With `lose_bindings` a binding happens and its answer does not arrive. `bind_hook`
+    is awaited with False before a binding happens and with True afterwards; a response that it returns is the answer, at once. `routes`
+    are served beside the others. `on_delete` is called with the UID of a pod that a client deleted or evicted. `requests` records the
+    requests, as "list", "watch", "read", "bind", "delete", "evict", "pod" (a patch), and the words of `Written`. `forbidden` has pairs
+    such as ("create", "pods/eviction"). `protected` has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is
+    what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
         self.node_name = node_name
         self.delay_seconds = 0.0
         self.lose_bindings = False
+        self.bind_hook: Callable[[bool], Awaitable[web.Response | None]] | None = None
+        self.routes: list[web.RouteDef] = []
         self.requests: list[str] = []
         self.forbidden: set[Right] = set()
         self.protected: set[str] = set()
@@ -82,6 +85,7 @@ class SimApiServer:
         app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}", self._get_pod)
         app.router.add_post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind)
         self.written.add_routes(app.router)
+        app.router.add_routes(self.routes)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
@@ -220,6 +224,8 @@ class SimApiServer:
         """Sets the node and merges the annotations, which the real server does not validate here either."""
         if refused := self.written.refused(request, "bind", "create", "pods/binding"):
             return refused
+        if self.bind_hook is not None and (answer := await self.bind_hook(False)) is not None:
+            return answer
         if (pod := self._named(request)) is None:
             return _not_found(request)
         binding = await request.json()
@@ -233,6 +239,8 @@ class SimApiServer:
         changed["spec"]["nodeName"] = binding["target"]["name"]
         merge(changed["metadata"], {"annotations": binding["metadata"].get("annotations") or {}})
         self._pods.put(changed)
+        if self.bind_hook is not None and (answer := await self.bind_hook(True)) is not None:
+            return answer
         if self.lose_bindings and request.transport is not None:
             request.transport.abort()
         return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}, status=201)

@@ -15,6 +15,7 @@ import structlog
 from gpumgr import tls_files
 from gpumgr.errors import SettingsError
 from gpumgr.files import FileIdentity
+from gpumgr.web.certificate_dates import check_authorities, check_serves
 
 _log = structlog.get_logger(__name__)
 
@@ -47,17 +48,30 @@ class TokenFile:
 
 
 class Certificates:
-    """The TLS context of the server; with `client_ca_file` clients may present a certificate. The constructor raises SettingsError."""
+    """The TLS context of a server; with `client_ca_file` clients may present a certificate. `section`: of the settings that name the files.
 
-    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
+    With `clients_required` they must present one, and files whose certificates have expired can't be used. The constructor raises
+    SettingsError.
+    """
+
+    def __init__(
+        self,
+        cert_file: Path,
+        key_file: Path,
+        client_ca_file: Path | None,
+        *,
+        section: str = "http",
+        clients_required: bool = False,
+    ) -> None:
         self._files = (cert_file, key_file, client_ca_file)
+        self._section, self._clients_required = section, clients_required
         self._stamp = self._now()
-        self._context = _context(*self._files)
+        self._context = self._make()
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
         """None: plain HTTP. Raises SettingsError if one of two files that belong together is not set."""
-        if (found := tls_files.missing_file(cert_file, key_file, client_ca_file)) is not None:
+        if (found := tls_files.missing_file("http", cert_file, key_file, client_ca_file)) is not None:
             raise SettingsError(" ".join(found))
         if cert_file is None or key_file is None:
             return None
@@ -68,11 +82,20 @@ class Certificates:
         if (stamp := self._now()) != self._stamp:
             self._stamp = stamp
             try:
-                self._context = _context(*self._files)
+                self._context = self._make()
                 _log.info("certificates_read_again", path=str(self._files[0]))
             except SettingsError as error:
                 _log.error("certificates_unusable", error=str(error), consequence="the earlier ones stay in use")
         return self._context
+
+    def _make(self) -> ssl.SSLContext:
+        cert_file, key_file, client_ca_file = self._files
+        context = _context(self._section, *self._files)
+        if self._clients_required:
+            context.verify_mode = ssl.CERT_REQUIRED
+            check_serves(self._section, cert_file, key_file)
+            check_authorities(self._section, context, client_ca_file)
+        return context
 
     def _now(self) -> _Stamp:
         return _stamp(*(file for file in self._files if file is not None))
@@ -111,45 +134,48 @@ def _read_token(path: Path) -> bytes:
     return token
 
 
-def _context(cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
+def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
     """TLS 1.2 and later. Raises SettingsError, which names the file that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    certificate = _read("http.tls_cert_file", cert_file, _MOST_PEM_BYTES)
+    certificate = _read(f"{section}.tls_cert_file", cert_file, _MOST_PEM_BYTES)
     if b"-----BEGIN CERTIFICATE-----" not in certificate:
-        raise SettingsError(f"http.tls_cert_file {cert_file} has no certificate in PEM (-----BEGIN CERTIFICATE-----)")
-    if b"PRIVATE KEY-----" not in _read("http.tls_key_file", key_file, _MOST_PEM_BYTES):
-        raise SettingsError(f"http.tls_key_file {key_file} has no private key in PEM (-----BEGIN PRIVATE KEY-----)")
+        raise SettingsError(f"{section}.tls_cert_file {cert_file} has no certificate in PEM (-----BEGIN CERTIFICATE-----)")
+    if b"PRIVATE KEY-----" not in _read(f"{section}.tls_key_file", key_file, _MOST_PEM_BYTES):
+        raise SettingsError(f"{section}.tls_key_file {key_file} has no private key in PEM (-----BEGIN PRIVATE KEY-----)")
 
     def no_passphrase() -> str:
-        raise SettingsError(f"http.tls_key_file {key_file} is encrypted; write the key without a passphrase (`openssl pkey`)")
+        raise SettingsError(
+            f"{section}.tls_key_file {key_file} is encrypted; write the key without a passphrase (`openssl pkey`)"
+        )
 
     try:
         context.load_cert_chain(cert_file, key_file, no_passphrase)
     except (OSError, ValueError) as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
             raise SettingsError(
-                f"http.tls_key_file {key_file} is not the key of the certificate in http.tls_cert_file {cert_file}; name the two that "
-                "belong together"
+                f"{section}.tls_key_file {key_file} is not the key of the certificate in {section}.tls_cert_file {cert_file}; name the "
+                "two that belong together"
             ) from error
         raise SettingsError(
-            f"http.tls_cert_file {cert_file} and http.tls_key_file {key_file} can't be used: {_why(error)}; look at both with "
+            f"{section}.tls_cert_file {cert_file} and {section}.tls_key_file {key_file} can't be used: {_why(error)}; look at both with "
             "`openssl x509` and `openssl pkey`"
         ) from error
     if client_ca_file is not None:
-        _trust(context, client_ca_file)
+        _trust(section, context, client_ca_file)
     return context
 
 
-def _trust(context: ssl.SSLContext, client_ca_file: Path) -> None:
+def _trust(section: str, context: ssl.SSLContext, client_ca_file: Path) -> None:
     """Makes client certificates optional; one that this CA did not sign fails the handshake."""
-    authorities = _read("http.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
+    authorities = _read(f"{section}.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"http.client_ca_file {client_ca_file} can't be used: {_why(error)}; it needs certificates in PEM (-----BEGIN CERTIFICATE-----)"
+            f"{section}.client_ca_file {client_ca_file} can't be used: {_why(error)}; it needs certificates in PEM "
+            "(-----BEGIN CERTIFICATE-----)"
         ) from error
     context.verify_mode = ssl.CERT_OPTIONAL
 

@@ -15,7 +15,7 @@ from tests.bench.cluster_stub import serve
 
 async def first(request: web.Request) -> web.Response:
     names = msgspec.json.decode(await request.read(), type=FilterArgs).names()
-    return web.Response(body=msgspec.json.encode(FilterResult(node_names=names[:1])), content_type="application/json")
+    return web.Response(body=msgspec.json.encode(FilterResult(node_names=list(names[:1]))), content_type="application/json")
 
 
 async def nothing(request: web.Request) -> web.Response:

@@ -132,6 +132,14 @@ class Cluster:
     def _authority(self) -> Path:
         return STATE / "pki" / "apiserver.crt"
 
+    def api_of(self, account: str, pod: Json | None = None) -> Api:
+        """Access with a token of a service account, `NAMESPACE/NAME`; of an account in a pod, the token is bound to it."""
+        namespace, _, name = account.partition("/")
+        bound = {} if pod is None else {"boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"]}}
+        asked: Json = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": bound}
+        made = self.api.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", asked)
+        return Api(self._server, self._authority, made["status"]["token"])
+
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig file of `admin` (everything), `node` (the kubelet) or `gpumgr` (the agent)."""
         path = STATE / f"{name}.kubeconfig"

@@ -21,6 +21,8 @@ APART: Final = {
     "page": "page",
     "test_chart.py": "chart",
     "test_chart_rights.py": "chart",
+    "test_chart_scheduler.py": "chart",
+    "test_hardware_program.py": "lab",
     "test_image_build.py": "image",
     "test_lab.py": "lab",
     "test_library_image.py": "image",

@@ -16,6 +16,9 @@ from .processes import free_ports
 RULES: Final = PROJECT / "config" / "prometheus" / "gpumgr.rules.yaml"
 DASHBOARD: Final = PROJECT / "config" / "grafana" / "gpumgr.json"
 JOB: Final = "gpumgr"
+SCHEDULER_RULES: Final = PROJECT / "config" / "prometheus" / "gpumgr-scheduler.rules.yaml"
+SCHEDULER_DASHBOARD: Final = PROJECT / "config" / "grafana" / "gpumgr-scheduler.json"
+SCHEDULER_JOB: Final = "gpumgr-scheduler"
 
 #: What a person should wait for, and what a test can.
 PACE: Final = {
@@ -76,14 +79,14 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def _process(folder: Path, target: str) -> Iterator[int]:
+def _process(folder: Path, target: str, job: str, rules: str) -> Iterator[int]:
     """Its port."""
     folder.mkdir(parents=True)
-    (folder / "rules.yaml").write_text(hurried_rules())
+    (folder / "rules.yaml").write_text(rules)
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{"job_name": job, "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
@@ -104,8 +107,8 @@ def _process(folder: Path, target: str) -> Iterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def running_prometheus(folder: Path, target: str) -> AsyncIterator[Prometheus]:
-    """`target` is the agent's host:port."""
-    with _process(folder, target) as port:
+async def running_prometheus(folder: Path, target: str, *, job: str = JOB, rules: str | None = None) -> AsyncIterator[Prometheus]:
+    """`target` is the agent's (scheduler's) host:port. `rules`: those of the agent by default."""
+    with _process(folder, target, job, rules if rules is not None else hurried_rules()) as port:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
             yield Prometheus(port, http)

@@ -371,7 +371,7 @@ def test_the_chart_requires_the_same_tls_files_as_the_agent() -> None:
     keys = ("tls_cert_file", "tls_key_file", "client_ca_file")
     for paths in product((None, "/var/lib/gpumgr/file.pem"), repeat=len(keys)):
         values = {"settings": {"http": {key: path for key, path in zip(keys, paths, strict=True) if path}}}
-        found = tls_files.missing_file(*paths)
+        found = tls_files.missing_file("http", *paths)
         if found is None:
             assert settings_file(render(values)).count("file.pem") == sum(map(bool, paths))
             continue

@@ -27,7 +27,7 @@ from .prometheus import DASHBOARD, Prometheus, hurried_rules, rules_of, running_
 
 GIB: Final = 1 << 30
 #: What Grafana puts in the place of its variables.
-VARIABLES: Final = {"$__rate_interval": "10s", "$instance": ".*", "$namespace": ".*"}
+VARIABLES: Final = {"$__rate_interval": "10s", "$instance": ".*", "$namespace": ".*", "$model": ".*"}
 #: A metric's name with its matchers; what else has letters in PromQL are functions, keywords and labels.
 OPERAND: Final = re.compile(r"\b((?:gpumgr[_:][a-z0-9_:]+|process_[a-z_]+|up)(?:\{[^}]*\})?)")
 WAIT_SECONDS: Final = 120.0
@@ -140,8 +140,8 @@ async def watched(folder: Path, node: SimulatedNode) -> AsyncIterator[Scene]:
         yield Scene(node, prometheus)
 
 
-def dashboard_queries() -> Iterator[str]:
-    document = json.loads(DASHBOARD.read_text())
+def dashboard_queries(dashboard: Path = DASHBOARD) -> Iterator[str]:
+    document = json.loads(dashboard.read_text())
     for panel in document["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"]
@@ -151,9 +151,9 @@ def dashboard_queries() -> Iterator[str]:
             yield query
 
 
-def operands() -> set[str]:
+def operands(text: str) -> set[str]:
     """Of every rule; `last_over_time` finds what only stood for a moment."""
-    rules = rules_of(yaml.safe_load(hurried_rules()))
+    rules = rules_of(yaml.safe_load(text))
     return {f"last_over_time({operand}[10m])" for rule in rules for operand in OPERAND.findall(rule["expr"])}
 
 
@@ -188,7 +188,7 @@ async def test_every_query_and_every_operand_has_data_on_the_demo() -> None:
             await stage.until_fires("GpumgrGpuLost")
             await node.agent.kill()
             await node.start_agent()  # the driver lists a GPU that it can't describe, and a known one is missing
-            await until_all_have_data(stage.prometheus, operands())
+            await until_all_have_data(stage.prometheus, operands(hurried_rules()))
 
 
 @pytest.mark.timeout(600, func_only=True)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from gpumgr.metrics.registry import Metrics
@@ -16,9 +17,9 @@ from tests.unit.metrics.pages import full_picture
 from tests.unit.metrics.pictures import uuid_of
 
 from .places import PROJECT
-from .prometheus import DASHBOARD, RULES, rules_of
+from .prometheus import DASHBOARD, RULES, SCHEDULER_RULES, rules_of
 
-TESTS = PROJECT / "tests" / "data" / "prometheus" / "gpumgr.rules.test.yaml"
+FILES = [(rules, PROJECT / "tests" / "data" / "prometheus" / f"{rules.stem}.test.yaml") for rules in (RULES, SCHEDULER_RULES)]
 
 
 def promtool(*arguments: str, folder: Path | None = None) -> str:
@@ -27,19 +28,18 @@ def promtool(*arguments: str, folder: Path | None = None) -> str:
     return done.stdout
 
 
-def test_the_rules_are_well_formed() -> None:
-    assert "SUCCESS" in promtool("check", "rules", str(RULES))
-
-
-def test_rules_on_synthetic_series(tmp_path: Path) -> None:
-    for file in (RULES, TESTS):
+@pytest.mark.parametrize(("rules", "tests"), FILES)
+def test_rules_on_synthetic_series(rules: Path, tests: Path, tmp_path: Path) -> None:
+    assert "SUCCESS" in promtool("check", "rules", str(rules))
+    for file in (rules, tests):
         shutil.copy(file, tmp_path)
-    assert "SUCCESS" in promtool("test", "rules", TESTS.name, folder=tmp_path)
+    assert "SUCCESS" in promtool("test", "rules", tests.name, folder=tmp_path)
 
 
-def test_every_rule_has_a_test() -> None:
-    rules = rules_of(yaml.safe_load(RULES.read_text()))
-    tests = yaml.safe_load(TESTS.read_text())["tests"]
+@pytest.mark.parametrize(("file", "cases"), FILES)
+def test_every_rule_has_a_test(file: Path, cases: Path) -> None:
+    rules = rules_of(yaml.safe_load(file.read_text()))
+    tests = yaml.safe_load(cases.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test.get("alert_rule_test", ()) if case.get("exp_alerts")}
     recorded = {case["expr"] for test in tests for case in test.get("promql_expr_test", ())}
     assert fired == {rule["alert"] for rule in rules if "alert" in rule}

@@ -1,6 +1,8 @@
 """The extender below a real kube-scheduler, on nodes that exist in the API alone: their inventories are the test's."""
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +29,24 @@ from .cluster import Cluster
 from .manifests import Json, container, pod
 from .node import cleared
 from .places import PROJECT, STATE
-from .processes import free_ports, wait_until
+from .processes import free_ports, wait_until, whole_lines
 
 CONFIG = PROJECT / "config" / "scheduler"
 ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
 GROUP = "/apis/rbac.authorization.k8s.io/v1"
+NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
+RIGHTS = {
+    "ServiceAccount": ACCOUNT,
+    "ClusterRole": f"{GROUP}/clusterroles",
+    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
+    "Role": f"{NAMESPACED}/roles",
+    "RoleBinding": f"{NAMESPACED}/rolebindings",
+}
 SCHEDULER = "gpumgr-scheduler"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
 NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
+MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
 
 
 def uuid(node: str, gpu: int) -> str:
@@ -43,9 +54,12 @@ def uuid(node: str, gpu: int) -> str:
 
 
 def inventory(node: str, count: int, *, unhealthy: Sequence[int] = ()) -> str:
-    """GPUs 0 and 2, 1 and 3 are joined by NVLinks."""
+    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
     rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(InventoryGpu(uuid=uuid(node, gpu), memory=GPU_MEBIBYTES, healthy=gpu not in unhealthy) for gpu in range(count))
+    gpus = tuple(
+        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2, healthy=gpu not in unhealthy)
+        for gpu in range(count)
+    )
     return encode(Inventory(topology_manager="none", gpus=gpus, levels=levels_of(topology_from_matrix(rows))))
 
 
@@ -71,9 +85,10 @@ class Scheduled:
         self._cluster = cluster
         self._names: list[str] = []
 
-    def create(self, name: str, *containers: tuple[int, int], **spec: Any) -> None:
+    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
         made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
         made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
+        made["metadata"].setdefault("annotations", {}).update(annotations or {})
         self._names.append(name)
         self._cluster.create([made])
 
@@ -128,13 +143,52 @@ class Scheduled:
         self.end(*self._names)
 
 
+def own_address() -> str:
+    """An address of this machine besides the loopback's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
     cluster.processes.start(
         "gpumgr-scheduler",
         [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
-         "--insecure-loopback", "--set", "log.format=json"],
+         "--insecure-loopback", "--set", "log.format=json",
+         # The API server's proxies do not connect to loopback addresses.
+         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0"],
         cwd=PROJECT,
     )  # fmt: skip
+
+
+def grant_rights(cluster: Cluster) -> Path:
+    """The rights that are shipped; returns a kubeconfig with them."""
+    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
+        cluster.api.request("POST", RIGHTS[made["kind"]], made)
+    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
+    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
+    kubeconfig["users"][0]["user"] = {"token": token}
+    credentials = STATE / "scheduler.kubeconfig"
+    credentials.touch(mode=0o600)
+    credentials.write_text(json.dumps(kubeconfig))
+    return credentials
+
+
+def withdraw_rights(cluster: Cluster) -> None:
+    for path in reversed(RIGHTS.values()):
+        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+
+
+def start_kube_scheduler(cluster: Cluster, extender: Json) -> None:
+    """With the configuration that is shipped, but for these keys of the extender."""
+    config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
+    config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
+    config["extenders"][0].update({"httpTimeout": "30s", **extender})  # the machine may stall
+    file = STATE / "kube-scheduler.yaml"
+    file.write_text(json.dumps(config))
+    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
+    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
 
 
 @pytest.fixture(scope="module")
@@ -144,38 +198,20 @@ def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
     with cleared(cluster, running_agent):
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
-    account, role, binding = yaml.safe_load_all((CONFIG / "rbac.yaml").read_text())
-    for path, made in ((ACCOUNT, account), (f"{GROUP}/clusterroles", role), (f"{GROUP}/clusterrolebindings", binding)):
-        cluster.api.request("POST", path, made)
-    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
-    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
-    kubeconfig["users"][0]["user"] = {"token": token}
-    credentials = STATE / "scheduler.kubeconfig"
-    credentials.touch(mode=0o600)
-    credentials.write_text(json.dumps(kubeconfig))
+    credentials = grant_rights(cluster)
     (port,) = free_ports(1)
-    config = yaml.safe_load((CONFIG / "kube-scheduler.yaml").read_text())
-    config["clientConnection"]["kubeconfig"] = str(cluster.kubeconfig("admin"))
-    config["extenders"][0]["urlPrefix"] = f"http://127.0.0.1:{port}/scheduler"
-    config["extenders"][0]["httpTimeout"] = "30s"  # the machine may stall
-    file = STATE / "kube-scheduler.yaml"
-    file.write_text(json.dumps(config))
     for name, count in zip(NODES, COUNTS, strict=True):
         cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
     start_extender(cluster, credentials, port)
-    binary = cluster.binaries / "kubernetes" / "kube-scheduler"
-    cluster.processes.start("gpu-kube-scheduler", [binary, f"--config={file}", "--secure-port=0"])
-    scheduled = Scheduled(cluster)
+    start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler"})
     try:
-        yield scheduled
+        yield Scheduled(cluster)
     finally:
         cluster.processes.stop("gpu-kube-scheduler")
         assert cluster.processes.stop("gpumgr-scheduler") == 0
         for path in [f"/api/v1/nodes/{name}" for name in NODES]:
             cluster.api.request("DELETE", path)
-        for path in (f"{GROUP}/clusterrolebindings", f"{GROUP}/clusterroles", ACCOUNT):
-            cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+        withdraw_rights(cluster)
 
 
 @pytest.fixture
@@ -198,6 +234,22 @@ def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None
     assert told["tencent.com/predicate-time"].isdecimal()
 
 
+def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) -> None:
+    def place(name: str, cores: int, key: str, text: str, **spec: Any) -> tuple[str, list[list[str]]]:
+        return pods.place(name, (cores, 16), annotations={key: text}, **spec)
+
+    on_c = {"nodeSelector": {"kubernetes.io/hostname": "api-c"}}
+    assert place("topology", 200, "gpumgr.io/policy", "topology") == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
+    assert place("numa", 200, "gpumgr.io/same-numa-node", "true", **on_c) == ("api-c", [[uuid("api-c", 0), uuid("api-c", 1)]])
+    assert place("model", 30, "gpumgr.io/use-gpu-model", "h100") == ("api-c", [[uuid("api-c", 2)]])
+    assert place("hami", 30, "nvidia.com/use-gpuuuid", uuid("api-c", 3)) == ("api-c", [[uuid("api-c", 3)]])
+    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-a", [[uuid("api-a", 0)]])
+    pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
+    pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
+    assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
+    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use binpack, spread, topology, " in pods.rejection("no-policy")
+
+
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
     """The sum of every node is large enough, so kube-scheduler alone would bind the pod."""
     for name, count in zip(NODES, COUNTS, strict=True):
@@ -211,6 +263,61 @@ def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods:
     freed = pods.placed("api-c-2")
     pods.end("api-c-2")
     assert pods.placed("waits") == freed
+
+
+@pytest.fixture
+def scheduler_pod(pods: Scheduled, cluster: Cluster) -> Iterator[Scheduled]:
+    """Stands for the pod of the scheduler: the API server's proxy leads to the process."""
+    lines: list[str] = []
+
+    def listens() -> bool:
+        lines[:] = [line for line in whole_lines(cluster.processes.log("gpumgr-scheduler")) if '"web_listening"' in line]
+        return bool(lines)
+
+    wait_until("the scheduler's pages", listens)
+    port = int(json.loads(lines[-1])["url"].rpartition(":")[2])
+    made = pod("the-scheduler", [container("scheduler", 0, 0)], bound=False)
+    made["metadata"]["labels"] = {"gpumgr.io/scheduler-leader": "true"}
+    made["spec"].update({"nodeName": "api-a", "terminationGracePeriodSeconds": 0})
+    made["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": port}]
+    cluster.create([made])
+    address = own_address()
+    status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
+    found = cluster.api.request("GET", f"{PODS}/the-scheduler")
+    cluster.api.request("PUT", f"{PODS}/the-scheduler/status", {**found, "status": {**found["status"], **status}})
+    try:
+        yield pods
+    finally:
+        cluster.delete(["the-scheduler"], grace=0)
+        cluster.wait_gone(["the-scheduler"])
+
+
+def test_why_explains_waiting_pods_from_any_machine(scheduler_pod: Scheduled, cluster: Cluster) -> None:
+    """Also a pod that kube-scheduler's own filters reject, so that the extender is not called for it."""
+    pods = scheduler_pod
+    pods.create("scattered", (400, 0), nodeSelector={"kubernetes.io/hostname": "api-b"})
+    pods.placed("scattered")
+    for gpu in range(4):
+        pods.place(f"c-{gpu}", (60, 32), nodeSelector={"kubernetes.io/hostname": "api-c"})
+    pods.create("waits", (200, 0), nodeSelector={"kubernetes.io/hostname": "api-c"})
+    pods.create("nowhere", (50, 16), nodeSelector={"no-such": "label"})
+    pods.rejection("waits")
+    pods.rejection("nowhere")
+    assert why(cluster, "default/waits").startswith("Pod default/waits waits. It requests 2 GPUs.\n")
+    told = why(cluster, "default/nowhere", "--all")
+    assert "GPUs are free for it: kube-scheduler has not tried yet, or rejects these nodes itself.\n" in told
+    assert "\n    api-c: GPU 0, 40 cores and 8 GiB\n" in told
+    assert "\nkube-scheduler: 0/4 nodes are available: 4 node(s) didn't match Pod's node affinity/selector." in told
+    assert "Pod default/c-0 is bound to node api-c.\n  c0: 60 cores and 8192 MiB of GPU GPU-api-c-0\n" in why(
+        cluster, "default/c-0"
+    )
+
+
+def why(cluster: Cluster, *arguments: str) -> str:
+    command = [sys.executable, "-m", "gpumgr", "why", *arguments, "--kubeconfig", str(cluster.kubeconfig("admin"))]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_gpu_that_recovers_takes_the_pod_that_waits(pods: Scheduled) -> None:

@@ -15,6 +15,7 @@ import pytest
 from gpumgr.enforcement import cdi
 from gpumgr.sim.library import compile_library
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from tests.libvgpu import build
 
 from .agent import SIM
 from .nspawn import ENVIRONMENT, STATE, Kubelet, Machine, booted
@@ -35,6 +36,7 @@ enforcement: {backend: mps}
 mps: {control_program: /opt/data/enforcement/fake_mps_control.py, protocol: "2"}
 nvml: {smi_program: /opt/nvidia-smi}
 """
+LIBRARY = Path("/opt/hami/libvgpu.so")
 SMI = f"""#!/bin/sh
 exec {ENVIRONMENT}/bin/python /opt/data/nvml/fake_nvidia_smi.py "$@"
 """
@@ -58,14 +60,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """HAMi-core's exported symbols, in a folder of their own, and the SHA-256."""
+    made = tmp_path_factory.mktemp("hami") / LIBRARY.name
+    return made, build(made)
+
+
 @pytest.fixture
-def host(wheel: Path) -> Iterator[Machine]:
+def host(wheel: Path, library: tuple[Path, str]) -> Iterator[Machine]:
     """A host with the wheel in its environment, and the service installed by it."""
     binds = {
         wheel.parent: Path("/opt/wheels"),
         KUBELET: PLUGINS.parent,
         compile_library().parent: Path("/opt/cache/gpumgr"),
         PROJECT / "tests" / "data": Path("/opt/data"),
+        library[0].parent: LIBRARY.parent,
     }
     with booted(binds) as machine:
         machine.run(ENVIRONMENT / "bin/pip", "install", "--quiet", "--no-index", "--no-deps", Path("/opt/wheels") / wheel.name)
@@ -210,6 +220,28 @@ def test_the_daemon_of_a_shared_gpu_is_a_unit_of_its_own(service: Machine, kubel
     service.run("systemctl", "restart", UNIT)
     kubelet.run("second")
     assert (service.run(*listed)).splitlines() == [unit]
+
+
+def test_a_region_of_hami_core_is_on_a_tmpfs_that_the_host_has(
+    service: Machine, kubelet: Kubelet, library: tuple[Path, str]
+) -> None:
+    hami_core = f"hami_core: {{library_path: {LIBRARY}, library_sha256: {library[1]}}}\n"
+    changed = SETTINGS.replace("{backend: mps}", "{backend: hami-core, orphan_grace_seconds: 1}")
+    service.write(CONFIG, changed + hami_core)
+    service.run("systemctl", "start", UNIT)
+    kubelet.run("tenant")
+    (mount,) = regions(service)
+    assert "size=2560k" in mount
+    service.run("systemctl", "restart", UNIT)
+    assert regions(service) == [mount]
+    kubelet.delete("tenant")
+    wait_until("the unmount", lambda: not regions(service), every=0.2)
+    assert "hami_core_regions_not_bounded" not in warnings(service)
+
+
+def regions(host: Machine) -> list[str]:
+    """Lines of the mount table that a container runtime on the host uses."""
+    return [line for line in host.run("cat", "/proc/1/mountinfo").splitlines() if " /run/gpumgr/hami-core/" in line]
 
 
 @pytest.mark.usefixtures("kubelet")

@@ -30,6 +30,7 @@ _CGROUP: Final = "gpumgr-hardware"
 #: A first CUDA context takes seconds on a machine that has no persistence daemon.
 _ANSWER_SECONDS: Final = 120.0
 _ENDED_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.1
 
 Answer = dict[str, Any]
 
@@ -145,8 +146,8 @@ class HardwareNode:
     async def until_mps_ended(self) -> None:
         """Waits until no MPS daemon of the agent is left; its tenants have ended. Raises TimeoutError."""
         async with asyncio.timeout(_ENDED_SECONDS):
-            for _ in self.log.find("mps_daemon_started"):
-                await self.agent.while_running(self.log.until("mps_daemon_stopped"))
+            while len(self.log.find("mps_daemon_stopped")) < len(self.log.find("mps_daemon_started")):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def metrics(self) -> Mapping[tuple[str, frozenset[tuple[str, str]]], float]:
         url = self.log.find("web_listening")[-1]["url"]
@@ -219,6 +220,7 @@ async def open_hardware_node(
     config = folder / "gpumgr.yaml"
     config.write_text(yaml.safe_dump(merged), encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(_unmount_below, folder)
         kubelet = await stack.enter_async_context(SimKubelet(folder))
         tenants = TenantProcesses(Path("/sys/fs/cgroup"))
         stack.callback(tenants.close)
@@ -227,3 +229,10 @@ async def open_hardware_node(
         agent = AgentProcess(["run", "--config", str(config), *arguments], log)
         stack.push_async_callback(agent.close)
         yield HardwareNode(kubelet=kubelet, runtime=runtime, tenants=tenants, agent=agent, log=log, several_gpus=several_gpus)
+
+
+def _unmount_below(folder: Path) -> None:
+    """What the agent mounted for tenants that ended shortly before it."""
+    points = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    for point in sorted((each for each in points if each.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "--lazy", point], check=True)

@@ -1,5 +1,5 @@
-"""Any order of filter, bind, deletion, expiry and change of a node: no GPU is given beyond its capacity, and the index equals one that is
-filled from the nodes and the bound pods alone."""
+"""Any order of filter, bind, deletion, expiry and change of a node, also with constraints: no GPU is given beyond its capacity, only GPUs
+that a pod may have are chosen for it, and the index equals one that is filled from the nodes and the bound pods alone."""
 
 from dataclasses import replace
 
@@ -7,17 +7,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpumgr.cluster.choose import Misfit
+from gpumgr.cluster.choose import Misfit, NodeChoice
+from gpumgr.cluster.constraints import UNCONSTRAINED
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.node import NodeState, homogeneous
-from gpumgr.cluster.request import PodRequest
-from gpumgr.evaluators.select import Policy
-from tests.cluster_states import node_state, request, share
+from gpumgr.cluster.request import PodRequest, Policy
+from tests.cluster_states import constrained, node_state, request, share
 
+A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
 NODES = (
-    node_state("a", 2),
-    node_state("b", 4, near=((0, 1), (2, 3))),
+    node_state("a", 2, models=(T4, T4), numa=(0, 0)),
+    node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)),
     homogeneous("c", 200, 2 * 16384),
+    node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"),
 )
 REQUESTS: tuple[PodRequest, ...] = (
     share(10, 4),
@@ -30,7 +32,13 @@ REQUESTS: tuple[PodRequest, ...] = (
     request(("init", 100, 0), ("app", 30, 8), ("app", 30, 8)),
     request(("init", 20, 8), ("sidecar", 20, 8), ("app", 200, 0)),
     request(("sidecar", 30, 8), ("app", 100, 0)),
+    constrained(share(30, 8), use_models=("a100",)),
+    constrained(share(60, 8), avoid_models=("a100",), avoid_uuids=("GPU-a-0",)),
+    constrained(request(("init", 60, 8), ("app", 60, 8)), use_uuids=("GPU-b-1", "GPU-d-0", "GPU-d-1")),
+    constrained(request(("app", 200, 0)), same_numa_node=True),
+    constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True, use_models=("a100",)),
 )
+POLICIES: tuple[Policy, ...] = ("binpack", "spread", "topology")
 NAMES = [node.name for node in NODES]
 ASSUME_SECONDS = 60.0
 
@@ -44,7 +52,7 @@ class Cluster(RuleBasedStateMachine):
         self.nodes: dict[str, NodeState] = {}
         self.bound: dict[str, PlacedPod] = {}
         self.pending: dict[str, PodRequest] = {}
-        self.now = 0.0
+        self.now, self.created = 0.0, 0
         for node in NODES:
             self._set(node)
 
@@ -54,10 +62,11 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from(REQUESTS))
     def create(self, wanted: PodRequest) -> None:
-        self.pending[f"pod-{len(self.pending) + len(self.bound)}-{self.now}"] = wanted
+        self.created += 1
+        self.pending[f"pod-{self.created}"] = wanted
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data(), policy=st.sampled_from(["binpack", "spread"]), seconds=st.sampled_from([0.0, 0.0, 30.0, 61.0]))
+    @rule(data=st.data(), policy=st.sampled_from(POLICIES), seconds=st.sampled_from([0.0, 0.0, 30.0, 61.0]))
     def filter(self, data: st.DataObject, policy: Policy, seconds: float) -> None:
         """As the extender does it: what had been assumed for the pod ends first."""
         self.now += seconds
@@ -75,6 +84,20 @@ class Cluster(RuleBasedStateMachine):
         placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
         self.index.assume(placed, until=self.now + ASSUME_SECONDS)
         assert self.index.fits(placed)
+        self._check_constraints(placed, choice)
+
+    def _check_constraints(self, placed: PlacedPod, choice: NodeChoice) -> None:
+        node, constraints = self.nodes[placed.node], placed.request.constraints
+        for shares in choice.shares:
+            gpus = [node.gpus[gpu] for gpu, _ in shares]
+            if node.naming == "none":  # the agent may take any
+                gpus = list(node.gpus) if constraints != UNCONSTRAINED else []
+            models, uuids = {gpu.model.lower() for gpu in gpus}, {gpu.uuid for gpu in gpus}
+            assert all(any(each in model for each in constraints.use_models) for model in models if constraints.use_models)
+            assert not any(each in model for each in constraints.avoid_models for model in models)
+            assert not constraints.use_uuids or uuids <= set(constraints.use_uuids)
+            assert not uuids & set(constraints.avoid_uuids)
+            assert not constraints.same_numa_node or len(shares) < 2 or len({gpu.numa for gpu in gpus}) == 1
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), elsewhere=st.booleans(), named=st.sampled_from([True, True, False]))
@@ -91,7 +114,8 @@ class Cluster(RuleBasedStateMachine):
             shares = named_shares(self.nodes[name], choice)
             placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)
             assert self.index.fits(placed)
-        if not named:  # the agent chooses
+            self._check_constraints(placed, choice)
+        if not named or self.nodes[placed.node].naming == "none":  # the agent chooses
             placed = replace(placed, shares=None)
         del self.pending[uid]
         self.bound[uid] = placed
@@ -118,6 +142,14 @@ class Cluster(RuleBasedStateMachine):
         self._set(replace(node, gpus=tuple(replace(gpu, healthy=place not in bad) for place, gpu in enumerate(node.gpus))))
 
     @rule(name=st.sampled_from(NAMES))
+    def replace_a_gpu(self, name: str) -> None:
+        """By one of another model; pods on the other GPUs keep theirs."""
+        node = self.nodes[name]
+        if node.naming == "uuid" and not any(pod.node == name for pod in self.bound.values()):
+            gpu = replace(node.gpus[-1], model=A100 if node.gpus[-1].model == T4 else T4)
+            self._set(replace(node, gpus=(*node.gpus[:-1], gpu)))
+
+    @rule(name=st.sampled_from(NAMES))
     def lose_and_find_a_node(self, name: str) -> None:
         self.index.remove_node(name)
         self.index.set_node(self.nodes[name])
@@ -135,7 +167,21 @@ class Cluster(RuleBasedStateMachine):
                 assert 0 <= used.memory_mebibytes <= gpu.memory_mebibytes
 
     @invariant()
-    def it_equals_an_index_that_is_filled_again(self) -> None:
+    def it_uses_what_an_index_that_is_filled_again_uses(self) -> None:
+        again = self._filled_again()
+        assert {name: again.used(name) for name in NAMES} == {name: self.index.used(name) for name in NAMES}
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def it_answers_as_an_index_that_is_filled_again(self, policy: Policy) -> None:
+        again = self._filled_again()
+        for wanted in REQUESTS:
+            assert again.rank(wanted, policy, NAMES, 4) == self.index.rank(wanted, policy, NAMES, 4)
+
+    def teardown(self) -> None:
+        for policy in POLICIES:
+            self.it_answers_as_an_index_that_is_filled_again(policy)
+
+    def _filled_again(self) -> ClusterIndex:
         again = ClusterIndex()
         for pod in reversed(self.bound.values()):
             again.bind(pod)
@@ -144,9 +190,7 @@ class Cluster(RuleBasedStateMachine):
         for uid in self.pending:
             if (placed := self.index.placement(uid)) is not None:
                 again.assume(placed, until=0.0 + ASSUME_SECONDS)
-        assert {name: again.used(name) for name in NAMES} == {name: self.index.used(name) for name in NAMES}
-        for wanted in REQUESTS:
-            assert again.rank(wanted, "binpack", NAMES, 3) == self.index.rank(wanted, "binpack", NAMES, 3)
+        return again
 
 
 Cluster.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -16,6 +16,7 @@ READ: Final = {
         "`run`, `doctor`",
         "It shows that the command runs in a pod. With `KUBERNETES_SERVICE_PORT` it is the address of the API server.",
     ),
+    "KUBECONFIG": ("`why`", "It names the kubeconfig file for the way to the scheduler (default: `~/.kube/config`)."),
     "NOTIFY_SOCKET": ("`run`", "systemd sets it to the socket that READY and the status are sent to."),
     "WATCHDOG_USEC": ("`run`", "systemd sets it to the timeout of the watchdog."),
     "WATCHDOG_PID": ("`run`", "systemd sets it to the process that the watchdog observes."),

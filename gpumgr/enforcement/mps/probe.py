@@ -82,9 +82,9 @@ async def try_daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfi
         raise
     except MpsError as error:
         failure = f"an MPS daemon was tried on GPU {uuid} and does not work: {error}"
-    log.info("mps_probed", gpu=uuid, works=failure is None, reason=failure)
     result = ProbeResult(program=program, boot=boot_id(), failure=failure)
     await asyncio.to_thread(replace_file, state_dir / RESULT_NAME, msgspec.json.encode(result))
+    log.info("mps_probed", gpu=uuid, works=failure is None, reason=failure)
 
 
 def _daemon(uuid: str, root: Path, state_dir: Path, config: DaemonConfig) -> Daemon:

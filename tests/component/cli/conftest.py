@@ -45,6 +45,8 @@ def _no_settings_of_this_host(folder: Path, socket: Path, monkeypatch: pytest.Mo
         monkeypatch.delenv(name)
     monkeypatch.setattr("gpumgr.cli.options.DEFAULT_CONFIG", folder / "gpumgr.yaml")
     monkeypatch.setenv("GPUMGR_CHECKPOINT_DIR", str(folder))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.setenv("GPUMGR_HTTP_SOCKET", str(socket))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from msgspec import UNSET
 
 from gpumgr.cluster.index import ClusterIndex
@@ -20,6 +20,9 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode, levels_of
 from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.scheduler.extender import Extender
+from gpumgr.scheduler.leader import Leadership, Replica
+from gpumgr.scheduler.lease import LeaseTimes
+from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings.schema import SchedulerSettings
@@ -74,20 +77,27 @@ class Clock:
 
 class Stage:
     def __init__(
-        self, sim: SimApiServer, index: ClusterIndex, quotas: Quotas, clock: Clock, url: str, session: ClientSession
+        self,
+        sim: SimApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        clock: Clock,
+        leadership: Leadership | None,
+        url: str,
+        session: ClientSession,
     ) -> None:
-        self.sim, self.index, self.quotas, self.clock = sim, index, quotas, clock
-        self._url, self._session = url, session
+        self.sim, self.index, self.quotas, self.clock, self.leadership, self.url = sim, index, quotas, clock, leadership, url
+        self._session = session
 
     async def post(self, verb: str, body: bytes | str) -> Any:
         async with self._session.post(
-            f"{self._url}/scheduler/{verb}", data=io.BytesIO(body.encode() if isinstance(body, str) else body)
+            f"{self.url}/scheduler/{verb}", data=io.BytesIO(body.encode() if isinstance(body, str) else body)
         ) as answer:
             assert answer.status == 200
             return await answer.json()
 
     async def get(self, path: str) -> int:
-        async with self._session.get(f"{self._url}{path}") as answer:
+        async with self._session.get(f"{self.url}{path}") as answer:
             return answer.status
 
     async def filter(self, item: Json, names: Sequence[str] = ("a", "b")) -> Json:
@@ -127,26 +137,39 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def _running(sim: SimApiServer, folder: Path, settings: SchedulerSettings) -> AsyncIterator[Stage]:
+async def running(
+    sim: SimApiServer,
+    folder: Path,
+    settings: SchedulerSettings,
+    *,
+    replica: Replica | None = None,
+    times: LeaseTimes | None = None,
+    clock: Clock | None = None,
+) -> AsyncIterator[Stage]:
+    """With `replica` it takes part in the election of a leader."""
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
-    quotas, clock = Quotas(), Clock()
+    quotas, clock = Quotas(), clock or Clock()
     index = ClusterIndex([quotas])
     watches = ClusterWatches(server, index, quotas, settings, watch_times=FAST)
-    extender = Extender(server, index, quotas, watches, settings, clock=lambda: clock.now)
-    runner = web.AppRunner(make_application(extender, max_request_mebibytes=settings.max_request_mebibytes))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    task = asyncio.create_task(watches.run())
+    leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
+    extender = Extender(server, index, quotas, watches, settings, leadership=leadership, clock=lambda: clock.now)
+    listener = VerbListener(
+        make_application(extender, max_request_mebibytes=settings.max_request_mebibytes), None, stop_seconds=1
+    )
+    await listener.start("127.0.0.1", 0)
+    tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
     async with ClientSession() as session:
-        stage = Stage(sim, index, quotas, clock, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        stage = Stage(sim, index, quotas, clock, leadership, f"http://127.0.0.1:{listener.address[1]}", session)
         try:
             await until(lambda: watches.synced)
             yield stage
         finally:
-            task.cancel()
-            await asyncio.wait([task])
-    await runner.cleanup()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            if leadership is not None:
+                await leadership.release()
+    await listener.stop()
     await server.close()
 
 
@@ -161,12 +184,12 @@ async def sim() -> AsyncIterator[SimApiServer]:
 
 @pytest.fixture
 async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with _running(sim, tmp_path, SchedulerSettings()) as made:
+    async with running(sim, tmp_path, SchedulerSettings()) as made:
         yield made
 
 
 @pytest.fixture
 async def soft(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     """Answers with up to three nodes, and takes requests of up to 1 MiB."""
-    async with _running(sim, tmp_path, SchedulerSettings(candidates=3, max_request_mebibytes=1)) as made:
+    async with running(sim, tmp_path, SchedulerSettings(candidates=3, max_request_mebibytes=1)) as made:
         yield made

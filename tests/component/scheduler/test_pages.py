@@ -36,9 +36,17 @@ def ready(document: Json) -> Json:
 
 class PagesStage:
     def __init__(
-        self, sim: SimApiServer, index: ClusterIndex, watches: ClusterWatches, url: str, extender_url: str, http: ClientSession
+        self,
+        sim: SimApiServer,
+        index: ClusterIndex,
+        quotas: Quotas,
+        watches: ClusterWatches,
+        url: str,
+        extender_url: str,
+        http: ClientSession,
     ) -> None:
-        self.sim, self.index, self.watches, self.url, self._extender_url, self.http = sim, index, watches, url, extender_url, http
+        self.sim, self.index, self.quotas, self.watches = sim, index, quotas, watches
+        self.url, self._extender_url, self.http = url, extender_url, http
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.http.get(f"{self.url}{path}", headers=headers) as answer:
@@ -86,7 +94,7 @@ async def serving(sim: SimApiServer, folder: Path, origin: Origin, **options: An
     async with ClientSession() as http:
         try:
             await until(lambda: watches.synced)
-            yield PagesStage(sim, index, watches, shown.url, f"http://127.0.0.1:{runner.addresses[0][1]}", http)
+            yield PagesStage(sim, index, quotas, watches, shown.url, f"http://127.0.0.1:{runner.addresses[0][1]}", http)
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -172,13 +180,13 @@ async def test_why_groups_the_nodes_by_reason(pages: PagesStage) -> None:
         "limit": "",
         "groups": [
             {
-                "reason": "have less than 50 cores and 4 GiB free in total",
+                "reason": "less than 50 cores and 4 GiB free in total",
                 "count": 1,
                 "closest": "a, 0 cores",
                 "nodes": [["a", "0 cores"]],
             },
             {
-                "reason": "have no GPU with 50 free cores and 4 GiB",
+                "reason": "no GPU with 50 free cores and 4 GiB",
                 "count": 1,
                 "closest": "b, GPU 0, 40 cores and 12 GiB",
                 "nodes": [["b", "GPU 0, 40 cores and 12 GiB"]],
@@ -189,6 +197,39 @@ async def test_why_groups_the_nodes_by_reason(pages: PagesStage) -> None:
     assert (await pages.get("/api/cluster"))[1]["pods"] == [
         {"namespace": "team", "name": "one", "request": "50 cores and 4 GiB of one GPU", "kind": "fragmentation", "limit": ""}
     ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "said"),
+    [
+        ("team: [{cores: 100}]", "quota", "namespace team uses 60 of 100 cores; the pod needs 50"),
+        ("team: [{cores: 110}]", "elsewhere", ""),
+        ("other: [{cores: 1}]", "elsewhere", ""),
+    ],
+)
+async def test_a_quota_is_a_reason_with_its_numbers(pages: PagesStage, limits: str, kind: str, said: str) -> None:
+    metadata = {"name": "gpuquota", "namespace": "kube-system", "uid": "uid-quota"}
+    pages.sim.put_configmap({"metadata": metadata, "data": {"quota.yaml": limits}})
+    pages.sim.put_document(pod("there", ("app", 60, 16), on="a"))
+    await until(lambda: bool(pages.quotas.limits) and pages.index.placed_pods == 1)
+    await pages.waits(pod("one", ("app", 50, 16)))
+    waiting = (await pages.why("one"))["waiting"]
+    assert waiting["kind"] == kind
+    assert waiting["limit"].endswith(said)
+    if said:
+        assert waiting["groups"] == [{"reason": f"denied by quota: {said}", "count": 2, "closest": "", "nodes": []}]
+
+
+async def test_constraints_narrow_what_counts_as_fragmentation(pages: PagesStage) -> None:
+    """Node b has enough in total, and none of it is of the model."""
+    for model, kind in (("H100", "resources"), ("A100", "elsewhere")):
+        gpus = tuple(InventoryGpu(uuid=f"GPU-b-{gpu}", model="NVIDIA A100", memory=GPU_MEBIBYTES) for gpu in range(4))
+        pages.sim.put_node(ready(node("b", 4, inventory("b", 4, gpus=gpus))))
+        await until(lambda: pages.watches.nodes["b"].state.gpus[0].model != "")
+        await pages.waits(pod(model.lower(), ("app", 50, 16), annotations={"gpumgr.io/use-gpu-model": model}))
+        waiting = (await pages.why(model.lower()))["waiting"]
+        assert (waiting["kind"], waiting["request"]) == (kind, f"50 cores and 4 GiB of one GPU of model {model}")
+    assert {group["reason"] for group in (await pages.why("h100"))["waiting"]["groups"]} == {"no GPU of model H100"}
 
 
 @pytest.mark.parametrize(

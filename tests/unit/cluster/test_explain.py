@@ -1,9 +1,12 @@
 """The text that `kubectl describe pod` shows after "0/N nodes are available: 1 "."""
 
+import pytest
+
 from gpumgr.cluster.choose import Misfit, choose
 from gpumgr.cluster.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest
+from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 
@@ -45,6 +48,21 @@ def test_unhealthy_gpus_are_a_group_of_their_own() -> None:
     node, whole = node_state("a", 2, unhealthy=(1,)), request(("app", 100, 0))
     assert explain([misfit("a", node, whole, (10, 4), (10, 4))]) == "has no entirely free GPU (0 free)"
     assert explain([misfit("a", node, whole, (10, 4))]) == "has no entirely free GPU but for unhealthy or cordoned ones (0 free)"
+
+
+@pytest.mark.parametrize(
+    ("containers", "reason"),
+    [
+        ([("init", 100, 0), ("app", 500, 0)], "has not 5 entirely free GPUs (4 free)"),
+        ([("init", 30, 4), ("app", 60, 8)], "has no GPU with 60 free cores and 2 GiB (closest: GPU 0, 50 cores and 16 GiB)"),
+        ([("init", 30, 4), ("app", 100, 0)], "has no entirely free GPU with 1 GiB in all (0 free)"),
+    ],
+)
+def test_the_room_for_containers_that_reuse_a_gpu_is_what_is_missing(
+    containers: list[tuple[ContainerKind, int, int]], reason: str
+) -> None:
+    used = [(50, 0)] * 4 if containers[1][1] < 500 else []
+    assert explain([misfit("a", node_state("a", 4), request(*containers), *used)]) == reason
 
 
 def test_the_text_stays_within_its_limit() -> None:

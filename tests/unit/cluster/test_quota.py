@@ -119,7 +119,7 @@ def test_a_rejection_names_the_quota_and_the_lack_of_room() -> None:
 def test_a_pod_holds_what_its_containers_hold_together(
     containers: list[tuple[ContainerKind, int, int]], held: tuple[int, int, int], known: bool
 ) -> None:
-    """Whether or not its GPUs are known, and whatever GPUs were chosen."""
+    """With GPUs that are known, and with others."""
     cluster, wanted = Cluster(), request(*containers)
     choice = cluster.index.choose_on("a", "one", wanted, "spread")
     state = cluster.index.node("a")

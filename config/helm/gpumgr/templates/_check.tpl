@@ -11,6 +11,7 @@
 {{- include "gpumgr.checkVariables" . -}}
 {{- include "gpumgr.checkArguments" . -}}
 {{- include "gpumgr.checkExtras" . -}}
+{{- if .Values.scheduler.enabled -}}{{- include "gpumgr.checkScheduler" . -}}{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.checkRights" -}}

@@ -1,0 +1,131 @@
+"""What the scheduler says of a pod, read through the API server: any machine with a kubeconfig reaches it, wherever its pod runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from gpumgr.cli.pod_name import PodName
+from gpumgr.cli.printable import cleaned, printable
+from gpumgr.errors import GpumgrError, InputError
+from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.scheduler.api import Why
+from gpumgr.web.middleware import PROXIED_AUTHORIZATION
+
+#: The leader; else any replica of the chart's Deployment, which has the same data without what the leader has assumed.
+_SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
+_PORT_NAME: Final = "http"
+_DEFAULT_PORT: Final = 5679
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLocation:
+    """`pod`: NAMESPACE/NAME of the scheduler's pod; None: it is found by its labels. `token`: of the scheduler's http.token_file."""
+
+    kubeconfig: Path
+    pod: str | None = None
+    token: str | None = None
+
+
+async def ask_scheduler(location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
+    """The answer as it is, and decoded with printable texts. Raises GpumgrError."""
+    server = await ApiServer.connect(location.kubeconfig, remedy="give another --kubeconfig")
+    try:
+        return await _ask(server, location, name, each_node=each_node)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise GpumgrError(f"the API server of {location.kubeconfig} did not answer: {error or type(error).__name__}") from error
+    finally:
+        await server.close()
+
+
+async def _ask(server: ApiServer, location: SchedulerLocation, name: PodName, *, each_node: bool) -> tuple[dict[str, Any], Why]:
+    namespace, pod = name.namespace, name.name
+    if namespace is None:
+        found = await _pods(server, "fieldSelector", f"metadata.name={pod}")
+        namespace, _ = name.among([(each["metadata"]["namespace"], pod) for each in found])
+    scheduler = await _scheduler(server, location)
+    query = {"namespace": namespace, "name": pod, **({"nodes": "1"} if each_node else {})}
+    headers = {PROXIED_AUTHORIZATION: f"Bearer {location.token}"} if location.token is not None else {}
+    document = await _through_proxy(server, scheduler, query, headers)
+    try:
+        return document, msgspec.convert(cleaned(document), Why)
+    except msgspec.ValidationError as error:
+        raise GpumgrError(
+            f"the scheduler's answer can't be decoded: {error}; it may be of another version than this command"
+        ) from error
+
+
+async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[str, Any]:
+    """Its pod. Raises GpumgrError."""
+    if location.pod is not None:
+        namespace, _, pod = location.pod.partition("/")
+        if not (namespace and pod) or "/" in pod:
+            raise InputError(f"--scheduler {printable(location.pod)}: expected NAMESPACE/POD, the pod of the scheduler")
+        return await _read(server, f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(pod, safe='')}")
+    for selector in _SELECTORS:
+        for each in await _pods(server, "labelSelector", selector):
+            if (each.get("status") or {}).get("phase") == "Running":
+                return each
+    raise GpumgrError(
+        f"no running pod has the label {_SELECTORS[0]}: gpumgr scheduler does not run in this cluster, or has no leader; "
+        "name its pod with --scheduler NAMESPACE/POD if it has other labels"
+    )
+
+
+async def _pods(server: ApiServer, kind: str, selector: str) -> Sequence[Mapping[str, Any]]:
+    """In all namespaces. Raises GpumgrError."""
+    try:
+        async with server.request("GET", "/api/v1/pods", {kind: selector}) as response:
+            document = await response.json(content_type=None)
+    except ValueError as error:
+        raise GpumgrError(f"the API server sent no JSON: {error}") from error
+    if response.status != 200:
+        remedy = (
+            "name it as NAMESPACE/POD" if kind == "fieldSelector" else "name the scheduler's pod with --scheduler NAMESPACE/POD"
+        )
+        raise GpumgrError(f"pods of all namespaces can't be listed (HTTP {response.status}: {_message(document)}); {remedy}")
+    items: Sequence[Mapping[str, Any]] = document.get("items") or ()
+    return items
+
+
+async def _read(server: ApiServer, path: str) -> Mapping[str, Any]:
+    try:
+        return await server.read("GET", path)
+    except AnswerError as error:
+        raise GpumgrError(f"the scheduler's pod can't be read: {error}") from error
+
+
+async def _through_proxy(
+    server: ApiServer, scheduler: Mapping[str, Any], query: Mapping[str, str], headers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The pod's port may serve TLS, which only an attempt shows. Raises GpumgrError."""
+    namespace, pod = scheduler["metadata"]["namespace"], scheduler["metadata"]["name"]
+    ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
+    port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
+    failures = []
+    for scheme in ("http", "https"):
+        path = f"/api/v1/namespaces/{namespace}/pods/{scheme}:{pod}:{port}/proxy/api/why"
+        async with server.request("GET", path, query, headers=headers) as response:
+            text = await response.read()
+        try:
+            document = msgspec.json.decode(text)
+        except ValueError:
+            document = text.decode(errors="replace")
+        if response.status == 200 and isinstance(document, dict):
+            return document
+        if isinstance(document, dict) and "error" in document:
+            remedy = "; give the token with --token-file FILE" if response.status == 401 else ""
+            raise GpumgrError(f"{printable(str(document['error']))}{remedy}")
+        failures.append(f"{scheme}: HTTP {response.status}: {_message(document)}")
+        if response.status == 403:
+            break
+    raise GpumgrError(f"the scheduler's pod {namespace}/{pod} can't be reached through the API server: {'; '.join(failures)}")
+
+
+def _message(document: Any) -> str:
+    text = document.get("message") if isinstance(document, dict) else document
+    return printable(" ".join(str(text).split()))[:300]

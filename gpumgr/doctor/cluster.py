@@ -1,0 +1,347 @@
+"""Checks the scheduler's side of a cluster through the API server: `gpumgr doctor --cluster`."""
+
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, Final
+
+import aiohttp
+
+from gpumgr.doctor.cluster_certificates import handshake
+from gpumgr.doctor.cluster_config import parse_config, problems, profiles_of
+from gpumgr.doctor.examine import Check, CheckResult, error, error_of, ok, skipped, warning
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.access import Right, allowed
+from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_inventory
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+
+#: Lists of a large cluster take seconds.
+LIMIT_SECONDS: Final = 60.0
+IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
+_INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
+_DAY: Final = 86400.0
+_EXPIRY_DAYS: Final = 30
+_SHAPES: Final = (KeyError, TypeError, AttributeError, IndexError, ValueError)
+_LEASES: Final = "coordination.k8s.io"
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """The chart's Deployments. `scheduler` is the extender's, `caller` that of a second kube-scheduler."""
+
+    scheduler: Json | None
+    caller: Json | None
+
+    @property
+    def namespace(self) -> str:
+        return str(self.scheduler["metadata"]["namespace"]) if self.scheduler else ""
+
+    @property
+    def name(self) -> str:
+        """Of the Deployment, the Service and the Lease."""
+        return str(self.scheduler["metadata"]["name"]) if self.scheduler else ""
+
+    @property
+    def account(self) -> str:
+        pod = self.scheduler["spec"]["template"]["spec"] if self.scheduler else {}
+        return f"system:serviceaccount:{self.namespace}:{pod.get('serviceAccountName', 'default')}"
+
+
+class Cluster:
+    """What several checks read, as the API server has it."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server = server
+
+    async def get(self, path: str, **query: str) -> Json:
+        return await self.server.read("GET", path, query=query)
+
+    async def items(self, path: str, **query: str) -> list[Json]:
+        found: list[Json] = list((await self.get(path, **query)).get("items") or ())
+        return found
+
+    async def installation(self) -> Installation:
+        found = await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr")
+        by_container = {each["spec"]["template"]["spec"]["containers"][0]["name"]: each for each in found}
+        return Installation(scheduler=by_container.get("scheduler"), caller=by_container.get("kube-scheduler"))
+
+    async def config(self, given: str | None) -> Json | None:
+        """Of kube-scheduler: what is given, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
+        if given is not None:
+            return parse_config(given)
+        found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
+        texts = [each["data"]["kube-scheduler.yaml"] for each in found if "kube-scheduler.yaml" in (each.get("data") or {})]
+        return parse_config(texts[0]) if texts else None
+
+
+Look = Callable[[Cluster], Coroutine[Any, Any, CheckResult]]
+
+
+def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ...]:
+    """`config`: kube-scheduler's configuration in YAML; None: the chart's ConfigMap."""
+    cluster = Cluster(server)
+    looks: dict[str, Look] = {
+        "configuration": partial(_configuration, given=config),
+        "certificates": _certificates,
+        "rbac": _rights,
+        "versions": _versions,
+        "leader": _leader,
+        "admission": _admission,
+        "inventories": _inventories,
+        "gpu-manager": _without_inventory,
+        "other-pods": partial(_other_pods, given=config),
+    }
+    return tuple(Check(name, partial(_guarded, look, cluster), IF_HUNG) for name, look in looks.items())
+
+
+async def _guarded(look: Look, cluster: Cluster) -> CheckResult:
+    """What the API server refuses or answers oddly is the result of the check that asked."""
+    try:
+        return await look(cluster)
+    except AnswerError as failure:
+        return error_of(failure, "run it with an account that may read this, for example an administrator's kubeconfig")
+    except GpumgrError as failure:
+        return error_of(failure, IF_HUNG)
+    except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+        return error(f"can't be read: {failure or type(failure).__name__}", IF_HUNG)
+    except _SHAPES as failure:
+        return error(f"an object has another structure: {type(failure).__name__}: {failure}", "look at the object with kubectl")
+
+
+async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
+    try:
+        config = await cluster.config(given)
+    except ValueError as failure:
+        return error(
+            f"{'the ConfigMap' if given is None else 'the file'}: {failure}",
+            "give the file of kube-scheduler's --config to --scheduler-config",
+        )
+    if config is None:
+        return skipped("no ConfigMap of the chart; --scheduler-config names the file of an existing kube-scheduler")
+    found = list(problems(config))
+    if found:
+        judge = error if any(serious for serious, _ in found) else warning
+        return judge(", ".join(text for _, text in found), "compare it with config/scheduler/kube-scheduler.yaml")
+    return ok(f"profiles {', '.join(profiles_of(config))}")
+
+
+async def _certificates(cluster: Cluster) -> CheckResult:
+    found = await cluster.installation()
+    if found.scheduler is None:
+        return skipped("no Deployment of the scheduler")
+    names = _secret(found.scheduler, "scheduler-tls"), f"{found.name}-client-tls"
+    if found.caller is not None:
+        names = names[0], _secret(found.caller, "client-tls")
+    server, client = [
+        (await cluster.get(f"/api/v1/namespaces/{found.namespace}/secrets/{name}")).get("data") or {} for name in names
+    ]
+    host = f"{found.name}.{found.namespace}.svc"
+    try:
+        ends = handshake(server, client, host)
+    except ValueError as failure:
+        return error(
+            f"{failure} (Secrets {' and '.join(names)}, host {host})", "renew them: both must be signed by the CA in ca.crt"
+        )
+    days = int((min(ends.values()) - time.time()) // _DAY)
+    if days < _EXPIRY_DAYS:
+        return warning(
+            f"a certificate ends in {days} days", "renew it, and restart kube-scheduler, which reads its own at its start"
+        )
+    return ok(f"Secrets {' and '.join(names)} accept each other as {host}; {days} days left")
+
+
+def _secret(deployment: Json, volume: str) -> str:
+    volumes = deployment["spec"]["template"]["spec"]["volumes"]
+    return next(str(each["secret"]["secretName"]) for each in volumes if each["name"] == volume)
+
+
+def needed(namespace: str, lease: str) -> tuple[Right, ...]:
+    """The rights of the scheduler's account (config/scheduler/rbac.yaml)."""
+    own: dict[str, str] = {"namespace": namespace}
+    return (
+        *(Right(verb=verb, resource=resource) for resource in ("nodes", "pods") for verb in ("get", "list", "watch")),
+        Right(verb="create", resource="pods", subresource="binding"),
+        Right(verb="create", resource="leases", group=_LEASES, **own),
+        *(Right(verb=verb, resource="leases", group=_LEASES, name=lease, **own) for verb in ("get", "patch")),
+        Right(verb="patch", resource="pods", **own),
+    )
+
+
+async def _rights(cluster: Cluster) -> CheckResult:
+    found = await cluster.installation()
+    if found.scheduler is None:
+        return skipped("no Deployment of the scheduler")
+    wanted = needed(found.namespace, found.name)
+    missing = [right for right in wanted if not await allowed(cluster.server, right, user=found.account)]
+    if missing:
+        return error(f"{found.account} is not allowed: {', '.join(map(str, missing))}", "grant config/scheduler/rbac.yaml")
+    return ok(f"{found.account} has all {len(wanted)} rights")
+
+
+async def _versions(cluster: Cluster) -> CheckResult:
+    """kube-scheduler has the minor version of the API server or the one before; agents and scheduler are at most one apart."""
+    server = _minor(str((await cluster.get("/version"))["gitVersion"]))
+    pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
+    seen: dict[str, set[tuple[int, int]]] = {"gpumgr": set(), "scheduler": set(), "kube-scheduler": set()}
+    for pod in pods:
+        container = pod["spec"]["containers"][0]
+        if container["name"] in seen and (version := _minor(str(container["image"]))):
+            seen[container["name"]].add(version)
+    told = [
+        f"API server {_text(server)}",
+        *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each),
+    ]
+    if server is None or server < (1, 20):
+        return error(", ".join(told), "gpumgr supports Kubernetes 1.20 and later")
+    if any(not 0 <= server[1] - each[1] <= 1 for each in seen["kube-scheduler"]):
+        return error(
+            ", ".join(told),
+            "set scheduler.kubeScheduler.image.tag to the API server's version",
+        )
+    if any(one[0] != two[0] or abs(one[1] - two[1]) > 1 for one in seen["gpumgr"] for two in seen["scheduler"]):
+        return warning(", ".join(told), "update agents and scheduler to versions that are at most one minor version apart")
+    return ok(", ".join(told))
+
+
+def _minor(text: str) -> tuple[int, int] | None:
+    """Of a version, or of an image with a version as its tag."""
+    found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _text(version: tuple[int, int] | None) -> str:
+    return "{}.{}".format(*version) if version else "unknown"
+
+
+async def _leader(cluster: Cluster) -> CheckResult:
+    found = await cluster.installation()
+    if found.scheduler is None:
+        return error("no Deployment of the scheduler", _INSTALL)
+    look = f"look at the scheduler's log: kubectl --namespace {found.namespace} logs deployment/{found.name}"
+    try:
+        lease = (await cluster.get(f"/apis/{_LEASES}/v1/namespaces/{found.namespace}/leases/{found.name}"))["spec"]
+    except AnswerError as failure:
+        if failure.status != 404:
+            raise
+        return error(f"Lease {found.namespace}/{found.name} does not exist", look)
+    if not lease.get("holderIdentity"):
+        return error(f"Lease {found.namespace}/{found.name} has no holder", look)
+    age = time.time() - datetime.fromisoformat(str(lease["renewTime"]).replace("Z", "+00:00")).timestamp()
+    if age > 2 * lease["leaseDurationSeconds"]:
+        return error(f"the Lease of {lease['holderIdentity']} was renewed {age:.0f} s ago", f"{look}, and compare the clocks")
+    path = f"/api/v1/namespaces/{found.namespace}/pods"
+    labelled = [
+        str(each["metadata"]["name"]) for each in await cluster.items(path, labelSelector="gpumgr.io/scheduler-leader=true")
+    ]
+    if len(labelled) != 1:
+        return error(f"{len(labelled)} pods have the label gpumgr.io/scheduler-leader, which the Service selects; one must", look)
+    return ok(f"{labelled[0]} holds the Lease")
+
+
+async def _admission(cluster: Cluster) -> CheckResult:
+    group = "/apis/admissionregistration.k8s.io/v1"
+    gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
+    try:
+        policies = await cluster.items(f"{group}/validatingadmissionpolicies")
+    except AnswerError as failure:
+        if failure.status != 404:
+            raise
+        return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
+    bound = {
+        each["spec"]["policyName"]
+        for each in await cluster.items(f"{group}/validatingadmissionpolicybindings")
+        if "Deny" in each["spec"]["validationActions"]
+    }
+    protected = {
+        resource
+        for each in policies
+        if PLACEMENT_ANNOTATION in str(each["spec"]) and each["metadata"]["name"] in bound
+        for rule in each["spec"]["matchConstraints"]["resourceRules"]
+        for resource in rule["resources"]
+    }
+    if missing := sorted({"pods", "pods/status", "pods/binding", "bindings"} - protected):
+        return warning(f"no policy protects {PLACEMENT_ANNOTATION} in requests to {', '.join(missing)}", gap)
+    return ok("placements can be written by the scheduler and by agents only")
+
+
+def _gpu_nodes(nodes: Iterable[Json]) -> dict[str, Json]:
+    return {str(each["metadata"]["name"]): each for each in nodes if _cores(each) > 0}
+
+
+def _cores(node: Json) -> int:
+    text = str(((node.get("status") or {}).get("capacity") or {}).get(CORE_RESOURCE, "0"))
+    return int(text) if text.isdecimal() else 0
+
+
+def _inventory(node: Json) -> str | None:
+    text = (node["metadata"].get("annotations") or {}).get(INVENTORY_ANNOTATION)
+    return None if text is None else str(text)
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+async def _inventories(cluster: Cluster) -> CheckResult:
+    nodes = await cluster.items("/api/v1/nodes")
+    unusable: dict[str, str] = {}
+    described = {str(each["metadata"]["name"]): text for each in nodes if (text := _inventory(each)) is not None}
+    for name, text in described.items():
+        try:
+            decode_inventory(text)
+        except ValueError as failure:
+            unusable[name] = str(failure)
+    if unusable:
+        first = min(unusable)
+        remedy = (
+            "update the scheduler if the inventory is newer, else delete the annotation: the agent writes it again at its start"
+        )
+        return error(f"inventories that can't be used: {_some(unusable)} ({first}: {unusable[first][:200]})", remedy)
+    stale = described.keys() - _gpu_nodes(nodes).keys()
+    if stale:
+        return warning(
+            f"inventory, but no {CORE_RESOURCE}: {_some(stale)}", "look whether the agent runs there; else delete the annotation"
+        )
+    return ok(f"{len(described)} nodes")
+
+
+async def _without_inventory(cluster: Cluster) -> CheckResult:
+    found = {name for name, each in _gpu_nodes(await cluster.items("/api/v1/nodes")).items() if _inventory(each) is None}
+    if not found:
+        return ok("every node with GPUs has an inventory")
+    return warning(
+        f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(found)}",
+        "they count as equal GPUs by their capacity; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
+    )
+
+
+async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
+    config = await cluster.config(given)
+    ours = profiles_of(config) if config is not None else ["gpumgr-scheduler"]
+    fields = ["status.phase!=Succeeded", "status.phase!=Failed", *(f"spec.schedulerName!={name}" for name in ours)]
+    pods = await cluster.items("/api/v1/pods", fieldSelector=",".join(fields))
+    others = [
+        f"{each['metadata']['namespace']}/{each['metadata']['name']}"
+        for each in pods
+        if _wants_gpu(each) and PLACEMENT_ANNOTATION not in (each["metadata"].get("annotations") or {})
+    ]
+    if not others:
+        return ok(f"all pods with GPUs are placed by {', '.join(ours)}")
+    return warning(
+        f"pods with GPUs of other schedulers: {_some(others)}",
+        f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
+    )
+
+
+def _wants_gpu(pod: Json) -> bool:
+    containers = [*pod["spec"].get("containers", ()), *(pod["spec"].get("initContainers") or ())]
+    return any(
+        {CORE_RESOURCE, MEMORY_RESOURCE} & ((each.get("resources") or {}).get("limits") or {}).keys() for each in containers
+    )

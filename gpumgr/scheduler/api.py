@@ -1,0 +1,43 @@
+"""The answer of /api/why as data; `gpumgr why` reads it."""
+
+from typing import Final, Literal, get_args
+
+import msgspec
+
+#: Why a pod waits. "refused": no agent grants the request. "quota": its namespace may hold no more. "resources": no node has enough in
+#: total. "fragmentation": a node has enough in total, and no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
+#: kube-scheduler has not tried yet, or rejects these nodes itself.
+Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+class NodeGroup(msgspec.Struct, kw_only=True):
+    """Nodes with the same reason. `closest`: the one that lacks least, and what it has. `nodes`: (name, what it has), if asked for."""
+
+    reason: str
+    count: int
+    closest: str = ""
+    nodes: list[tuple[str, str]] = []
+
+
+class Waiting(msgspec.Struct, kw_only=True):
+    """`request` in words. `limit`: what stands against the pod wherever it goes (its request, or a quota)."""
+
+    kind: Kind
+    request: str
+    limit: str = ""
+    groups: list[NodeGroup] = []
+
+
+class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`gpus` of a bound pod: container -> (GPU's UUID, or its index; cores; MiB). `condition`: the text of the pod's condition
+    PodScheduled. `waiting`: of a pod that is not bound."""
+
+    namespace: str
+    pod: str
+    phase: str = ""
+    node: str = ""
+    gpus: dict[str, list[tuple[str | int, int, int]]] = {}
+    condition: str = ""
+    problem: str = ""
+    waiting: Waiting | None = None

@@ -1,0 +1,115 @@
+"""Which of several replicas answers: decisions about a Lease from what was read and written, and when. Pure.
+
+Times are seconds of this process's own monotonic clock; the times in the Lease are for people. So the clocks of the replicas need not
+agree, they must only run at about the same speed.
+
+Invariant: the periods in which two replicas lead do not overlap. A leader leads for `lead_seconds` after it has *begun* a write that
+succeeded. Another replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer; its write
+has the version that it saw as a precondition, so a write that came in between makes it fail.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Action = Literal["create", "take", "renew", "wait"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTimes:
+    """`lead_seconds` after a write a leader stops to answer; `bind_seconds` before that it sends no more bindings. With these times a
+    replica takes over within 12 s."""
+
+    lease_seconds: int = 10
+    lead_seconds: float = 7.0
+    renew_seconds: float = 2.0
+    #: Between two looks of a replica that does not lead, and after failures.
+    look_seconds: float = 1.0
+    request_seconds: float = 3.0
+    bind_seconds: float = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """What the API server has. `version` is its resource version, `holder` empty if it was released, `renewed` differs for each write."""
+
+    holder: str
+    version: str
+    renewed: str = ""
+    transitions: int = 0
+    seconds: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One replica's view. `seen` is the Lease as last read (None: there is none), `seen_at` when it was first seen without a change,
+    `until` when this replica ceases to lead."""
+
+    me: str
+    times: LeaseTimes = LeaseTimes()
+    seen: Lease | None = None
+    seen_at: float = float("-inf")
+    until: float = float("-inf")
+
+    def leads(self, now: float, *, for_seconds: float = 0.0) -> bool:
+        return now + for_seconds < self.until
+
+    def read(self, lease: Lease | None, now: float) -> "Candidate":
+        """The Lease was read; `now` is a time after the answer."""
+        if lease is None:  # a leader whose Lease was deleted leads on for a while
+            return replace(self, seen=None, seen_at=now if self.seen is not None else self.seen_at, until=float("-inf"))
+        unchanged = self.seen is not None and _content(lease) == _content(self.seen)
+        until = self.until if lease.holder == self.me else float("-inf")
+        return replace(self, seen=lease, seen_at=self.seen_at if unchanged else now, until=until)
+
+    def wrote(self, lease: Lease, began: float) -> "Candidate":
+        """A write that made this replica the holder has succeeded. `began` is a time before it was sent."""
+        return replace(self, seen=lease, seen_at=began, until=began + self.times.lead_seconds)
+
+    def stopped(self) -> "Candidate":
+        return replace(self, until=float("-inf"))
+
+    def action(self, now: float) -> Action:
+        if self.seen is None:
+            return "create" if now >= self._expires else "wait"
+        if self.seen.holder == self.me:
+            return "renew"
+        return "take" if now >= self._expires or not self.seen.holder else "wait"
+
+    def pause_seconds(self, now: float) -> float:
+        """Until the next look or renewal."""
+        if self.leads(now):
+            return self.times.renew_seconds
+        left = self._expires - now
+        return min(self.times.look_seconds, left) if left > 0 else self.times.look_seconds
+
+    @property
+    def _expires(self) -> float:
+        return self.seen_at + max(self.times.lease_seconds, self.seen.seconds if self.seen is not None else 0)
+
+
+def _content(lease: Lease) -> tuple[str, str, int]:
+    return lease.holder, lease.renewed, lease.transitions
+
+
+def parse_lease(document: Mapping[str, Any]) -> Lease:
+    """Raises KeyError, TypeError, ValueError or AttributeError for a document that is no Lease."""
+    spec = document.get("spec") or {}
+    return Lease(
+        holder=str(spec.get("holderIdentity") or ""),
+        version=str(document["metadata"]["resourceVersion"]),
+        renewed=str(spec.get("renewTime") or ""),
+        transitions=int(spec.get("leaseTransitions") or 0),
+        seconds=int(spec.get("leaseDurationSeconds") or 0),
+    )
+
+
+def lease_spec(candidate: Candidate, action: Action, now: str) -> dict[str, Any]:
+    """What to write for the action; `now` is the time of day as RFC 3339 with microseconds."""
+    transitions = candidate.seen.transitions if candidate.seen is not None else 0
+    spec: dict[str, Any] = {
+        "holderIdentity": candidate.me,
+        "leaseDurationSeconds": candidate.times.lease_seconds,
+        "renewTime": now,
+    }
+    return spec if action == "renew" else {**spec, "acquireTime": now, "leaseTransitions": transitions + (action == "take")}

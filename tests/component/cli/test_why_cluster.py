@@ -1,0 +1,205 @@
+"""`gpumgr why` through the API server's pod proxy, to the scheduler's real pages."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientError, web
+
+from gpumgr.sim.apiserver import SimApiServer
+from tests.component.scheduler.conftest import inventory, node, pod
+from tests.component.scheduler.test_pages import PagesStage, ready, serving
+
+from .conftest import Gpumgr
+
+Json = dict[str, Any]
+TOKEN = "s3cret"
+
+
+class ProxyingApiServer:
+    """Lists pods, and passes requests on to the scheduler as the real one does: without `Authorization`. `leader` and `standby`: which of
+    the two pods run; `forbidden`: kinds of requests that are answered 403."""
+
+    def __init__(self, pages: PagesStage) -> None:
+        self.pages, self.forbidden, self.leader, self.standby, self.scheme = pages, set[str](), True, True, "http"
+        self.asked: list[str] = []
+        self.url = ""
+
+    def _scheduler(self, name: str) -> Json:
+        ports = [{"name": "extender", "containerPort": 1}, {"name": "http", "containerPort": 1234}]
+        return {
+            "metadata": {"namespace": "gpu", "name": name},
+            "spec": {"containers": [{"ports": ports}]},
+            "status": {"phase": "Running"},
+        }
+
+    async def list_pods(self, request: web.Request) -> web.Response:
+        (kind,) = request.query
+        if kind in self.forbidden:
+            return web.json_response({"message": "pods is forbidden"}, status=403)
+        found: list[Json] = []
+        if request.query.get("labelSelector") == "gpumgr.io/scheduler-leader=true" and self.leader:
+            found = [self._scheduler("leader")]
+        elif kind == "labelSelector" and self.standby:
+            found = [self._scheduler("standby")]
+        elif kind == "fieldSelector":
+            name = request.query[kind].removeprefix("metadata.name=")
+            found = [{"metadata": {"namespace": "team", "name": name}}]
+        return web.json_response({"items": found})
+
+    async def read_pod(self, request: web.Request) -> web.Response:
+        return web.json_response(self._scheduler(request.match_info["pod"]))
+
+    async def proxy(self, request: web.Request) -> web.Response:
+        target = request.match_info["pod"]
+        self.asked.append(target)
+        if "proxy" in self.forbidden:
+            return web.json_response({"message": "pods/proxy is forbidden"}, status=403)
+        if target.split(":")[0] != self.scheme:
+            return web.json_response({"message": "error trying to reach service: EOF"}, status=503)
+        kept = {name: text for name, text in request.headers.items() if name.startswith("X-")}
+        try:
+            async with self.pages.http.get(f"{self.pages.url}/api/why", params=request.query, headers=kept) as answer:
+                return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+        except ClientError as error:
+            return web.json_response({"message": str(error)}, status=503)
+
+
+@pytest.fixture(params=[None])
+def token(request: pytest.FixtureRequest) -> str | None:
+    found: str | None = request.param
+    return found
+
+
+@pytest.fixture
+async def api(tmp_path: Path, folder: Path, token: str | None) -> AsyncIterator[ProxyingApiServer]:
+    """The pod team/one waits, team/there is bound to b."""
+    options = {}
+    if token is not None:
+        (tmp_path / "token").write_text(token)
+        options["token_file"] = tmp_path / "token"
+    async with SimApiServer("a") as sim:
+        for name, count in (("a", 2), ("b", 4)):
+            sim.put_node(ready(node(name, count, inventory(name, count))))
+        text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'
+        sim.put_document(pod("there", ("app", 60, 16), on="b", annotations={"gpumgr.io/placement": text}))
+        async with serving(sim, tmp_path, "remote", **options) as pages:
+            await pages.waits(pod("one", ("app", 400, 0)), "0/2 nodes are available: 2 node(s) had untolerated taint(s).")
+            server = ProxyingApiServer(pages)
+            app = web.Application()
+            app.router.add_get("/api/v1/pods", server.list_pods)
+            app.router.add_get("/api/v1/namespaces/gpu/pods/{pod}/proxy/api/why", server.proxy)
+            app.router.add_get("/api/v1/namespaces/gpu/pods/{pod}", server.read_pod)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            config = {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+                "users": [{"name": "u", "user": {"token": "kubernetes"}}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                "current-context": "x",
+            }
+            (folder / "kubeconfig").write_text(json.dumps(config))
+            yield server
+            await runner.cleanup()
+
+
+TEXT = """\
+Pod team/one waits. It requests 4 GPUs.
+No node has enough in total.
+
+  2 nodes: less than 400 cores free in total (closest: b, 340 cores and 60 GiB)
+
+kube-scheduler: 0/2 nodes are available: 2 node(s) had untolerated taint(s).
+CPU, memory, taints and affinity are kube-scheduler's own filters, which only its message shows.
+"""
+
+
+async def test_a_waiting_pod_has_its_reasons(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    assert (ended.err, ended.out) == ("", TEXT)
+    assert api.asked == ["http:leader:1234"]
+    ended = await gpumgr_command("why", "one", "--kubeconfig", folder / "kubeconfig", "--all")
+    assert "in total\n    a: 200 cores and 32 GiB\n    b: 340 cores and 60 GiB\n" in ended.out
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--output", "json")
+    assert json.loads(ended.out)["waiting"]["kind"] == "resources"
+
+
+async def test_a_bound_pod_has_its_gpus(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+    api.leader, api.scheme = False, "https"
+    ended = await gpumgr_command("why", "team/there", "--kubeconfig", folder / "kubeconfig")
+    assert ended.out.startswith("Pod team/there is bound to node b.\n  c0: 60 cores and 4096 MiB of GPU GPU-b-3\n")
+    assert api.asked == ["http:standby:1234", "https:standby:1234"], "the port may serve TLS"
+
+
+@pytest.mark.usefixtures("api")
+async def test_without_an_agent_the_scheduler_is_asked(
+    folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+    assert (await gpumgr_command("why", "team/one")).out == TEXT
+    monkeypatch.delenv("KUBECONFIG")
+    (folder / ".kube").mkdir()
+    (folder / "kubeconfig").rename(folder / ".kube" / "config")
+    assert (await gpumgr_command("why", "team/one")).out == TEXT
+    assert (await gpumgr_command("why", "team/one", "--scheduler", "gpu/other")).out == TEXT
+
+
+@pytest.mark.usefixtures("api", "agent")
+async def test_a_pod_that_the_agent_does_not_know_is_asked_of_the_scheduler(
+    folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "on this node" in (await gpumgr_command("why", "team/one")).err
+    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+    assert (await gpumgr_command("why", "team/one")).out == TEXT
+    assert (await gpumgr_command("why", "team/resnet-0")).out.startswith("Pod team/resnet-0,"), "the agent knows it"
+
+
+@pytest.mark.parametrize("token", [TOKEN], indirect=True)
+async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+    command = ("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    (folder / "token").write_text(f"{TOKEN}\n")
+    assert (await gpumgr_command(*command, "--token-file", folder / "token")).out == TEXT
+    assert (await gpumgr_command(*command)).err.endswith("; give the token with --token-file FILE\n")
+    assert (await gpumgr_command(*command, "--token-file", folder / "none")).code == 2
+    assert api.asked == ["http:leader:1234"] * 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "said"),
+    [
+        (
+            "fieldSelector",
+            "one",
+            "pods of all namespaces can't be listed (HTTP 403: pods is forbidden); name it as NAMESPACE/POD",
+        ),
+        ("labelSelector", "team/one", "pods is forbidden); name the scheduler's pod with --scheduler NAMESPACE/POD"),
+        ("proxy", "team/one", "through the API server: http: HTTP 403: pods/proxy is forbidden"),
+        ("none", "team/one", "no running pod has the label gpumgr.io/scheduler-leader=true"),
+        ("tls", "team/one", "http: HTTP 503: error trying to reach service: EOF; https: HTTP 503: error trying"),
+        ("", "team/gone", "team/gone: HTTP 404"),
+    ],
+)
+async def test_what_goes_wrong_is_said(
+    broken: str, name: str, said: str, folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
+) -> None:
+    api.forbidden.add(broken)
+    api.leader = api.standby = broken != "none"
+    api.scheme = "x" if broken == "tls" else "http"
+    ended = await gpumgr_command("why", name, "--kubeconfig", folder / "kubeconfig")
+    assert (ended.code, ended.out) == (1, "")
+    assert said in ended.err
+
+
+async def test_an_api_server_that_does_not_answer_is_named(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+    text = (folder / "kubeconfig").read_text().replace(api.url, "http://127.0.0.1:1")
+    (folder / "kubeconfig").write_text(text)
+    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+    assert (ended.code, ended.out) == (1, "")
+    assert "did not answer" in ended.err
+    assert (await gpumgr_command("why", "team/one", "--kubeconfig", folder / "none")).code == 2

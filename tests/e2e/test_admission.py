@@ -1,0 +1,196 @@
+"""The admission policies on the real API server: which accounts may write the annotations that give a pod its GPUs."""
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+
+from .api import PODS, Api, ApiError
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .places import NODE, PROJECT
+from .processes import wait_until
+
+POLICIES = PROJECT / "config" / "scheduler" / "admission-policies.yaml"
+NAMESPACE = "kube-system"
+SCHEDULER, AGENT, TENANT = f"{NAMESPACE}/gpumgr-scheduler", f"{NAMESPACE}/gpumgr", "default/tenant"
+FORGED = {PLACEMENT_ANNOTATION: "{}"}
+REFUSED = f"annotation {PLACEMENT_ANNOTATION}: only the gpumgr scheduler, and the gpumgr agent on the pod's node, may write it"
+
+
+@dataclass
+class Callers:
+    """All of them may do everything by RBAC. `agent` has the token of a pod on the node with the kubelet."""
+
+    admin: Api
+    scheduler: Api
+    agent: Api
+    agent_without_pod: Api
+    tenant: Api
+
+
+def outside(name: str, annotations: dict[str, str] | None = None, *, node: str | None = None) -> Json:
+    """A pod that no kubelet and no scheduler takes."""
+    made = pod(name, [container()], bound=False, schedulerName="none")
+    if node is not None:
+        made["spec"]["nodeName"] = node
+    made["metadata"]["annotations"] = annotations or {}
+    return made
+
+
+def annotated(api: Api, name: str, annotations: dict[str, str | None], subresource: str = "") -> Json:
+    """Merges annotations into those of a pod."""
+    path = f"{PODS}/{name}{subresource}"
+    connection = api.connect()
+    try:
+        headers = {**api._headers, "Content-Type": "application/merge-patch+json"}
+        connection.request("PATCH", path, json.dumps({"metadata": {"annotations": annotations}}).encode(), headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        if answer.status >= 300:
+            raise ApiError(answer.status, text)
+        return dict(json.loads(text))
+    except http.client.HTTPException as error:
+        raise ApiError(0, repr(error)) from error
+    finally:
+        connection.close()
+
+
+def bind(api: Api, name: str, annotations: dict[str, str], *, path: str = "") -> Json:
+    body = {
+        "apiVersion": "v1",
+        "kind": "Binding",
+        "metadata": {"name": name, "annotations": annotations},
+        "target": {"apiVersion": "v1", "kind": "Node", "name": "api-only"},
+    }
+    return api.request("POST", path or f"{PODS}/{name}/binding", body)
+
+
+def refused(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """The text of the refusal."""
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **named)
+    assert caught.value.status == 403, caught.value
+    return str(caught.value)
+
+
+def both_act(api: Api) -> bool:
+    """A new policy has effect a moment after it was created."""
+    try:
+        api.request("POST", f"{PODS}?dryRun=All", outside("acts", FORGED))
+    except ApiError as error:
+        if error.status != 403:
+            raise
+    else:
+        return False
+    try:
+        bind(api, "none", FORGED, path=f"{PODS}/none/binding?dryRun=All")
+    except ApiError as error:
+        return error.status == 403
+    return False
+
+
+@pytest.fixture(scope="module")
+def callers(cluster: Cluster) -> Iterator[Callers]:
+    accounts = [SCHEDULER, AGENT, TENANT]
+    for each in accounts:
+        namespace, _, name = each.partition("/")
+        cluster.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
+    subjects = [f"--serviceaccount={each.replace('/', ':')}" for each in accounts]
+    cluster.kubectl("create", "clusterrolebinding", "admission-test", "--clusterrole=cluster-admin", *subjects)
+    agents_pod = pod("agent", [container()], serviceAccountName="gpumgr", nodeName=NODE)
+    agents_pod["metadata"]["namespace"] = NAMESPACE
+    cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
+    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={POLICIES}")
+    made = Callers(
+        admin=cluster.api,
+        scheduler=cluster.api_of(SCHEDULER),
+        agent=cluster.api_of(AGENT, agents_pod),
+        agent_without_pod=cluster.api_of(AGENT),
+        tenant=cluster.api_of(TENANT),
+    )
+    try:
+        wait_until("the policies", lambda: both_act(cluster.api), every=0.1)
+        yield made
+    finally:
+        for api in (made.scheduler, made.agent, made.agent_without_pod, made.tenant):
+            api.close()
+        cluster.kubectl("delete", f"--filename={POLICIES}")
+        cluster.kubectl("delete", "clusterrolebinding", "admission-test")
+        cluster.kubectl("delete", "pod", "agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
+        for account in accounts:
+            namespace, _, name = account.partition("/")
+            cluster.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
+
+
+@pytest.fixture
+def made(cluster: Cluster) -> Iterator[Callable[..., str]]:
+    """Creates a pod as the scheduler's account, which may write everything, and ends it after the test."""
+    names: list[str] = []
+
+    def make(name: str, annotations: dict[str, str] | None = None, *, node: str | None = None, by: Api) -> str:
+        by.request("POST", PODS, outside(name, annotations, node=node))
+        names.append(name)
+        return name
+
+    yield make
+    cluster.delete(names, grace=0)
+    cluster.wait_gone(names)
+
+
+def test_a_tenant_cannot_forge_a_placement(callers: Callers, made: Callable[..., str]) -> None:
+    assert REFUSED in refused(callers.tenant.request, "POST", PODS, outside("forged", FORGED))
+    both = {"tencent.com/gpu-assigned": "false", **FORGED}
+    assert "gpumgr.io/placement" in (text := refused(callers.admin.request, "POST", PODS, outside("forged", both)))
+    assert "tencent.com/gpu-assigned" in text
+    name = made("bound", {**FORGED, "tencent.com/predicate-node": "api-only"}, node="api-only", by=callers.scheduler)
+    for change in ({PLACEMENT_ANNOTATION: "{ }"}, {PLACEMENT_ANNOTATION: None}, {"gpumgr.io/allocations": "[]"}):
+        for subresource in ("", "/status"):
+            assert "may write it" in refused(annotated, callers.tenant, name, change, subresource)
+
+
+def test_users_own_annotations_and_unrelated_changes_pass(callers: Callers, made: Callable[..., str]) -> None:
+    own = {"tencent.com/vcuda-core-limit": "50", "gpumgr.io/policy": "spread", "note": "ours"}
+    name = made("own", own, by=callers.tenant)
+    annotated(callers.tenant, name, {"tencent.com/vcuda-core-limit": "60", "note": None})
+    bound = made("bound", FORGED, node="api-only", by=callers.scheduler)
+    annotated(callers.tenant, bound, {"note": "ours"})
+    annotated(callers.tenant, bound, {"note": "theirs"}, "/status")
+
+
+def test_a_binding_with_protected_annotations_is_the_schedulers(callers: Callers, made: Callable[..., str]) -> None:
+    name, other = made("waits", by=callers.tenant), made("waits-too", by=callers.tenant)
+    for path in ("", "/api/v1/namespaces/default/bindings"):
+        text = refused(bind, callers.tenant, name, {**FORGED, "note": "ours"}, path=path)
+        assert f"annotation {PLACEMENT_ANNOTATION}: only the gpumgr scheduler may bind a pod with it" in text
+    bind(callers.tenant, other, {"note": "ours"})
+    bind(callers.scheduler, name, {**FORGED, "tencent.com/predicate-time": "1"})
+    found = callers.admin.request("GET", f"{PODS}/{name}")
+    assert found["metadata"]["annotations"] == {**FORGED, "tencent.com/predicate-time": "1"}
+
+
+def test_an_agent_writes_to_pods_of_its_node_alone(callers: Callers, made: Callable[..., str]) -> None:
+    report: dict[str, str | None] = {"gpumgr.io/allocations": "[]", "tencent.com/gpu-assigned": "true"}
+    here, there = made("here", node=NODE, by=callers.tenant), made("there", node="api-only", by=callers.tenant)
+    annotated(callers.agent, here, report)
+    annotated(callers.agent, here, {"gpumgr.io/allocations": None})
+    for api, name in (
+        (callers.agent, there),
+        (callers.agent_without_pod, here),
+        (callers.agent, made("nowhere", by=callers.tenant)),
+    ):
+        assert "may write it" in refused(annotated, api, name, report)
+    assert "may write it" in refused(callers.agent.request, "POST", PODS, outside("new", FORGED, node=NODE))
+
+
+def test_the_manifest_names_the_accounts_that_are_shipped() -> None:
+    """config/scheduler/rbac.yaml and the chart in kube-system."""
+    texts = [json.dumps(each) for each in yaml.safe_load_all(POLICIES.read_text())]
+    assert sum(f"system:serviceaccount:{NAMESPACE}:gpumgr-scheduler" in text for text in texts) == 2
+    assert sum(f'system:serviceaccount:{NAMESPACE}:gpumgr\\"' in text for text in texts) == 1

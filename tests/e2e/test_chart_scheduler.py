@@ -1,0 +1,272 @@
+"""What the chart renders for the scheduler, and what it refuses."""
+
+import base64
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tools.chart import HelmError, objects, render, settings_file
+
+from .chart_values import Values
+from .manifests import Json
+from .places import PROJECT
+
+SHIPPED: Final = PROJECT / "config" / "scheduler"
+NAME, CALLER = "gpumgr-scheduler", "gpumgr-kube-scheduler"
+EXISTING: Final[Json] = {"source": "existing", "serverSecret": "server", "clientSecret": "client"}
+
+
+def rendered(
+    scheduler: Values | None = None, *flags: str, namespace: str = "kube-system", **values: Any
+) -> dict[tuple[str, str], Json]:
+    wanted = {**values, "scheduler": {"enabled": True, "tls": EXISTING, **(scheduler or {})}}
+    return objects(render(wanted, *flags, f"--namespace={namespace}"))
+
+
+def kube_scheduler_config(found: dict[tuple[str, str], Json]) -> Json:
+    config: Json = yaml.safe_load(found["ConfigMap", CALLER]["data"]["kube-scheduler.yaml"])
+    return config
+
+
+def pod_of(found: dict[tuple[str, str], Json], name: str) -> Json:
+    template: Json = found["Deployment", name]["spec"]["template"]
+    return template
+
+
+def selects(selector: Json, template: Json) -> bool:
+    return bool(selector.items() <= template["metadata"]["labels"].items())
+
+
+def test_nothing_of_it_without_the_value() -> None:
+    assert not any("scheduler" in name or "admission" in kind.lower() for kind, name in objects(render()))
+
+
+def test_the_configuration_of_kube_scheduler_is_the_shipped_one_with_this_releases_addresses() -> None:
+    wanted = yaml.safe_load((SHIPPED / "kube-scheduler.yaml").read_text())
+    config = kube_scheduler_config(rendered(namespace="gpus"))
+    (extender,) = config["extenders"]
+    host = "gpumgr-scheduler.gpus.svc"
+    assert (extender.pop("urlPrefix"), extender.pop("enableHTTPS")) == (f"https://{host}:443/scheduler", True)
+    tls = extender.pop("tlsConfig")
+    assert tls == {"serverName": host} | {
+        key: f"/etc/gpumgr-client-tls/{file}"
+        for key, file in (("caFile", "ca.crt"), ("certFile", "tls.crt"), ("keyFile", "tls.key"))
+    }
+    lease = {"leaderElect": True, "resourceLock": "leases", "resourceName": CALLER, "resourceNamespace": "gpus"}
+    assert config.pop("leaderElection") == lease
+    wanted["extenders"][0].pop("urlPrefix")
+    wanted["clientConnection"].pop("kubeconfig")  # the account of its pod
+    wanted.pop("leaderElection")
+    assert config == wanted
+
+
+def test_the_shipped_configuration_is_the_one_that_the_extender_is_made_for() -> None:
+    config = yaml.safe_load((SHIPPED / "kube-scheduler.yaml").read_text())
+    (extender,), (profile,) = config["extenders"], config["profiles"]
+    assert (extender["ignorable"], extender["nodeCacheCapable"], extender["httpTimeout"]) == (False, True, "2s")
+    resources = ("tencent.com/vcuda-core", "tencent.com/vcuda-memory")
+    assert extender["managedResources"] == [{"name": name, "ignoredByScheduler": False} for name in resources]
+    assert (profile["percentageOfNodesToScore"], config["podMaxBackoffSeconds"]) == (100, 2)
+
+
+@pytest.mark.parametrize(("version", "api", "of_profile"), [
+    ("1.20.0", "v1beta1", False),
+    ("1.22.0", "v1beta2", False),
+    ("1.24.0", "v1beta3", False),
+    ("1.25.0", "v1", True),
+])  # fmt: skip
+def test_older_clusters_get_their_own_version_of_the_objects(version: str, api: str, of_profile: bool) -> None:
+    found = rendered({}, f"--kube-version={version}")
+    config = kube_scheduler_config(found)
+    assert config["apiVersion"] == f"kubescheduler.config.k8s.io/{api}"
+    assert (config["profiles"][0] if of_profile else config)["percentageOfNodesToScore"] == 100
+    assert ("percentageOfNodesToScore" in config["profiles"][0]) is of_profile
+    budget = found["PodDisruptionBudget", NAME]
+    assert budget["apiVersion"] == ("policy/v1beta1" if version == "1.20.0" else "policy/v1")
+    assert not any(kind.startswith("Validating") for kind, _ in found)  # from 1.30
+
+
+@pytest.mark.parametrize(("values", "version", "image"), [
+    ({}, "v1.33.1-gke.1107000", "registry.k8s.io/kube-scheduler:v1.33.1"),
+    ({}, "v1.31.4+rke2r1", "registry.k8s.io/kube-scheduler:v1.31.4"),
+    ({"repository": "r.example/ks", "tag": "v1.2.3"}, "v1.33.1", "r.example/ks:v1.2.3"),
+    ({"digest": "sha256:" + "0" * 64}, "v1.33.1", "registry.k8s.io/kube-scheduler@sha256:" + "0" * 64),
+])  # fmt: skip
+def test_kube_schedulers_image_has_the_clusters_version(values: Values, version: str, image: str) -> None:
+    found = rendered({"kubeScheduler": {"image": values}}, f"--kube-version={version}")
+    assert pod_of(found, CALLER)["spec"]["containers"][0]["image"] == image
+
+
+def test_labels_keep_the_three_kinds_of_pods_apart() -> None:
+    found = rendered()
+    agent = found["DaemonSet", "gpumgr"]["spec"]["template"]
+    pods = {"agent": agent, "scheduler": pod_of(found, NAME), "kube-scheduler": pod_of(found, CALLER)}
+    selectors = {
+        "agent": found["DaemonSet", "gpumgr"]["spec"]["selector"]["matchLabels"],
+        "scheduler": found["Deployment", NAME]["spec"]["selector"]["matchLabels"],
+        "kube-scheduler": found["Deployment", CALLER]["spec"]["selector"]["matchLabels"],
+    }
+    for one, selector in selectors.items():
+        assert [name for name, template in pods.items() if selects(selector, template)] == [one]
+    for one, name in (("scheduler", NAME), ("kube-scheduler", CALLER)):
+        assert found["PodDisruptionBudget", name]["spec"]["selector"]["matchLabels"] == selectors[one]
+    service = found["Service", NAME]["spec"]["selector"]
+    assert service == {**selectors["scheduler"], "gpumgr.io/scheduler-leader": "true"}
+    assert not selects(service, pods["scheduler"])  # the leader labels itself
+    assert not selects(found["Service", "gpumgr-metrics"]["spec"]["selector"], pods["scheduler"])
+    rules = found["NetworkPolicy", NAME]["spec"]["ingress"]
+    assert rules[0]["from"] == [{"podSelector": {"matchLabels": selectors["kube-scheduler"]}}]
+    assert "from" not in rendered({"kubeScheduler": {"enabled": False}})["NetworkPolicy", NAME]["spec"]["ingress"][0]
+
+
+def test_pods_have_no_rights_on_their_node_and_every_mount_a_volume() -> None:
+    found = rendered(http={"tokenSecret": "web-token", "tlsSecret": "web-tls"})
+    for name in (NAME, CALLER):
+        spec = pod_of(found, name)["spec"]
+        (container,) = spec["containers"]
+        assert (spec["securityContext"]["runAsNonRoot"], container["securityContext"]) == (
+            True,
+            {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}},
+        )
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
+        strategy = found["Deployment", name]["spec"]["strategy"]["rollingUpdate"]
+        assert strategy == {"maxUnavailable": 0, "maxSurge": 1}  # a pod ends only after its successor is ready
+        assert "requiredDuringSchedulingIgnoredDuringExecution" not in spec["affinity"]["podAntiAffinity"]
+        assert found["PodDisruptionBudget", name]["spec"]["maxUnavailable"] == 1
+    probes = pod_of(found, NAME)["spec"]["containers"][0]
+    assert {probes[f"{each}Probe"]["httpGet"]["scheme"] for each in ("liveness", "readiness")} == {"HTTPS"}
+
+
+def test_settings_of_the_scheduler_are_in_its_file_and_roll_no_agent() -> None:
+    changed = rendered(settings={"scheduler": {"policy": "spread"}, "log": {"level": "debug"}}, http={"tokenSecret": "web-token"})
+    settings = yaml.safe_load(changed["ConfigMap", NAME]["data"]["gpumgr.yaml"])
+    assert settings["scheduler"]["policy"] == "spread"
+    assert settings["log"] == {"level": "debug"}
+    assert settings["http"] == {"token_file": "/etc/gpumgr-token/token"}
+    text = render({"settings": {"scheduler": {"policy": "spread"}}})
+    assert "scheduler" not in yaml.safe_load(settings_file(text))
+    one, other = (pod_of(rendered(settings={"scheduler": {"policy": each}}), NAME) for each in ("spread", "binpack"))
+    assert one["metadata"]["annotations"]["checksum/config"] != other["metadata"]["annotations"]["checksum/config"]
+
+
+def test_rights_are_the_shipped_ones_under_the_releases_name() -> None:
+    shipped = [each for each in yaml.safe_load_all((SHIPPED / "rbac.yaml").read_text()) if each]
+    found = objects(render({"scheduler": {"enabled": True, "tls": EXISTING}}, "--namespace=gpus", release="ml"))
+    for each in shipped:
+        name = each["metadata"]["name"].replace("gpumgr-scheduler", "ml-gpumgr-scheduler")
+        mine = found[each["kind"], name]
+        text = json.dumps({key: value for key, value in each.items() if key != "metadata"})
+        wanted = json.loads(text.replace("gpumgr-scheduler", "ml-gpumgr-scheduler").replace("kube-system", "gpus"))
+        assert {key: value for key, value in mine.items() if key != "metadata"} == wanted
+        assert mine["metadata"].get("namespace") == ("gpus" if "namespace" in each["metadata"] else None)
+    without = rendered(rbac={"create": False})
+    assert ("ServiceAccount", NAME) in without
+    assert not any(kind.endswith(("Role", "RoleBinding")) for kind, _ in without)
+
+
+def test_policies_name_the_releases_accounts_and_those_that_are_exempt() -> None:
+    old = "system:serviceaccount:kube-system:gpu-manager"
+    values = {"enabled": True, "tls": EXISTING, "admissionPolicies": {"exemptUsers": [old]}}
+    found = objects(render({"scheduler": values}, "--namespace=gpus", "--kube-version=1.30.0", release="ml"))
+    writers = json.dumps(["system:serviceaccount:gpus:ml-gpumgr-scheduler", old], separators=(",", ":"))
+    for part in ("pods", "bindings"):
+        name = f"ml-gpumgr-scheduler-{part}"
+        policy = found["ValidatingAdmissionPolicy", name]["spec"]
+        assert policy["matchConditions"][0]["expression"] == f"!(request.userInfo.username in {writers})"
+        assert (
+            found["ValidatingAdmissionPolicyBinding", f"ml-gpumgr-scheduler-{part}"]["spec"]["policyName"]
+            == f"ml-gpumgr-scheduler-{part}"
+        )
+        assert "kube-system" not in json.dumps(policy).replace(old, "")
+    agent = found["ValidatingAdmissionPolicy", "ml-gpumgr-scheduler-pods"]["spec"]["variables"][-1]["expression"]
+    assert '"system:serviceaccount:gpus:ml-gpumgr"' in agent
+    assert not any(kind.startswith("Validating") for kind, _ in rendered({"admissionPolicies": {"enabled": False}}))
+
+
+def test_generated_certificates_are_of_one_authority_and_for_the_service(tmp_path: Path) -> None:
+    found = rendered({"tls": {"source": "generated"}}, namespace="gpus")
+    server, client = (found["Secret", f"{NAME}-{kind}"]["data"] for kind in ("tls", "client-tls"))
+    assert server["ca.crt"] == client["ca.crt"]
+    for name, data in (("server", server), ("client", client)):
+        for key, value in data.items():
+            (tmp_path / f"{name}-{key}").write_bytes(base64.b64decode(value))
+
+    def verified(name: str, *flags: str) -> None:
+        paths = ["-CAfile", str(tmp_path / "server-ca.crt"), *flags, str(tmp_path / f"{name}-tls.crt")]
+        subprocess.run(["openssl", "verify", "-x509_strict", *paths], check=True, capture_output=True)
+
+    verified("server", "-purpose", "sslserver", "-verify_hostname", "gpumgr-scheduler.gpus.svc")
+    verified("client", "-purpose", "sslclient")
+    for name in ("server", "client"):
+        shown = subprocess.run(
+            ["openssl", "pkey", "-in", tmp_path / f"{name}-tls.key", "-noout", "-text"], check=True, capture_output=True
+        )
+        assert b"prime256v1" in shown.stdout
+
+
+@pytest.mark.parametrize("issuer", ["", "ours"])
+def test_cert_manager_makes_the_certificates(issuer: str) -> None:
+    found = rendered(
+        {"tls": {"source": "cert-manager", "issuer": {"name": issuer, "kind": "ClusterIssuer" if issuer else "Issuer"}}}
+    )
+    certificates = {name: each["spec"] for (kind, name), each in found.items() if kind == "Certificate"}
+    issuers = {name for kind, name in found if kind == "Issuer"}
+    assert issuers == (set() if issuer else {f"{NAME}-self-signed", f"{NAME}-ca"})
+    server, client = certificates[NAME], certificates[f"{NAME}-client"]
+    assert "gpumgr-scheduler.kube-system.svc" in server["dnsNames"]
+    assert (server["secretName"], client["secretName"]) == (f"{NAME}-tls", f"{NAME}-client-tls")
+    assert server["issuerRef"] == client["issuerRef"]
+    assert server["issuerRef"]["name"] == (issuer or f"{NAME}-ca")
+    assert not any(kind == "Secret" for kind, _ in found)
+
+
+def test_only_a_configuration_for_an_existing_kube_scheduler() -> None:
+    found = rendered({"kubeScheduler": {"enabled": False}})
+    assert ("Deployment", CALLER) not in found
+    assert ("ServiceAccount", CALLER) not in found
+    config = kube_scheduler_config(found)
+    assert config["leaderElection"] == {"leaderElect": True}
+    assert config["clientConnection"]["kubeconfig"] == "/etc/kubernetes/scheduler.conf"
+    assert config["extenders"][0]["tlsConfig"]["certFile"] == "/etc/kubernetes/gpumgr-client-tls/tls.crt"
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"scheduler": {"tls": {"source": "existing"}}}, "needs scheduler.tls.serverSecret"),
+    ({"scheduler": {"tls": {"source": "existing", "serverSecret": "a", "clientSecret": "a"}}}, "must be two Secrets"),
+    ({"scheduler": {"tls": {"source": "vault"}}}, "at '/scheduler/tls/source'"),
+    ({"scheduler": {"port": 5679}}, "scheduler.port: settings.scheduler.http_port has 5679 too"),
+    ({"scheduler": {"replicas": 0}}, "at '/scheduler/replicas'"),
+    ({"scheduler": {"kubeScheduler": None}}, "missing property 'kubeScheduler'"),
+    ({"settings": {"http": {"token_file": "/var/lib/gpumgr/token"}}}, "the scheduler's pod has no file /var/lib/gpumgr/token"),
+])  # fmt: skip
+def test_helm_reports_a_mistake_with_its_place(values: Json, message: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(message)):
+        render({**values, "scheduler": {"enabled": True, **values.get("scheduler", {})}})
+
+
+@pytest.mark.parametrize("monitor", ["podMonitor", "serviceMonitor"])
+def test_rules_dashboard_and_monitor_of_the_scheduler(monitor: str) -> None:
+    enabled = {"enabled": True}
+    metrics = {"rules": enabled, "dashboard": enabled, monitor: enabled, "service": enabled}
+    found = rendered(metrics=metrics)
+    rules = (PROJECT / "config" / "prometheus" / f"{NAME}.rules.yaml").read_text()
+    assert found["PrometheusRule", NAME]["spec"] == yaml.safe_load(rules)
+    dashboard = found["ConfigMap", f"{NAME}-dashboard"]
+    assert json.loads(dashboard["data"][f"{NAME}.json"]) == json.loads(
+        (PROJECT / "config" / "grafana" / f"{NAME}.json").read_text()
+    )
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    spec = found["PodMonitor", NAME]["spec"]
+    template = pod_of(found, NAME)
+    assert selects(spec["selector"]["matchLabels"], template)
+    assert not selects(spec["selector"]["matchLabels"], pod_of(found, CALLER))
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
+    assert {"targetLabel": "job", "replacement": "gpumgr-scheduler"} in endpoint["relabelings"]
+    assert NAME not in {name for kind, name in rendered() if kind in ("PrometheusRule", "PodMonitor")}

@@ -1,0 +1,69 @@
+"""The program that measures limits on a GPU (tests/hardware), with the lab's fake GPU and the real programs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.sim.nodes import load_node
+from tests.lab.files import CONTROL_PROGRAM, LabFiles, obstacle
+from tests.lab.gpu import FakeGpu
+from tests.lab.hami_core import WRONG
+from tests.lab.mps import SERVER
+
+_OBSTACLE = obstacle()
+_NODE = "hgx-h100-8"
+
+pytestmark = pytest.mark.skipif(_OBSTACLE is not None, reason=f"the lab can't run: {_OBSTACLE}")
+
+
+@pytest.fixture(scope="module")
+def files() -> LabFiles:
+    return LabFiles.find()
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory, files: LabFiles) -> Path:
+    """The fake GPU, compiled, with its state in `state`."""
+    folder = tmp_path_factory.mktemp("fake")
+    subprocess.run([files.fake / "build.sh", folder], check=True, capture_output=True)
+    FakeGpu(folder / "state", load_node(_NODE), 0)
+    return folder
+
+
+def measured(fake: Path, driver: str, out: Path, *words: str | Path) -> tuple[int, Mapping[str, Any]]:
+    """Exit status, and the result of the one mechanism. `driver`: the folder of the fake libcuda."""
+    environ = (f"LD_LIBRARY_PATH={fake / driver}", f"FAKEGPU_STATE={fake}/state")
+    options: list[str | Path] = ["--sim", _NODE, "--seconds", "1", "--out", out]
+    options += [word for each in environ for word in ("--environ", each)]
+    done = subprocess.run([sys.executable, "-m", "tests.hardware", *words, *options], capture_output=True, text=True)
+    assert (out / "results.json").is_file(), done.stderr
+    assert "# Limits measured on a GPU" in (out / "results.md").read_text()
+    (result,) = json.loads((out / "results.json").read_text())["mechanisms"]
+    return done.returncode, result
+
+
+@pytest.mark.parametrize(("mechanism", "refusal"), [("none", 0), ("mps", 0), ("hami-core", 2)])
+def test_each_mechanism_is_measured_to_the_end(mechanism: str, refusal: int, fake: Path, files: LabFiles, tmp_path: Path) -> None:
+    words: list[str | Path] = [mechanism]
+    if mechanism in files.binaries:
+        usable = [path for name, path in sorted(files.binaries[mechanism].items()) if name not in WRONG]
+        if not usable:
+            pytest.skip(f"the lab has no program of {mechanism}")
+        program = shutil.copy(usable[-1], tmp_path / (CONTROL_PROGRAM if mechanism == "mps" else "libvgpu.so"))
+        shutil.copy(fake / "mps-server", tmp_path / SERVER)  # the real server needs a GPU
+        words += ["--mps-control" if mechanism == "mps" else "--hami-core", program]
+    status, result = measured(fake, "outx" if mechanism == "mps" else "out", tmp_path / "out", *words)
+    assert (status, result["mechanism"], result["obstacle"], result["uses"]) == (0, mechanism, None, mechanism)
+    assert [share["cores"] for share in (*result["alone"], *result["together"])] == [25, 50, 75, 25, 75]
+    assert all(share["refusal"] == refusal and share["rate_percent"] > 0 for share in result["alone"])
+
+
+def test_a_mechanism_that_can_not_be_used_is_a_failure_with_its_reason(fake: Path, tmp_path: Path) -> None:
+    status, result = measured(fake, "out", tmp_path / "out", "hami-core")
+    assert (status, result["obstacle"]) == (1, "no library was given: --hami-core FILE")

@@ -1,0 +1,215 @@
+"""Two replicas of the extender behind a real kube-scheduler, over TLS with client certificates. A forwarder is the Service: it leads each
+connection to the pod with the leader's label. The pods exist in the API alone; their processes run here."""
+
+import contextlib
+import json
+import selectors
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from .agent import Agent
+from .api import ApiError
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .node import cleared
+from .places import PROJECT
+from .processes import free_ports, wait_until
+from .test_scheduler import COUNTS, NODES, Scheduled, api_node, grant_rights, start_kube_scheduler, withdraw_rights
+
+CERTIFICATES: Final = PROJECT / "tests" / "component" / "web" / "certificates"
+LABEL: Final = "gpumgr.io/scheduler-leader"
+PODS: Final = "/api/v1/namespaces/kube-system/pods"
+LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/gpumgr-scheduler"
+REPLICAS: Final = ("extender-a", "extender-b")
+TLS: Final = {
+    "enableHTTPS": True,
+    "tlsConfig": {
+        "caFile": str(CERTIFICATES / "ca.crt"),
+        "certFile": str(CERTIFICATES / "client.crt"),
+        "keyFile": str(CERTIFICATES / "client.key"),
+    },
+}
+
+
+class Replicas:
+    """The processes of the extender, and the Service in front of them."""
+
+    def __init__(self, cluster: Cluster, credentials: Path) -> None:
+        self._cluster, self._credentials = cluster, credentials
+        self.ports = dict(zip(REPLICAS, free_ports(2), strict=True))
+        self._service = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"https://127.0.0.1:{self._service.getsockname()[1]}/scheduler"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def start(self, name: str) -> None:
+        files = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "client_ca_file": "ca.crt"}
+        settings = [f"--set=scheduler.{key}={CERTIFICATES / file}" for key, file in files.items()]
+        self._cluster.processes.start(
+            name,
+            [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", self._credentials, "--listen", f"127.0.0.1:{self.ports[name]}",
+             *settings, "--set=scheduler.leader_election=true", "--set=scheduler.client_names=[client]", "--set=http.port=0",
+             "--set=log.format=json"],
+            {"POD_NAME": name, "POD_NAMESPACE": "kube-system"},
+            cwd=PROJECT,
+        )  # fmt: skip
+
+    def leaders(self) -> list[str]:
+        """The pods with the label."""
+        return [each["metadata"]["name"] for each in self._cluster.api.request("GET", f"{PODS}?labelSelector={LABEL}")["items"]]
+
+    def wait_leader(self, *, other_than: str | None = None) -> str:
+        wait_until("a leader", lambda: len(self.leaders()) == 1 and self.leaders() != [other_than])
+        return self.leaders()[0]
+
+    def status(self, name: str, path: str, certificate: str | None) -> int:
+        """Of a POST to one replica. Raises OSError if it takes no such client."""
+        context = ssl.create_default_context(cafile=CERTIFICATES / "ca.crt")
+        if certificate is not None:
+            context.load_cert_chain(CERTIFICATES / f"{certificate}.crt", CERTIFICATES / f"{certificate}.key")
+        with (
+            socket.create_connection(("127.0.0.1", self.ports[name])) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+        ):
+            secured.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            answer = secured.recv(4096)
+        if not answer:
+            raise ConnectionResetError
+        return int(answer.split()[1])
+
+    def close(self) -> None:
+        self._service.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._service.accept()
+                threading.Thread(target=self._forward, args=(client,), daemon=True).start()
+
+    def _forward(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, ApiError, IndexError), selectors.DefaultSelector() as ends:
+            found = self._leader_port()
+            with socket.create_connection(("127.0.0.1", found)) as server:
+                ends.register(client, selectors.EVENT_READ, server)
+                ends.register(server, selectors.EVENT_READ, client)
+                while True:
+                    for key, _ in ends.select():
+                        source, target = key.fileobj, key.data
+                        assert isinstance(source, socket.socket)
+                        if not (data := source.recv(1 << 16)):
+                            return
+                        target.sendall(data)
+
+    def _leader_port(self) -> int:
+        """The shared connection is the test's own."""
+        api = self._cluster.api
+        with contextlib.closing(api.connect()) as connection:
+            found = json.loads(api.send(connection, "GET", f"{PODS}?labelSelector={LABEL}").read())
+        return self.ports[found["items"][0]["metadata"]["name"]]
+
+
+@pytest.fixture(scope="module")
+def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
+    with cleared(cluster, running_agent):
+        running_agent.stop()
+    wait_until("no pods", lambda: not cluster.pods.all())
+    credentials = grant_rights(cluster)
+    for name, count in zip(NODES, COUNTS, strict=True):
+        cluster.api.request("POST", "/api/v1/nodes", api_node(name, count))
+    for name in REPLICAS:
+        made: Json = pod(name, [container("extender", 0, 0)], bound=False)
+        made["metadata"]["namespace"] = "kube-system"
+        made["spec"].update({"schedulerName": "none", "serviceAccountName": "gpumgr-scheduler"})
+        cluster.api.request("POST", PODS, made)
+    both = Replicas(cluster, credentials)
+    try:
+        for name in REPLICAS:
+            both.start(name)
+        both.wait_leader()
+        start_kube_scheduler(cluster, {"urlPrefix": both.url, **TLS})
+        yield both
+    finally:
+        for name in ("gpu-kube-scheduler", *REPLICAS):
+            cluster.processes.stop(name)
+        both.close()
+        for path in (
+            *(f"/api/v1/nodes/{name}" for name in NODES),
+            *(f"{PODS}/{name}?gracePeriodSeconds=0" for name in REPLICAS),
+            LEASE,
+        ):
+            cluster.api.request("DELETE", path)
+        withdraw_rights(cluster)
+
+
+@pytest.fixture
+def pods(cluster: Cluster) -> Iterator[Scheduled]:
+    scheduled = Scheduled(cluster)
+    try:
+        yield scheduled
+    finally:
+        scheduled.end_all()
+
+
+def all_placed_within_capacity(pods: Scheduled, names: list[str]) -> bool:
+    """Each pod asks for half of a GPU; ten GPUs have room for 20."""
+    wait_until("all pods bound", lambda: all(pods.node_of(name) for name in names), 120)
+    gpus = Counter(pods.placed(name)[1][0][0] for name in names)
+    return len(names) == sum(gpus.values()) and max(gpus.values()) <= 2
+
+
+def test_only_the_leader_answers_and_only_to_clients_with_a_certificate(replicas: Replicas) -> None:
+    leader = replicas.wait_leader()
+    (other,) = set(REPLICAS) - {leader}
+    assert replicas.status(leader, "/scheduler/filter", "client") == 200
+    assert replicas.status(other, "/scheduler/filter", "client") == 503
+    assert replicas.status(leader, "/scheduler/filter", "server") == 403, "scheduler.client_names does not have it"
+    for certificate in (None, "stranger"):
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            replicas.status(leader, "/scheduler/filter", certificate)
+
+
+def test_a_killed_leader_is_replaced_in_a_stream_of_pods(cluster: Cluster, replicas: Replicas, pods: Scheduled) -> None:
+    leader = replicas.wait_leader()
+    names = [f"stream-{number}" for number in range(20)]
+    for name in names:
+        pods.create(name, (50, 32))
+        if name == "stream-7":
+            cluster.processes.kill(leader)
+        time.sleep(0.02)  # a stream: the kill meets pods in all states
+    assert all_placed_within_capacity(pods, names)
+    assert replicas.wait_leader(other_than=leader) != leader, "the dead leader's label was removed"
+    replicas.start(leader)
+
+
+def test_a_stopped_leader_hands_over_at_once(cluster: Cluster, replicas: Replicas, pods: Scheduled) -> None:
+    leader = replicas.wait_leader()
+    (other,) = set(REPLICAS) - {leader}
+    wait_until("the other replica", lambda: _ready(replicas, other))
+    names = [f"during-{number}" for number in range(20)]
+    for name in names[:10]:
+        pods.create(name, (50, 32))
+    assert cluster.processes.stop(leader) == 0
+    released = cluster.api.request("GET", LEASE)["spec"]
+    assert released.get("holderIdentity", "").partition("_")[0] in ("", other), "the Lease is not left to expire"
+    assert "lease_released" in cluster.processes.tail(leader)
+    for name in names[10:]:
+        pods.create(name, (50, 32))
+    assert all_placed_within_capacity(pods, names)
+    assert replicas.leaders() == [other]
+    replicas.start(leader)
+
+
+def _ready(replicas: Replicas, name: str) -> bool:
+    """It listens, and knows that it does not lead."""
+    try:
+        return replicas.status(name, "/scheduler/filter", "client") == 503
+    except OSError:
+        return False

@@ -1,0 +1,111 @@
+"""Cases of HAMi's own tests that concern the choice of GPUs, with this scheduler's answer. Numbers: their order in HAMi's suite.
+
+The rest of that suite is about HAMi's texts, resources, lock, quota and MIG. HAMi shares several GPUs with one container, here a
+container with several GPUs has them whole. Where the answers differ, the comment says why.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.node import NodeState
+from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.errors import Refusal
+from gpumgr.scheduler.selection import constraints_of
+from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.units import Amounts
+from tests.cluster_states import constrained, node_state, request, share
+
+Use = dict[int, tuple[int, int]]
+WHOLE = {count: request(("app", 100 * count, 0)) for count in (1, 2, 3, 4)}
+EIGHT = node_state("n", 8, numa=(0, 0, 0, 0, 1, 1, 1, 1))
+#: Pair scores 100 (0-1), 200 (0-2) and 150 (1-2) become 1, 3 and 2 NVLinks.
+JOINED = replace(
+    node_state("n", 3), topology=topology_from_matrix([["X", "NV1", "NV3"], ["NV1", "X", "NV2"], ["NV3", "NV2", "X"]])
+)
+
+
+def other(uses: Use) -> dict[str, Any]:
+    """GPU -> (cores, MiB) that pods of others hold."""
+    return {"other": {"foreign": tuple((gpu, Amounts(*amounts)) for gpu, amounts in uses.items())}}
+
+
+def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy) -> list[str]:
+    """Places one pod after another: "node:GPUs" of each, the last container's GPUs; the reasons of the first one that fits nowhere end
+    the list."""
+    index = ClusterIndex()
+    for node in nodes:
+        index.set_node(node)
+    answers: list[str] = []
+    for number, wanted in enumerate(pods):
+        ranked = index.rank(wanted, policy, [node.name for node in nodes])
+        if isinstance(ranked, Rejection):
+            return [*answers, ranked.text]
+        ((name, choice),) = ranked
+        node = next(node for node in nodes if node.name == name)
+        index.bind(PlacedPod(uid=str(number), node=name, request=wanted, shares=named_shares(node, choice)))
+        answers.append(f"{name}:{','.join(str(gpu) for gpu, _ in choice.shares[-1])}")
+    return answers
+
+
+TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, **other({1: (75, 12288)})))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pods", "policy", "expected"),
+    [
+        pytest.param([node_state("n", 1, **other({0: (0, 16256)}))], [share(1, 2)], "binpack",
+                     ["has no GPU with 1 free cores and 512 MiB (closest: GPU 0, 100 cores and 0 MiB)"], id="20"),
+        pytest.param([node_state("n", 1, **other({0: (20, 256)}))], [WHOLE[1]], "binpack", ["has no entirely free GPU (0 free)"], id="21"),
+        # HAMi: 0 cores. Here a container has 1 or more.
+        pytest.param([node_state("n", 1, **other({0: (100, 0)}))], [share(1, 1)], "binpack",
+                     ["has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 16 GiB)"], id="22"),
+        pytest.param([node_state("n", 2)], [WHOLE[3]], "binpack", ["has not 3 entirely free GPUs (2 free)"], id="24"),
+        pytest.param([node_state("n", 2, cordoned=(1,))], [WHOLE[1]], "binpack", ["n:0"], id="25"),
+        pytest.param([node_state("n", 2, cordoned=(0, 1))], [WHOLE[1]], "binpack",
+                     ["has no entirely free GPU but for unhealthy or cordoned ones (0 free)"], id="25, all"),
+        pytest.param([node_state("n", 3, numa=(0, 1, 0), near=((0, 1),))], [constrained(WHOLE[2], same_numa_node=True)], "spread",
+                     ["n:0,2"], id="26"),
+        # HAMi: GPU 1, which has the lowest sum of scores. The evaluator compares groups of the topology, which all GPUs share here.
+        pytest.param([JOINED], [WHOLE[1]], "topology", ["n:0"], id="27"),
+        pytest.param([JOINED], [WHOLE[2]], "topology", ["n:0,2"], id="28"),
+        pytest.param([node_state("n", 3)], [WHOLE[2]], "topology", ["n:0,1"], id="29"),
+        pytest.param(TWO, [share(20, 4)], "binpack", ["node2:1"], id="30, binpack for both"),
+        pytest.param(TWO, [share(20, 4)], "spread", ["node1:1"], id="30, spread for both"),
+        # HAMi: node2:0, since it compares nodes first. Here the fullest GPU of all nodes that has the room for both containers.
+        pytest.param(TWO, [request(("init", 20, 40), ("app", 20, 32))], "binpack", ["node1:0"], id="31"),
+        # HAMi begins at the highest index of equal GPUs.
+        pytest.param([EIGHT], [share(25, 16)] * 10, "spread", [f"n:{gpu % 8}" for gpu in range(10)], id="36"),
+        pytest.param([EIGHT], [share(25, 16)] * 6, "binpack", ["n:0"] * 4 + ["n:1"] * 2, id="37"),
+        # HAMi never uses NUMA node 0.
+        pytest.param([EIGHT], [constrained(WHOLE[3], same_numa_node=True)] * 3, "spread",
+                     ["n:0,1,2", "n:4,5,6", "has not 3 entirely free GPUs on one NUMA node (1 free)"], id="38"),
+        pytest.param([EIGHT], [WHOLE[4]] * 3, "topology", ["n:0,1,2,3", "n:4,5,6,7", "has not 4 entirely free GPUs (0 free)"], id="39"),
+    ],
+)  # fmt: skip
+def test_the_same_choice_or_a_stated_difference(
+    nodes: Sequence[NodeState], pods: Sequence[PodRequest], policy: Policy, expected: list[str]
+) -> None:
+    assert play(nodes, pods, policy) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotations", "allowed"),
+    [
+        ({"nvidia.com/use-gpuuuid": "GPU-n-"}, [False] * 2),  # 8
+        ({"nvidia.com/use-gpuuuid": " GPU-n-1 ,GPU-x"}, [False, True]),
+        ({"nvidia.com/use-gpuuuid": "  "}, [True] * 2),
+        ({"nvidia.com/use-gpuuuid": "GPU-n-1", "nvidia.com/nouse-gpuuuid": "GPU-n-1"}, [False] * 2),  # 9
+    ],
+)
+def test_uuids(annotations: dict[str, str], allowed: list[bool]) -> None:
+    assert list(constraints_of(annotations).allowed(node_state("n", 2))) == allowed
+
+
+def test_more_cores_than_a_gpu_has_are_refused() -> None:
+    """Case 23; HAMi takes 120 cores as 100."""
+    with pytest.raises(Refusal, match="multiple of 100"):
+        share(120, 4)
