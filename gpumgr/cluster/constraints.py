@@ -30,10 +30,10 @@ class Constraints:
         each = [self._allows(gpu) for gpu in node.gpus]
         return each if node.naming != "none" or all(each) else [False] * len(each)
 
-    def named(self, node: NodeState) -> tuple[int, ...]:
-        """The GPUs of which the constraints have the UUID: all that UUIDs change between two nodes with equal GPUs."""
-        uuids = {*self.use_uuids, *self.avoid_uuids}
-        return tuple(position for position, gpu in enumerate(node.gpus) if gpu.uuid in uuids) if uuids else ()
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """GPUs by which the constraints make a node differ from nodes with equal GPUs."""
+        return self.use_uuids + self.avoid_uuids
 
     def numa_nodes(self, node: NodeState, gpus: int) -> Sequence[int] | None:
         """The NUMA nodes on one of which a container with `gpus` GPUs must be; None: anywhere."""

@@ -23,16 +23,20 @@ class _Group:
 
 def explain(misfits: Iterable[tuple[str, Misfit]]) -> str:
     """From (node, misfit) of each node that was offered; there must be one."""
+    return explain_counted((1, node, misfit) for node, misfit in misfits)
+
+
+def explain_counted(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
+    """From (count, node, misfit) of nodes with one reason, where the node is the one that lacks least."""
     groups: dict[tuple[ContainerRequest | None, bool, bool, bool], _Group] = {}
-    total = 0
-    for node, misfit in misfits:
-        total += 1
+    for count, node, misfit in misfits:
         key = (misfit.container, misfit.not_offered, misfit.none_allowed, misfit.agent_chooses)
         group = groups.setdefault(key, _Group(0, node, misfit))
-        group.count += 1
+        group.count += count
         if (misfit.distance, node) < (group.misfit.distance, group.node):
             group.node, group.misfit = node, misfit
     ordered = sorted(groups.values(), key=lambda group: (-group.count, group.node))
+    total = sum(group.count for group in ordered)
     if total == 1:
         return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
     detailed = _joined(total, [(group, _closest(group)) for group in ordered])

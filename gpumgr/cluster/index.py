@@ -7,17 +7,20 @@ and bound pods in any order gives the same answers.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
 from typing import Final, Protocol
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.explain import explain
+from gpumgr.cluster.explain import explain_counted
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
+from gpumgr.cluster.profiles import Profiles
 from gpumgr.cluster.request import PodRequest, Policy
-from gpumgr.topology.devices import Topology
+from gpumgr.cluster.shape import Shape
 from gpumgr.units import CORES_PER_GPU, Amounts
 
-#: Request shapes with kept results; the least recently used one is dropped.
-MAX_SHAPES: Final = 64
+#: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
+MAX_RESULTS: Final = 500_000
 
 #: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
@@ -54,21 +57,9 @@ class Rejection:
 
 @dataclass
 class _Node:
-    """`kind` is the same for nodes on which equal use leads to equal choices."""
-
     state: NodeState
-    kind: int
     pods: dict[str, PlacedPod] = field(default_factory=dict)
     used: Used | None = None
-
-
-@dataclass
-class _Results:
-    """What one request finds on each node. `stale`: nodes that have changed since."""
-
-    stale: set[str]
-    fits: dict[str, NodeChoice] = field(default_factory=dict)
-    misfits: dict[str, Misfit] = field(default_factory=dict)
 
 
 class ClusterIndex:
@@ -78,9 +69,13 @@ class ClusterIndex:
         self._listeners = tuple(listeners)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
-        self._kinds: dict[tuple[Topology, str, tuple[tuple[int, bool, str, int, int | None], ...]], int] = {}
+        #: The node of each GPU, by UUID.
+        self._node_of_gpu: dict[str, str] = {}
         self._assumed: dict[str, float] = {}
-        self._results: OrderedDict[tuple[PodRequest, Policy], _Results] = OrderedDict()
+        self._profiles = Profiles()
+        #: Nodes with changes that `_profiles` does not have yet.
+        self._stale: dict[str, None] = {}
+        self._shapes: OrderedDict[tuple[PodRequest, Policy], Shape] = OrderedDict()
         #: Names of nodes that have changed; who follows the index clears it.
         self.changed: set[str] = set()
 
@@ -90,7 +85,11 @@ class ClusterIndex:
         """The node is new or has changed."""
         node = self._node(state.name)
         if node.state != state:
-            node.state, node.kind = state, self._kind(state)
+            for gpu in node.state.gpus:
+                if self._node_of_gpu.get(gpu.uuid) == state.name:
+                    del self._node_of_gpu[gpu.uuid]
+            node.state = state
+            self._node_of_gpu |= {gpu.uuid: state.name for gpu in state.gpus if gpu.uuid}
             self._changed(state.name)
             for listener in self._listeners:
                 listener.node_changed(state, node.pods.values())
@@ -133,6 +132,15 @@ class ClusterIndex:
             self.remove(uid)
         return ended
 
+    def settle(self) -> None:
+        """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        for name in self._stale:
+            if name in self._nodes:
+                self._profiles.put(self._nodes[name].state, self.used(name))
+            else:
+                self._profiles.remove(name)
+        self._stale.clear()
+
     # -- queries -----------------------------------------------------------------------------------------------------------
 
     def placement(self, uid: str) -> PlacedPod | None:
@@ -163,17 +171,25 @@ class ClusterIndex:
         self, request: PodRequest, policy: Policy, names: Iterable[str], most: int = 1
     ) -> list[tuple[str, NodeChoice]] | Rejection:
         """The best nodes of `names` for the request, the best one first, at most `most` of them; there is at least one name."""
-        results = self._current(request, policy)
-        offered = list(names)
-        fitting = [name for name in offered if name in results.fits]
-        if not fitting:
-            unknown = Misfit(container=None)
-            return Rejection(explain((name, results.misfits.get(name, unknown)) for name in offered))
-        if most == 1:
-            best = [min(fitting, key=lambda name: (results.fits[name].rank, name))]
-        else:
-            best = sorted(fitting, key=lambda name: (results.fits[name].rank, name))[:most]
-        return [(name, results.fits[name]) for name in best]
+        ordered = self.order(request, policy, names, most)
+        if isinstance(ordered, Rejection):
+            return ordered
+        shape = self._shape(request, policy)
+        found = ((name, self._found(name, shape)) for name in ordered)
+        return [(name, choice) for name, choice in found if isinstance(choice, NodeChoice)]
+
+    def order(self, request: PodRequest, policy: Policy, names: Iterable[str], most: int | None = None) -> list[str] | Rejection:
+        """The names of `rank`; without `most` all that fit."""
+        shape, offered = self._shape(request, policy), set(names)
+        named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
+        found = [(name, self._found(name, shape)) for name in sorted(named)]
+        alike = offered - named if named else offered
+        fitting = merge(shape.fitting(alike), sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
+        if ordered := [name for _, name in islice(fitting, most)]:
+            return ordered
+        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike, self._profiles)]
+        closest += [(1, name, each) for name, each in found]
+        return Rejection(explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit)))
 
     @property
     def placed_pods(self) -> int:
@@ -209,14 +225,9 @@ class ClusterIndex:
 
     def _node(self, name: str) -> _Node:
         if name not in self._nodes:
-            empty = NodeState(name=name)
-            self._nodes[name] = _Node(empty, self._kind(empty))
+            self._nodes[name] = _Node(NodeState(name=name))
             self._changed(name)
         return self._nodes[name]
-
-    def _kind(self, state: NodeState) -> int:
-        gpus = tuple((gpu.memory_mebibytes, gpu.offered, gpu.model, gpu.numa, gpu.index) for gpu in state.gpus)
-        return self._kinds.setdefault((state.topology, state.naming, gpus), len(self._kinds))
 
     def _put(self, pod: PlacedPod) -> None:
         self.remove(pod.uid)
@@ -231,39 +242,30 @@ class ClusterIndex:
         for listener in self._listeners:
             listener.node_removed(name)
         self.changed.add(name)
-        for results in self._results.values():
-            results.stale.discard(name)
-            results.fits.pop(name, None)
-            results.misfits.pop(name, None)
+        self._stale[name] = None
 
     def _changed(self, name: str) -> None:
         self._nodes[name].used = None
         self.changed.add(name)
-        for results in self._results.values():
-            results.stale.add(name)
+        self._stale[name] = None
 
-    def _current(self, request: PodRequest, policy: Policy) -> _Results:
-        shape = (request, policy)
-        results = self._results.get(shape)
-        if results is None:
-            results = self._results[shape] = _Results(stale=set(self._nodes))
-            if len(self._results) > MAX_SHAPES:
-                self._results.popitem(last=False)
-        self._results.move_to_end(shape)
-        # Nodes that differ by name alone are computed once: a new shape on a large cluster.
-        alike: dict[tuple[int, Used, tuple[int, ...]], NodeChoice | Misfit] = {}
-        for name in results.stale:
-            results.fits.pop(name, None)
-            results.misfits.pop(name, None)
-            key = (self._nodes[name].kind, self.used(name), request.constraints.named(self._nodes[name].state))
-            if (found := alike.get(key)) is None:
-                found = alike[key] = choose(self._nodes[name].state, key[1], request, policy)
-            if isinstance(found, NodeChoice):
-                results.fits[name] = found
-            else:
-                results.misfits[name] = found
-        results.stale.clear()
-        return results
+    def _shape(self, request: PodRequest, policy: Policy) -> Shape:
+        """With results that are up to date."""
+        self.settle()
+        key = (request, policy)
+        if (shape := self._shapes.get(key)) is not None:
+            self._shapes.move_to_end(key)
+            shape.update(self._profiles)
+            return shape
+        shape = self._shapes[key] = Shape(request, policy)
+        shape.update(self._profiles)
+        while len(self._shapes) > 1 and sum(map(len, self._shapes.values())) > MAX_RESULTS:
+            self._shapes.popitem(last=False)
+        return shape
+
+    def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
+        node = self._nodes.get(name)
+        return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
 
 def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:

@@ -117,7 +117,8 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     if pool is None:
         return None
     on = {gpu: [each for each in pool if gpu in each.gpus] for each in pool for gpu in each.gpus}
-    order = sorted(on, key=lambda gpu: (_cost(on[gpu]), gpu))
+    # The highest priority of the pool is needed in any case, so the number of pods comes first.
+    order = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))
     sets = [_grown(pool, [on[gpu] for gpu in [first, *order]], fits) for first in order] or [pool]
     different = {_uids(each): each for each in sets}.values()
     return min((_reduced(each, fits) for each in different), key=lambda found: (_cost(found), sorted(_uids(found))))

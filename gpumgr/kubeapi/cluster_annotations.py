@@ -7,6 +7,7 @@ Both readers ignore unknown fields, since a field may be added within a version.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -72,11 +73,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"levels is not a matrix of {size} x {size}, one row and one column for each GPU")
         if any(self.levels[a][b] != self.levels[b][a] for a in range(size) for b in range(a)):
             raise ValueError("levels is not symmetric")
-        links = [[(Level.PSB, 0) if a == b else _link(value) for b, value in enumerate(row)] for a, row in enumerate(self.levels)]
-        return Topology(
-            levels=tuple(tuple(level for level, _ in row) for row in links),
-            nvlinks=tuple(tuple(count for _, count in row) for row in links),
-        )
+        return _topology(self.levels)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +136,16 @@ def _decode(text: str, kind: type[_T]) -> _T:
         return msgspec.json.decode(encoded, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ValueError(f"not valid: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _topology(levels: tuple[tuple[int, ...], ...]) -> Topology:
+    """One object for all nodes with equal topologies."""
+    links = [[(Level.PSB, 0) if a == b else _link(value) for b, value in enumerate(row)] for a, row in enumerate(levels)]
+    return Topology(
+        levels=tuple(tuple(level for level, _ in row) for row in links),
+        nvlinks=tuple(tuple(count for _, count in row) for row in links),
+    )
 
 
 def _link(value: int) -> tuple[Level, int]:

@@ -76,6 +76,8 @@ def _placement(text: object, node: str) -> dict[str, Any]:
 
 def parse_quantity(text: str) -> int:
     """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
+    if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
+        return int(text)
     suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)

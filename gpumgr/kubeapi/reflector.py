@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import aiohttp
+import msgspec
 import structlog
 
 from gpumgr.errors import GpumgrError, SettingsError
@@ -23,10 +24,47 @@ from gpumgr.kubeapi.client import REQUEST_TIMEOUT, AnswerError, ApiServer, answe
 
 _log = structlog.get_logger(__name__)
 
-#: Small, since a whole page is in memory, many times larger than what is kept of it.
-_PAGE = "100"
+_PAGE = "500"
 #: Raised by `parse` and by access to the fields of a malformed answer.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+
+
+class _PageMetadata(msgspec.Struct):
+    resource_version: str = msgspec.field(name="resourceVersion")
+    following: str | None = msgspec.field(name="continue", default=None)
+
+
+class _Page(msgspec.Struct):
+    """A part of a list. Objects are decoded one after another, since a decoded one is many times larger than its text."""
+
+    metadata: _PageMetadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    uid: str | None = None
+    name: str | None = None
+
+
+class _Item(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _Failure(msgspec.Struct):
+    """metav1.Status in an event of type ERROR."""
+
+    code: int | None = None
+    reason: str | None = None
+    message: str | None = None
+
+
+_K = TypeVar("_K")
 
 
 class Keyed(Protocol):
@@ -57,7 +95,10 @@ class ExpiredError(GpumgrError):
 
 
 class Reflector(Generic[T]):
-    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist."""
+    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
+
+    `decode` takes the JSON of an object; what it returns is for `parse`. Nothing is kept of an object for which it returns None.
+    """
 
     def __init__(
         self,
@@ -67,12 +108,13 @@ class Reflector(Generic[T]):
         *,
         parse: Callable[[Mapping[str, Any]], T],
         on_change: Callable[[T | None, T | None], None],
+        decode: Callable[[msgspec.Raw], Mapping[str, Any] | None] = msgspec.json.decode,
         watch_times: WatchTimes | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._server, self._path, self._query = server, path, dict(query)
-        self._parse, self._on_change = parse, on_change
+        self._parse, self._on_change, self._decode = parse, on_change, decode
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
         #: None: list first.
@@ -131,20 +173,16 @@ class Reflector(Generic[T]):
         found: dict[str, T] = {}
         query = {**self._query, "limit": _PAGE}
         while True:
-            page = await self._page(query)
-            try:
-                metadata = page["metadata"]
-                version, following = str(metadata["resourceVersion"]), metadata.get("continue")
-                for item in page.get("items") or ():
-                    if (parsed := self._parsed(item)) is not None:
-                        found[parsed.uid] = parsed
-            except _MALFORMED as error:
-                raise ExpiredError(f"the list is malformed: {type(error).__name__}: {error}") from error
-            if not following:
+            page = _decoded(await self._page(query), _Page)
+            for item in page.items or ():
+                if (parsed := self._parsed(item, _decoded(item, _Item).metadata)) is not None:
+                    found[parsed.uid] = parsed
+            if not page.metadata.following:
                 break
-            query = {**self._query, "limit": _PAGE, "continue": str(following)}
+            query = {**self._query, "limit": _PAGE, "continue": page.metadata.following}
+            await asyncio.sleep(0)
         before, self._objects = self._objects, found
-        self._version, self._logged = version, None
+        self._version, self._logged = page.metadata.resource_version, None
         for uid in before.keys() - found.keys():
             self._on_change(before[uid], None)
         for uid, after in found.items():
@@ -152,21 +190,20 @@ class Reflector(Generic[T]):
                 self._on_change(before.get(uid), after)
         self.synced.set()
 
-    async def _page(self, query: Mapping[str, str]) -> dict[str, Any]:
+    async def _page(self, query: Mapping[str, str]) -> bytes:
         async with self._server.request("GET", self._path, query, REQUEST_TIMEOUT) as response:
             await _check_status(response)
-            body = await response.read()
-        return _object(body)
+            return await response.read()
 
-    def _parsed(self, item: Mapping[str, Any]) -> T | None:
+    def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> T | None:
         """The result of `parse`. An object that it can't read is logged, and its last result is kept."""
         try:
-            return self._parse(item)
+            decoded = self._decode(item)
+            return self._parse(decoded) if decoded is not None else None
         except _MALFORMED as error:
-            metadata = item["metadata"]
             why = f"{type(error).__name__}: {error}"
-            _log.warning("api_object_unreadable", path=self._path, name=metadata.get("name"), error=why)
-            return self._objects.get(metadata.get("uid"))
+            _log.warning("api_object_unreadable", path=self._path, name=metadata.name, error=why)
+            return self._objects.get(metadata.uid or "")
 
     # -- watch -------------------------------------------------------------------------------------------------------------
 
@@ -186,21 +223,18 @@ class Reflector(Generic[T]):
             await _check_status(response)
             self._logged, self._watching_since = None, asyncio.get_running_loop().time()
             async for line in _lines(response.content):
-                self._event(_object(line))
+                self._event(_decoded(line, _Event))
 
-    def _event(self, event: Mapping[str, Any]) -> None:
-        try:
-            kind, item = event["type"], event["object"]
-            if kind == "ERROR":
-                raise ExpiredError(f"the watch ended with {item.get('code')} {item.get('reason')}: {item.get('message')}")
-            version, uid = str(item["metadata"]["resourceVersion"]), item["metadata"].get("uid")
-            after = None if kind in ("BOOKMARK", "DELETED") else self._parsed(item)
-        except _MALFORMED as error:
-            raise ExpiredError(f"an event of the watch is malformed: {type(error).__name__}: {error}") from error
-        self._version = version
-        if kind == "BOOKMARK":
+    def _event(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            failure = _decoded(event.object, _Failure)
+            raise ExpiredError(f"the watch ended with {failure.code} {failure.reason}: {failure.message}")
+        metadata = _decoded(event.object, _Item).metadata
+        after = self._parsed(event.object, metadata) if event.type not in ("BOOKMARK", "DELETED") else None
+        self._version = metadata.resource_version
+        if event.type == "BOOKMARK":
             return
-        before = self._objects.pop(uid, None)
+        before = self._objects.pop(metadata.uid or "", None)
         if after is not None:
             self._objects[after.uid] = after
         if before != after:
@@ -214,14 +248,15 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
     raise ExpiredError(str(error)) if error.status == 410 else error
 
 
-def _object(text: bytes) -> dict[str, Any]:
+def _decoded(text: bytes | msgspec.Raw, kind: type[_K]) -> _K:
     try:
-        result = json.loads(text)
-    except ValueError as error:
-        raise ExpiredError(f"the server did not send JSON: {error}") from error
-    if not isinstance(result, dict):
-        raise ExpiredError(f"the server sent {type(result).__name__} instead of an object")
-    return result
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.DecodeError:  # halves of surrogate pairs, which JSON allows and msgspec does not
+            again = json.dumps(json.loads(bytes(text)), ensure_ascii=False).encode(errors="replace")
+            return msgspec.json.decode(again, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ExpiredError(f"the server's JSON can't be used: {error}") from error
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

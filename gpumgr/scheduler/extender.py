@@ -172,10 +172,10 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ranked = self._index.rank(pod.request, self._policy(pod), names, len(names))
-            if not isinstance(ranked, Rejection):
-                for place, (name, _) in enumerate(ranked):
-                    scores[name] = MAX_SCORE - MAX_SCORE * place // len(ranked)
+            ordered = self._index.order(pod.request, self._policy(pod), names)
+            if not isinstance(ordered, Rejection):
+                for place, name in enumerate(ordered):
+                    scores[name] = MAX_SCORE - MAX_SCORE * place // len(ordered)
         return [HostPriority(name, score) for name, score in scores.items()]
 
     async def bind(self, args: BindArgs) -> BindResult:

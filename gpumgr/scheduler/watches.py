@@ -1,10 +1,12 @@
 """The watches of nodes, pods and quotas, which keep the index up to date."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
+import msgspec
 import structlog
 
 from gpumgr.aio import run_until
@@ -15,11 +17,64 @@ from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
 from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _log = structlog.get_logger(__name__)
 
 #: Ended pods hold nothing: for this watch they are deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+class _Resources(msgspec.Struct):
+    requests: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None
+
+
+class _Container(msgspec.Struct):
+    resources: _Resources | None = None
+
+    @property
+    def wants_gpu(self) -> bool:
+        found = self.resources
+        return found is not None and any(
+            name in wanted for wanted in (found.requests, found.limits) if wanted for name in (CORE_RESOURCE, MEMORY_RESOURCE)
+        )
+
+
+class _PodSpec(msgspec.Struct, rename="camel"):
+    containers: list[_Container] | None = None
+    init_containers: list[_Container] | None = None
+
+
+class _Pod(msgspec.Struct):
+    spec: _PodSpec | None = None
+
+
+class _NodeMetadata(TypedDict, total=False):
+    name: str
+    uid: str
+    labels: dict[str, Any] | None
+    annotations: dict[str, Any] | None
+
+
+class _NodeStatus(TypedDict, total=False):
+    capacity: dict[str, Any] | None
+    conditions: Any
+
+
+class _Node(TypedDict, total=False):
+    """The parts of a node that are used: not its images and managed fields, which are most of it."""
+
+    metadata: _NodeMetadata
+    status: _NodeStatus | None
+
+
+def decode_gpu_pod(item: msgspec.Raw) -> dict[str, Any] | None:
+    """None for a pod without GPU requests. Most pods of a cluster are such; their objects are not decoded."""
+    spec = msgspec.json.decode(item, type=_Pod).spec
+    containers = [*(spec.containers or ()), *(spec.init_containers or ())] if spec is not None else []
+    found: dict[str, Any] | None = msgspec.json.decode(item) if any(each.wants_gpu for each in containers) else None
+    return found
 
 
 class ClusterWatches:
@@ -51,6 +106,7 @@ class ClusterWatches:
             "/api/v1/nodes",
             {},
             parse=lambda item: parse_node(item, labels),
+            decode=msgspec.json.Decoder(_Node).decode,
             on_change=self._node_changed,
             watch_times=watch_times,
         )
@@ -70,6 +126,7 @@ class ClusterWatches:
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
             parse=parse_watched_pod,
+            decode=decode_gpu_pod,
             on_change=self._pod_changed,
             watch_times=watch_times,
         )
@@ -102,6 +159,10 @@ class ClusterWatches:
                 group.create_task(each.run())
             for each in self._watched:
                 await each.synced.wait()
+            self._index.settle()
+            if not self.synced:
+                gc.collect()
+                gc.freeze()  # a full collection over what has been listed would delay a filter by hundreds of milliseconds
             self.synced = True
             if not self._list_again.is_set():
                 self._listed.set()

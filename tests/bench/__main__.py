@@ -28,6 +28,7 @@ MODULES = {
     "paint": "tests.bench.bench_paint",
     "writer": "tests.bench.bench_writer",
     "imports": "tests.bench.bench_imports",
+    "scheduler": "tests.bench.bench_scheduler",
 }
 #: A load above this comes from other programs, which then determine p99.
 QUIET_LOAD = 0.5

@@ -34,7 +34,17 @@ def markdown(figures: Mapping[str, Any]) -> str:
     """All tables of one run."""
     limits, pods = figures.get("limits"), figures.get("pods_at_once")
     shown = _shown(figures) if "pages" in figures else ()
-    parts = (*_machine(figures["machine"]), "", *_calls(figures), "", *_process(figures), *_limits(limits), *shown, *_pods(pods))
+    parts = (
+        *_machine(figures["machine"]),
+        "",
+        *_calls(figures),
+        "",
+        *_process(figures),
+        *_limits(limits),
+        *shown,
+        *_scheduler(figures.get("scheduler")),
+        *_pods(pods),
+    )
     return "\n".join(parts)
 
 
@@ -134,6 +144,39 @@ def _limits(limits: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"| {sample}: loop held | < 15 ms | {_pair(row['loop'])} | |"
         yield f"| {sample}: loop lag during it | p99 < 10 ms | {_pair(row['loop_lag'])} | |"
     yield f"| pass over {regions['regions']} regions | < 30 ms | {_pair(regions['pass'])} | |"
+
+
+def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    if "skipped" in found:
+        yield from ("", f"The scheduler was not measured: {found['skipped']}")
+        return
+    cluster, start, pods, rejections = found["cluster"], found["start"], found["pods"], found["rejections"]
+    nodes = cluster["nodes"]
+    what = f"{nodes} nodes with 8 GPUs, {cluster['pods']} containers on them, {cluster['cpu_pods']} CPU-only pods"
+    yield from ("", f"| scheduler: {what} | goal | gpumgr | floor |", "|---|---|---|---|")
+    taken, cpu = found["filter"], found["filter_cpu_ms"]
+    yield f"| filter with {nodes} names (HAMi 660 / 1331, gpu-admission 2794 / 4118) | p99 < 10 ms | {_both(taken)} |"
+    yield f"| CPU of it | | {cpu['gpumgr']} ms | {cpu['floor']} ms |"
+    yield f"| first filter of a new request shape | | {_pair(found['new_shape'])} | |"
+    yield f"| prioritize with {nodes} names | p99 < 5 ms | {_pair(pods['prioritize'])} | |"
+    yield f"| CPU of a pod in filter, prioritize and bind (HAMi 1143 ms) | < 5 ms | {pods['cpu_ms_for_each_pod']} ms | |"
+    for names, goal in (("1000", "0.5"), ("5000", "1.5")):
+        if (row := rejections.get(names)) is not None:
+            yield f"| CPU of a rejection with {names} names | < {goal} ms | {row['gpumgr_cpu_ms']} ms | {row['floor_cpu_ms']} ms |"
+    yield f"| start to the first answer (HAMi 15 s with 100 nodes) | < 20 s | {start['first_answer_seconds']} s | |"
+    quiet, during = found["joins"]["longest_ms"]
+    yield f"| longest filter while 20 nodes join, and before | < 100 ms more | {during} ms, {quiet} ms | |"
+    yield f"| CPU of 1,000 pod events a second | < 50 % of a core | {found['events']['core_percent']} % | |"
+    yield f"| resident memory: started / at the end | < 400 MiB | {start['resident_mib']} / {found['resident_mib']} MiB | |"
+    for size, row in found["sizes"].items():
+        ours, floor = (f"{_pair(row[who])}; {row[cpu]} ms" for who, cpu in (("gpumgr", "cpu_ms"), ("floor", "floor_cpu_ms")))
+        yield f"| filter with {size} nodes; CPU | | {ours} | {floor} |"
+
+
+def _both(row: Mapping[str, Any]) -> str:
+    return f"{_pair(row['gpumgr'])} | {_pair(row['floor'])}"
 
 
 def _pods(pods: Mapping[str, Any] | None) -> Iterator[str]:

@@ -131,6 +131,18 @@ def build() -> Path:
     return root
 
 
+def build_extender() -> Path:
+    """The program of go/extender alone: it takes seconds where the modules are there."""
+    root = cache()
+    with alone_in(root):
+        _build_extender(root)
+    return root / "extender" / "extender"
+
+
+def _build_extender(root: Path) -> None:
+    _go_build(root / "extender", _stamp([*_modules(GO), GO / "extender" / "main.go"]), ["./extender"], "-s -w")
+
+
 def _build(root: Path) -> None:
     modules = _modules(GO)
     major, minor, _ = KUBERNETES.split(".")
@@ -138,6 +150,7 @@ def _build(root: Path) -> None:
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
     _go_build(root / "controllers", _stamp(modules), ["k8s.io/kubernetes/cmd/kube-controller-manager"], ldflags)
     _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
+    _build_extender(root)
     containerd = "github.com/containerd/containerd/v2"
     ldflags = f"-s -w -X {containerd}/version.Version=v{CONTAINERD}"
     packages = [f"{containerd}/cmd/{name}" for name in RUNTIME]

@@ -1,12 +1,18 @@
 """The index: which node is offered, what is assumed, and what is computed again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpumgr.cluster import index as module
+from gpumgr.cluster import shape
 from gpumgr.cluster.choose import NodeChoice, choose
+from gpumgr.cluster.constraints import Constraints
+from gpumgr.cluster.explain import explain
 from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
@@ -15,6 +21,7 @@ from tests.cluster_states import node_state, request, share
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
 NAMES = ("a", "b")
+POLICIES: tuple[Policy, ...] = ("binpack", "spread", "topology")
 
 
 @pytest.fixture
@@ -26,16 +33,16 @@ def index() -> ClusterIndex:
 
 
 @pytest.fixture
-def computed() -> Iterator[list[str]]:
-    """The nodes for which a choice was computed."""
-    names: list[str] = []
+def computed() -> Iterator[list[int]]:
+    """The number of GPUs of each kind of node for which a choice was computed and kept."""
+    sizes: list[int] = []
 
     def counted(node: NodeState, *rest: object) -> object:
-        names.append(node.name)
+        sizes.append(len(node.gpus))
         return choose(node, *rest)  # type: ignore[arg-type]
 
-    with patch.object(module, "choose", counted):
-        yield names
+    with patch.object(shape, "choose", counted):
+        yield sizes
 
 
 def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") -> tuple[str, NodeChoice]:
@@ -89,20 +96,20 @@ def test_a_bound_pod_does_not_expire(index: ClusterIndex) -> None:
     assert index.used("a")[0] == Amounts(50, 2048)
 
 
-def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: list[str]) -> None:
+def test_only_changed_nodes_are_computed_again(index: ClusterIndex, computed: list[int]) -> None:
     best(index, share(50, 8))
-    assert sorted(computed) == ["a", "b"]
+    assert sorted(computed) == [2, 4]
     best(index, share(50, 8))
     index.set_node(node_state("a", 2))
     best(index, share(50, 8))
-    assert sorted(computed) == ["a", "b"], "an equal inventory is no change"
+    assert sorted(computed) == [2, 4], "an equal inventory is no change"
     place(index, "one", share(50, 8))
     best(index, share(50, 8))
-    assert sorted(computed) == ["a", "a", "b"]
+    assert sorted(computed) == [2, 2, 4]
     index.bind(place(index, "two", share(50, 8), until=60.0))
     computed.clear()
     best(index, share(50, 8))
-    assert computed == ["a"], "the watch shows what was assumed: no second change"
+    assert computed == [2], "the watch shows what was assumed: no second change"
 
 
 def test_what_the_node_reports_counts_once_and_before_annotations(index: ClusterIndex) -> None:
@@ -141,13 +148,19 @@ def test_a_placement_is_validated_without_itself(index: ClusterIndex) -> None:
     assert not index.fits(pod)
 
 
-def test_kept_results_are_bounded(index: ClusterIndex) -> None:
+def test_kept_results_are_bounded(index: ClusterIndex, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RESULTS", 100)
     for cores in range(1, 100):
         best(index, share(cores, 4))
-    assert len(index._results) == module.MAX_SHAPES
+    computed.clear()
+    for cores in range(50, 100):
+        best(index, share(cores, 4))
+    assert computed == [], "50 shapes with two results each are kept"
+    best(index, share(49, 4))
+    assert sorted(computed) == [2, 4]
 
 
-def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[str]) -> None:
+def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) -> None:
     index = ClusterIndex()
     names = [f"node-{number}" for number in range(20)]
     for name in names:
@@ -156,3 +169,52 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[str]) 
     assert not isinstance(ranked, Rejection)
     assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
     assert len(computed) == 2
+
+
+def brute_force(index: ClusterIndex, wanted: PodRequest, policy: Policy, names: Iterable[str]) -> tuple[list[str], str]:
+    """All nodes that fit in their order, or the reasons why none does, computed node by node."""
+    fits, misfits = [], []
+    for name in names:
+        found = index.choose_on(name, "", wanted, policy)
+        if isinstance(found, NodeChoice):
+            fits.append((found.rank, name))
+        else:
+            misfits.append((name, found))
+    return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) -> None:
+    """After any changes, and with any shapes in between."""
+    index, names = ClusterIndex(), ("a", "b", "c", "d")
+    shapes = (
+        share(30, 8),
+        share(60, 30),
+        request(("app", 100, 0)),
+        request(("app", 200, 0)),
+        replace(share(60, 30), constraints=Constraints(use_uuids=("GPU-a-1", "GPU-c-0"))),
+        replace(share(60, 30), constraints=Constraints(avoid_uuids=("GPU-b-0", "GPU-b-1"))),
+    )
+    for step in range(data.draw(st.integers(1, 16))):
+        name = data.draw(st.sampled_from(names))
+        match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "ask"])):
+            case "node":
+                cordoned = data.draw(st.sampled_from([(), (1,)]))
+                index.set_node(node_state(name, data.draw(st.sampled_from([2, 3])), cordoned=cordoned))
+            case "no node" if index.node(name) is not None:
+                index.remove_node(name)
+            case "bind":
+                wanted = data.draw(st.sampled_from(shapes))
+                gpus = range(wanted.containers[0].gpus)
+                amounts = Amounts(wanted.containers[0].cores_per_gpu, wanted.containers[0].memory_mebibytes)
+                shares = (tuple((f"GPU-{name}-{gpu}", amounts) for gpu in gpus),)
+                index.bind(PlacedPod(uid=f"pod-{step}", node=name, request=wanted, shares=shares))
+            case "remove":
+                index.remove(f"pod-{data.draw(st.integers(0, step))}")
+            case "ask":
+                wanted, policy = data.draw(st.sampled_from(shapes)), data.draw(st.sampled_from(POLICIES))
+                offered = data.draw(st.lists(st.sampled_from((*names, "unknown")), min_size=1, unique=True))
+                found = index.order(wanted, policy, offered)
+                fits, text = brute_force(index, wanted, policy, offered)
+                assert found == (fits or Rejection(text))

@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpumgr.cluster.choose import NodeChoice, choose
@@ -132,6 +132,7 @@ WANTED = st.sampled_from([share(50, 1), share(100, 1), WHOLE, request(("app", 20
 
 
 @settings(max_examples=300, deadline=None)
+@example([("0", 20, 0), ("0", 20, 0), ("1", 20, 2), ("2", 20, 2)], request(("app", 200, 0)))
 @given(PODS, WANTED)
 def test_no_proper_subset_of_the_victims_is_enough_and_no_lower_priority(
     kinds: list[tuple[str, int, int]], wanted: PodRequest

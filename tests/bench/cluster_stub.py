@@ -1,0 +1,221 @@
+"""An API server of a large cluster, as far as a scheduler reads it: lists in pages, watches, and the Binding of a pod.
+
+`python -m tests.bench.cluster_stub NODES PODS CPU_PODS` prints its URL and serves until standard input ends. NODES have 8 GPUs each and
+PODS with one container on them, CPU_PODS request no GPU. Objects are texts made when they are listed, of the usual length (4 kB).
+A bound pod appears in the watch as it does on an API server. POST /control/...: `nodes` (names that join), `events` (seconds, rate of
+changes of pods' status), `end` (bound pods are deleted).
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from aiohttp import web
+
+from gpumgr.kubeapi.cluster_annotations import (
+    INVENTORY_ANNOTATION,
+    PLACEMENT_ANNOTATION,
+    Inventory,
+    InventoryGpu,
+    decode_placement,
+    encode,
+    levels_of,
+)
+from gpumgr.topology.matrix import topology_from_matrix
+from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, MEMORY_RESOURCE
+
+GPUS: Final = 8
+GPU_MEBIBYTES: Final = 81_408
+PREFIX: Final = "gpu-node-eu-west-"
+#: (cores, memory blocks) of one container.
+SHAPES: Final = ((10, 16), (25, 64), (50, 100), (100, 0), (200, 0), (30, 60), (40, 90), (20, 30))
+_FIELDS = [{"manager": f"controller-{number}", "operation": "Update", "fieldsV1": {f"f:{'x' * 240}": {}}} for number in range(6)]
+_LEVELS = levels_of(topology_from_matrix([["X" if a == b else "NV18" for b in range(GPUS)] for a in range(GPUS)]))
+Json = dict[str, Any]
+
+
+def name_of(node: int) -> str:
+    return f"{PREFIX}{node:05d}"
+
+
+def uuid_of(node: str, gpu: int) -> str:
+    return f"GPU-{abs(hash((node, gpu))) & 0xFFFFFFFF:08x}-0000-4000-8000-{node[-5:]}{gpu:07d}"
+
+
+def node(name: str) -> Json:
+    gpus = tuple(
+        InventoryGpu(uuid=uuid_of(name, gpu), model="NVIDIA H100 80GB HBM3", memory=GPU_MEBIBYTES, numa=gpu // 4)
+        for gpu in range(GPUS)
+    )
+    inventory = encode(Inventory(driver="580.65.06", topology_manager="none", gpus=gpus, levels=_LEVELS))
+    amounts = {"cpu": "192", CORE_RESOURCE: str(100 * GPUS), MEMORY_RESOURCE: str(GPUS * GPU_MEBIBYTES // BLOCK_MEBIBYTES)}
+    images = [
+        {"names": [f"registry.invalid/team/image-{number}@sha256:{'0' * 64}"], "sizeBytes": 1 << 30} for number in range(40)
+    ]
+    ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+    return {
+        "metadata": {
+            "name": name,
+            "uid": f"uid-{name}",
+            "resourceVersion": "1",
+            "labels": {"kubernetes.io/hostname": name},
+            "annotations": {INVENTORY_ANNOTATION: inventory},
+            "managedFields": _FIELDS,
+        },
+        "status": {"capacity": amounts, "allocatable": amounts, "images": images, "conditions": [ready]},
+    }
+
+
+def pod(uid: str, node_name: str, wanted: dict[str, str], annotations: dict[str, str]) -> Json:
+    resources = {"limits": {"cpu": "1", **wanted}, "requests": {"cpu": "1", **wanted}}
+    environment = [{"name": f"VARIABLE_{number}", "value": "some text of usual length"} for number in range(12)]
+    container = {"name": "main", "image": "registry.invalid/work:1", "resources": resources, "env": environment}
+    return {
+        "metadata": {
+            "namespace": "bench",
+            "name": uid.removeprefix("uid-"),
+            "uid": uid,
+            "resourceVersion": "1",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "annotations": annotations,
+            "managedFields": _FIELDS,
+        },
+        "spec": {"nodeName": node_name, "containers": [container], "schedulerName": "gpumgr-scheduler"},
+        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+
+
+def gpu_pod(uid: str, node_name: str, shares: list[tuple[str, int, int]]) -> Json:
+    """`shares`: UUID, cores, MiB of each GPU."""
+    whole = shares[0][1] == 100
+    wanted = {CORE_RESOURCE: str(sum(cores for _, cores, _ in shares))}
+    if not whole:
+        wanted[MEMORY_RESOURCE] = str(shares[0][2] // BLOCK_MEBIBYTES)
+    placement = {"containers": {"main": [list(each) for each in shares]}, "node": node_name, "version": 1}
+    return pod(uid, node_name, wanted, {PLACEMENT_ANNOTATION: json.dumps(placement)})
+
+
+class Cluster:
+    """Its objects by number, in the order in which they are listed."""
+
+    def __init__(self, nodes: int, pods: int, cpu_pods: int) -> None:
+        self._pods = list(_placements(nodes, pods))
+        self.counts = {"nodes": nodes, "pods": len(self._pods) + cpu_pods, "configmaps": 0}
+        self._nodes = nodes
+        self.bound: dict[str, Json] = {}
+        self._cpu = json.dumps(pod("uid-cpu-NUMBER", "NODE", {}, {}))
+
+    def text(self, kind: str, number: int) -> str:
+        if kind == "nodes":
+            return json.dumps(node(name_of(number)))
+        if number < len(self._pods):
+            return json.dumps(gpu_pod(f"uid-gpu-{number}", *self._pods[number]))
+        return self._cpu.replace("NUMBER", str(number)).replace("NODE", name_of(number % self._nodes))
+
+
+def _placements(nodes: int, pods: int) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
+    """Random shapes on random GPUs with the room, so that hardly two nodes are alike."""
+    source, left = random.Random(5), pods
+    for number in range(nodes):
+        name, free = name_of(number), [(100, GPU_MEBIBYTES)] * GPUS
+        for _ in range(min(left, -(-pods // nodes))):
+            cores, blocks = source.choice(SHAPES)
+            count, amounts = max(1, cores // 100), (min(cores, 100), blocks * BLOCK_MEBIBYTES or GPU_MEBIBYTES)
+            fitting = [gpu for gpu in range(GPUS) if free[gpu][0] >= amounts[0] and free[gpu][1] >= amounts[1]]
+            if len(fitting) < count:
+                continue
+            chosen = sorted(source.sample(fitting, count))
+            for gpu in chosen:
+                free[gpu] = (free[gpu][0] - amounts[0], free[gpu][1] - amounts[1])
+            left -= 1
+            yield name, [(uuid_of(name, gpu), *amounts) for gpu in chosen]
+
+
+class Server:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._watches: dict[str, list[asyncio.Queue[bytes]]] = {"nodes": [], "pods": [], "configmaps": []}
+
+    def application(self) -> web.Application:
+        made = web.Application()
+        made.add_routes(
+            [
+                web.get("/api/v1/{kind:nodes|pods}", self._read),
+                web.get("/api/v1/namespaces/{namespace}/{kind:configmaps}", self._read),
+                web.post("/api/v1/namespaces/{namespace}/pods/{name}/binding", self._bind),
+                web.post("/control/nodes", self._join),
+                web.post("/control/events", self._change),
+                web.post("/control/end", self._end),
+            ]
+        )
+        return made
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        kind = request.match_info["kind"]
+        if "watch" in request.query:
+            return await self._watch(request, kind)
+        first = int(request.query.get("continue", 0))
+        end = min(self._cluster.counts[kind], first + int(request.query["limit"]))
+        following = str(end) if end < self._cluster.counts[kind] else ""
+        head = json.dumps({"resourceVersion": "1", "continue": following})
+        items = ",".join(self._cluster.text(kind, number) for number in range(first, end))
+        return web.Response(text=f'{{"metadata":{head},"items":[{items}]}}', content_type="application/json")
+
+    async def _watch(self, request: web.Request, kind: str) -> web.StreamResponse:
+        events: asyncio.Queue[bytes] = asyncio.Queue()
+        self._watches[kind].append(events)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(await events.get())
+
+    def _send(self, kind: str, change: str, text: str) -> None:
+        for events in self._watches[kind]:
+            events.put_nowait(f'{{"type":"{change}","object":{text}}}\n'.encode())
+
+    async def _bind(self, request: web.Request) -> web.Response:
+        binding = await request.json()
+        placement = decode_placement(binding["metadata"]["annotations"][PLACEMENT_ANNOTATION])
+        made = gpu_pod(binding["metadata"]["uid"], binding["target"]["name"], list(placement.containers["main"]))
+        self._cluster.bound[made["metadata"]["uid"]] = made
+        self._send("pods", "MODIFIED", json.dumps(made))
+        return web.json_response({"kind": "Status", "status": "Success"}, status=201)
+
+    async def _join(self, request: web.Request) -> web.Response:
+        for name in await request.json():
+            self._send("nodes", "ADDED", json.dumps(node(name)))
+        return web.Response()
+
+    async def _end(self, _: web.Request) -> web.Response:
+        for made in self._cluster.bound.values():
+            self._send("pods", "DELETED", json.dumps(made))
+        self._cluster.bound.clear()
+        return web.Response()
+
+    async def _change(self, request: web.Request) -> web.Response:
+        """Evenly over all pods."""
+        asked = await request.json()
+        loop, count = asyncio.get_running_loop(), int(asked["seconds"] * asked["rate"])
+        begun, all_pods = loop.time(), self._cluster.counts["pods"]
+        for number in range(count):
+            self._send("pods", "MODIFIED", self._cluster.text("pods", number * all_pods // count))
+            if (ahead := number / asked["rate"] - (loop.time() - begun)) > 0:
+                await asyncio.sleep(ahead)
+        return web.json_response(loop.time() - begun)
+
+
+async def serve(application: web.Application, ended: Callable[[], object]) -> None:
+    """Prints the URL and the process id, and serves until `ended` returns."""
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]} {os.getpid()}", flush=True)
+    await asyncio.to_thread(ended)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Server(Cluster(*map(int, sys.argv[1:4]))).application(), sys.stdin.read))
