@@ -1,6 +1,6 @@
 """Groups of nodes that differ only by name, so that a request is computed once for each group.
 
-A group stays as it is for as long as it has nodes: a node whose use changes moves to another group.
+A group stays as it is for as long as it has nodes: a node moves to another group when its use changes.
 """
 
 from bisect import bisect_left, insort
