@@ -52,8 +52,9 @@ Examples:
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="With --cluster: credentials of an administrator.")
 @click.option(
     "--scheduler-config",
-    type=click.Path(path_type=Path),
-    help="With --cluster: kube-scheduler's configuration, if the chart has none.",
+    type=click.File(encoding="utf-8", errors="replace"),
+    metavar="PATH",
+    help="With --cluster: kube-scheduler's configuration file, if it is not the chart's.",
 )
 @output_option
 @click.option("--json", "as_json", is_flag=True, help="Short for --output json.")

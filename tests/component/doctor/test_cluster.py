@@ -289,9 +289,15 @@ def test_the_command_has_the_exit_codes_and_output_of_the_nodes_doctor(tmp_path:
     """At an address where nothing listens."""
     stub = Stub({})
     stub.url = "http://127.0.0.1:1"
-    done = CliRunner().invoke(command, ["--cluster", "--kubeconfig", str(stub.kubeconfig(tmp_path / "kubeconfig")), "--json"])
-    assert done.exit_code == 1
-    assert [each["check"] for each in json.loads(done.output)] == list(PARTS)
-    assert {each["state"] for each in json.loads(done.output)} == {"error"}
+    cluster = ["--cluster", "--kubeconfig", str(stub.kubeconfig(tmp_path / "kubeconfig")), "--json"]
+    for arguments in ([], ["--scheduler-config", str(PROJECT / "config" / "scheduler" / "kube-scheduler.yaml")]):
+        done = CliRunner().invoke(command, [*cluster, *arguments])
+        assert done.exit_code == 1, done.output
+        found = {each["check"]: each["state"] for each in json.loads(done.output)}
+        assert list(found) == list(PARTS)
+        assert found.pop("configuration") == ("ok" if arguments else "error")
+        assert set(found.values()) == {"error"}
+    done = CliRunner().invoke(command, [*cluster, "--scheduler-config", str(tmp_path / "missing")])
+    assert (done.exit_code, "No such file" in done.output) == (2, True)
     done = CliRunner().invoke(command, ["--kubeconfig", "a"])
     assert (done.exit_code, "need --cluster" in done.output) == (2, True)
