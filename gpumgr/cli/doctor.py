@@ -37,7 +37,7 @@ Examples:
 @click.command(
     "doctor",
     cls=ExitingCommand,
-    short_help="Check this node or the cluster, and name the remedy of each problem.",
+    short_help="Check this node or the cluster, and name remedies.",
     epilog=_EPILOG,
     exit_codes=_EXIT_CODES,
 )
