@@ -70,7 +70,7 @@ def command(
     output: str,
     as_json: bool,
 ) -> None:
-    """Check everything that the agent needs on this node with its settings, or the scheduler's side of a cluster. Nothing is changed.
+    """Check what the agent needs on this node, or with --cluster what the scheduler needs in the cluster. Nothing is changed.
 
     One line for each check: ok, warning (the agent runs, something will be missing), error (what the settings ask for can't work)
     or skipped; what is the case; what to do. Run it as the agent's user, root.
@@ -79,15 +79,18 @@ def command(
     settings = effective_settings(file, standalone=standalone, assignments=assignments)
     as_json = as_json or output == "json"
     if cluster:
-        tell_cluster(kubeconfig or settings.kubernetes.kubeconfig, scheduler_config, as_json=as_json)
+        report_cluster(kubeconfig or settings.kubernetes.kubeconfig, scheduler_config, as_json=as_json)
     if kubeconfig or scheduler_config:
         raise click.UsageError("--kubeconfig and --scheduler-config need --cluster")
     with _host(settings, sim) as host:
-        tell(checks_for(settings, host, before_start=before_start), as_json=as_json)
+        report_node(checks_for(settings, host, before_start=before_start), as_json=as_json)
 
 
-def tell_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
-    """The same of the cluster. Raises SettingsError for credentials that can't be used."""
+def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
+    """Checks the cluster, prints the findings, and ends the process with their exit code.
+
+    Raises SettingsError for credentials that can't be used.
+    """
     from gpumgr.doctor import cluster  # only here: `gpumgr doctor` of a node needs none of it
     from gpumgr.kubeapi.client import ApiServer
 
@@ -97,18 +100,18 @@ def tell_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: boo
             ApiServer.connect(kubeconfig, remedy="give --kubeconfig FILE, or run in a pod with a service account")
         )
         try:
-            _tell(runner, cluster.checks_for_cluster(server, text), as_json=as_json, limit_seconds=cluster.LIMIT_SECONDS)
+            _report(runner, cluster.checks_for_cluster(server, text), as_json=as_json, limit_seconds=cluster.LIMIT_SECONDS)
         finally:
             runner.run(server.close())
 
 
-def tell(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
+def report_node(checks: Sequence[Check], *, as_json: bool, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
     """Prints the findings, and ends the process with their exit code."""
     with asyncio.Runner() as runner:
-        _tell(runner, checks, as_json=as_json, limit_seconds=limit_seconds)
+        _report(runner, checks, as_json=as_json, limit_seconds=limit_seconds)
 
 
-def _tell(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, limit_seconds: float) -> NoReturn:
+def _report(runner: asyncio.Runner, checks: Sequence[Check], *, as_json: bool, limit_seconds: float) -> NoReturn:
     report = runner.run(examine(checks, limit_seconds=limit_seconds))
     if as_json:
         click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in report.findings.items()], indent=2))

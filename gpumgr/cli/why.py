@@ -69,10 +69,10 @@ def command(
 ) -> None:
     """Explain why POD (NAME or NAMESPACE/NAME) has its GPUs, why it was refused, or why it waits.
 
-    On a node with an agent, the agent is asked. Elsewhere, with --kubeconfig, and for a pod that the agent does not know, it is the
-    scheduler, through the API server.
+    On a node with an agent, the command asks the agent. It asks the cluster's scheduler, through the API server, on other machines, with
+    --kubeconfig, and about pods that the agent does not know.
 
-    Without a namespace it is the only pod of this name, or else the one in "default". If the agent does not respond, its checkpoint is
+    POD without a namespace is the only pod of this name, or else the one in "default". If the agent does not respond, its checkpoint is
     read; what the pod uses now is then not known.
     """
     name = PodName.of(pod_name)

@@ -73,7 +73,7 @@ def _reason(misfit: Misfit) -> str:
         text = f"{wanted}{constraints.text}{numa}{memory}"
     else:
         text = f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
-    return f"{text} but for unhealthy or cordoned ones" if misfit.not_offered else text
+    return f"{text} except unhealthy or cordoned ones" if misfit.not_offered else text
 
 
 def _closest(group: _Group, *, name_node: bool = True) -> str:

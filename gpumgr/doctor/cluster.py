@@ -193,20 +193,20 @@ async def _versions(cluster: Cluster) -> CheckResult:
         container = pod["spec"]["containers"][0]
         if container["name"] in seen and (version := _minor(str(container["image"]))):
             seen[container["name"]].add(version)
-    told = [
+    found = [
         f"API server {_text(server)}",
         *(f"{name} {', '.join(map(_text, sorted(each)))}" for name, each in seen.items() if each),
     ]
     if server is None or server < (1, 20):
-        return error(", ".join(told), "gpumgr supports Kubernetes 1.20 and later")
+        return error(", ".join(found), "gpumgr supports Kubernetes 1.20 and later")
     if any(not 0 <= server[1] - each[1] <= 1 for each in seen["kube-scheduler"]):
         return error(
-            ", ".join(told),
+            ", ".join(found),
             "set scheduler.kubeScheduler.image.tag to the API server's version",
         )
     if any(one[0] != two[0] or abs(one[1] - two[1]) > 1 for one in seen["gpumgr"] for two in seen["scheduler"]):
-        return warning(", ".join(told), "update agents and scheduler to versions that are at most one minor version apart")
-    return ok(", ".join(told))
+        return warning(", ".join(found), "update agents and scheduler to versions that are at most one minor version apart")
+    return ok(", ".join(found))
 
 
 def _minor(text: str) -> tuple[int, int] | None:

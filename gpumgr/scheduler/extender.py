@@ -224,7 +224,7 @@ class Extender:
         self._sending.add(uid)
         try:
             if self._leadership is not None and not self._leadership.outlives(WRITE_SECONDS):
-                raise BindingError("the Lease of this replica ends too soon")
+                raise BindingError("the Lease of this replica may end before the binding does; kube-scheduler will try again")
             yield
             self._unsettled.discard(uid)
         except BindingError as error:

@@ -63,7 +63,8 @@ _GPUS: Final = gauge(
 )
 _CORES: Final = gauge(
     "scheduler_gpu_cores_ratio",
-    "Cores in whole GPUs, by model and part: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on "
+    "Cores by model and part, 1 = all cores of one GPU: "
+    "used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded (free on "
     "GPUs without free memory), closed.",
     "model",
     "part",

@@ -66,7 +66,7 @@ def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[st
         limits = f"at most {_MAX_NAMES} texts of at most {_MAX_CHARACTERS} printable characters each"
         raise _refusal(key, f"{limits}, separated by commas, are supported")
     if text and not names:
-        raise _refusal(key, f"{text[:_MAX_CHARACTERS]!r} names nothing")
+        raise _refusal(key, f"{text[:_MAX_CHARACTERS]!r} contains no text")
     return names
 
 

@@ -323,7 +323,7 @@ def why(cluster: Cluster, *arguments: str) -> str:
 def test_a_gpu_that_recovers_takes_the_pod_that_waits(pods: Scheduled) -> None:
     pods.describe("api-a", inventory("api-a", 2, unhealthy=(0, 1)))
     pods.create("waits", (100, 0), nodeSelector={"kubernetes.io/hostname": "api-a"})
-    assert "1 has no entirely free GPU but for unhealthy or cordoned ones" in pods.rejection("waits")
+    assert "1 has no entirely free GPU except unhealthy or cordoned ones" in pods.rejection("waits")
     pods.describe("api-a", inventory("api-a", 2, unhealthy=(0,)))
     assert pods.placed("waits") == ("api-a", [[uuid("api-a", 1)]])
     pods.describe("api-a", inventory("api-a", 2))

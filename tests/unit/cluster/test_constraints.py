@@ -56,7 +56,7 @@ def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint
     found = chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",)))
     assert isinstance(found, Misfit)
     assert (
-        explain([("a", found)]) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB but for unhealthy or cordoned ones"
+        explain([("a", found)]) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB except unhealthy or cordoned ones"
     )
 
 

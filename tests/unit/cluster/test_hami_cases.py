@@ -66,7 +66,7 @@ TWO = (node_state("node1", 2, **other({0: (25, 4096)})), node_state("node2", 2, 
         pytest.param([node_state("n", 2)], [WHOLE[3]], "binpack", ["has not 3 entirely free GPUs (2 free)"], id="24"),
         pytest.param([node_state("n", 2, cordoned=(1,))], [WHOLE[1]], "binpack", ["n:0"], id="25"),
         pytest.param([node_state("n", 2, cordoned=(0, 1))], [WHOLE[1]], "binpack",
-                     ["has no entirely free GPU but for unhealthy or cordoned ones (0 free)"], id="25, all"),
+                     ["has no entirely free GPU except unhealthy or cordoned ones (0 free)"], id="25, all"),
         pytest.param([node_state("n", 3, numa=(0, 1, 0), near=((0, 1),))], [constrained(WHOLE[2], same_numa_node=True)], "spread",
                      ["n:0,2"], id="26"),
         # HAMi: GPU 1, which has the lowest sum of scores. The evaluator compares groups of the topology, which all GPUs share here.

@@ -47,7 +47,7 @@ def test_constraints(annotations: dict[str, str], expected: dict[str, Any]) -> N
         ("nvidia.com/numa-bind", "tRuE", "neither"),
         ("gpumgr.io/use-gpu-uuid", "0,1", "'0' is no UUID of a GPU"),
         ("nvidia.com/nouse-gpuuuid", "GPU-1,MIG-2", "'MIG-2' is no UUID"),
-        ("gpumgr.io/use-gpu-model", ",", "names nothing"),
+        ("gpumgr.io/use-gpu-model", ",", "contains no text"),
         ("gpumgr.io/avoid-gpu-model", "x" * 97, "at most 96|at most 64 texts of at most 96"),
         ("nvidia.com/use-gputype", ",".join(map(str, range(65))), "at most 64 texts"),
         ("gpumgr.io/use-gpu-model", "A100\nforged", "printable"),
