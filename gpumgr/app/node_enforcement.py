@@ -78,7 +78,6 @@ class NodeEnforcement:
         self.containers = Containers(self._client, self._cgroups, processes.runs)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
-            limits=("core", "memory"),
             program=settings.mps.control_program,
             setting=settings.mps.protocol,
             run_dir=chosen.run_dir,
