@@ -60,7 +60,7 @@ class Enforcer:
         inject_by_cdi: bool,
         orphan_grace_seconds: float,
         in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[GpuShare | None, Mechanisms], None] = lambda _tenant, _mechanisms: None,
         neighbours: Neighbours = lambda _: (),
         clock: Callable[[], float],
     ) -> None:
@@ -120,7 +120,7 @@ class Enforcer:
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        self._on_start()
+        self._on_start(tenant, allocation.mechanisms)
         async with self._starting.setdefault(allocation.id, asyncio.Lock()):
             self._orphans.pop(allocation.id, None)
             try:

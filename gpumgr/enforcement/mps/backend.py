@@ -97,23 +97,29 @@ class Mps(Backend):
         return reason if reason is not None else await self._probed()
 
     async def _prepared(self) -> str | None:
-        reason = await self._find_obstacle()
-        if reason is not None and self._supervisor is None:
-            await asyncio.to_thread(self._resume)
-        return reason
+        try:
+            if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
+                raise MpsError(
+                    f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
+                )
+            control = await find_control_program(
+                self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
+            )
+            await asyncio.to_thread(self._settle, control, await control.features())
+        except (MpsError, OSError) as error:
+            if self._supervisor is None:
+                await asyncio.to_thread(self._resume)
+            return str(error)
+        return None
 
     async def _probed(self) -> str | None:
         """Why the last try failed; None if it did not, or without one. Raises OSError."""
         config = self._ready().config
         program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
-        done = result is not None and result.boot == boot_id() and result.failure is None
-        if (
-            (self._clock() >= self._next_probe or program != self._tried)
-            and not done
-            and self._probing is None
-            and self._idle_gpu is not None
-        ):
+        works = result is not None and result.boot == boot_id() and result.failure is None
+        due = not works and (self._clock() >= self._next_probe or program != self._tried)
+        if due and self._probing is None and self._idle_gpu is not None:
             self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
         return result.failure if result is not None else None
 
@@ -144,19 +150,6 @@ class Mps(Backend):
                 f"gpumgr still tries MPS on an idle GPU of this node, after {_SETTLE_SECONDS:g} s: the container starts when that has "
                 f"ended; if this persists, check whether the driver answers (nvidia-smi), and see {self._root}/probe/log",
             )
-
-    async def _find_obstacle(self) -> str | None:
-        if (length := socket_path_bytes(self._root)) > MAX_PATH_BYTES:
-            excess = length - MAX_PATH_BYTES
-            return f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
-        try:
-            control = await find_control_program(
-                self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
-            )
-            await asyncio.to_thread(self._settle, control, await control.features())
-        except (MpsError, OSError) as error:
-            return str(error)
-        return None
 
     def _settle(self, control: ControlProgram, features: ControlFeatures) -> None:
         """The first call decides the protocol; later ones check that the program still has it. Raises MpsError, OSError."""

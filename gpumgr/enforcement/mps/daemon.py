@@ -29,7 +29,6 @@ from gpumgr.proc import Process, is_running, start_time_ticks
 _START_SECONDS: Final = 10.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
-_POLL_SECONDS: Final = 0.05
 #: After a crash the daemon is restarted at once, after further ones with pauses that double.
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 
@@ -247,8 +246,8 @@ class Daemon:
         while (found := processes.find_daemon(self.folder.pipe, self.process)) is None:
             if waited >= _START_SECONDS:
                 raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
-            await asyncio.sleep(_POLL_SECONDS)
-            waited += _POLL_SECONDS
+            await asyncio.sleep(processes.POLL_SECONDS)
+            waited += processes.POLL_SECONDS
         self.process, self._limits, self.servers, self.clients = found, self._new_limits(), (), {}
         await self._list()
 

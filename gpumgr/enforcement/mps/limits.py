@@ -22,13 +22,6 @@ Shares = Mapping[AllocationId, Share]
 _DELETED_AT_ONCE: Final = 8
 
 
-def largest(shares: Collection[Share]) -> Share | None:
-    """The bound for these shares; None without any."""
-    if not shares:
-        return None
-    return Share(cores=max(share.cores for share in shares), memory_bytes=max(share.memory_bytes for share in shares))
-
-
 @dataclass(slots=True)
 class Bounds:
     """Protocol 2, at one process of the daemon. `_answers`: for each server (None: for future ones) what the daemon answered after the
@@ -39,8 +32,11 @@ class Bounds:
 
     async def put(self, daemon: DaemonClient, shares: Shares, _: Collection[AllocationId], *, anew: bool) -> None:
         """Sets the bound for all clients; `anew`: also if it was set already. Raises MpsError."""
-        bound = largest(shares.values())
-        if bound is None or (bound == self._bound and not anew):
+        if not shares:
+            return
+        granted = shares.values()
+        bound = Share(cores=max(each.cores for each in granted), memory_bytes=max(each.memory_bytes for each in granted))
+        if bound == self._bound and not anew:
             return
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
         # Servers are listed after that: one that starts in between has the new values already.
