@@ -15,7 +15,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.agent.tenants import tenant_of
-from gpumgr.allocator.gpu_limits import GpuLimits
+from gpumgr.allocator.gpu_limits import GpuLimits, gpu_limits
 from gpumgr.allocator.gpu_share import GpuShare
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.cri.cgroups import Cgroups
@@ -27,9 +27,10 @@ from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.volume import RegionVolumes
+from gpumgr.enforcement.mechanism_choice import Mechanisms
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.unlimited import UnlimitedMps
-from gpumgr.enforcement.unlimited import Unlimited
+from gpumgr.enforcement.unlimited import Unlimited, unlimited_message
 from gpumgr.enforcement.vcuda.backend import VcudaBackend
 from gpumgr.enforcement.vcuda.client import build_client
 from gpumgr.errors import DriverFilesError, InputError
@@ -78,7 +79,6 @@ class NodeEnforcement:
         self.containers = Containers(self._client, self._cgroups, processes.runs)
         chosen, state_dir = settings.enforcement, settings.checkpoint.dir
         self.mps = Mps(
-            limits=("core", "memory"),
             program=settings.mps.control_program,
             setting=settings.mps.protocol,
             run_dir=chosen.run_dir,
@@ -119,7 +119,7 @@ class NodeEnforcement:
             cdi_dir=chosen.cdi_dir,
             inject_by_cdi=chosen.injection == "cdi",
             orphan_grace_seconds=chosen.orphan_grace_seconds,
-            on_start=self.containers.wake,
+            on_start=self._on_start,
             neighbours=self._neighbours,
             clock=time.monotonic,
         )
@@ -278,6 +278,14 @@ class NodeEnforcement:
     def _choose_soon(self) -> None:
         self._next_choice = float("-inf")
         self._freed.set()
+
+    def _on_start(self, tenant: GpuShare | None, mechanisms: Mechanisms) -> None:
+        self.containers.wake()
+        shares = {gpu.uuid for gpu in tenant.gpus if not gpu.whole} if tenant is not None else set()
+        for gpu in self._snapshot.gpus:
+            limits = gpu_limits(gpu, mechanisms, self.limits.choice.strengths, ())
+            if tenant and gpu.uuid in shares and limits.cores_by and (limits.cores, limits.memory) == ("none", "none"):
+                self._not_enforced(tenant, unlimited_message(tenant, f"{limits.cores_by} can't limit GPU {gpu.model}"))
 
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
         """Adds to the history that a container runs without limits, once for all of its starts."""

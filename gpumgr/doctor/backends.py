@@ -39,20 +39,20 @@ async def look_at_mps(
     except MpsError as exception:
         return error_of(exception, "reinstall the driver", "error" if "mps" in words else "warning")
     program, protocol = control.program, mps.protocol
-    protocols = " and ".join(map(str, sorted(features.protocols)))
-    if protocol not in ("auto", *map(str, features.protocols)):
+    protocols = " and ".join(map(str, sorted(features)))
+    if protocol not in ("auto", *map(str, features)):
         return error(
             f"{program} speaks protocol {protocols}, mps.protocol is {protocol}",
             "set mps.protocol to auto, or install driver r615 or newer",
         )
-    newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features.protocols) else 2
+    newest: MpsProtocol = 3 if protocol == "3" or (protocol == "auto" and 3 in features) else 2
     try:
         tried = await aside(lambda: probe.last_result(state_dir, probe.identify(program, newest, how)))
     except OSError:
         tried = None
     if tried is not None and tried.failure is not None:
         return (error if "mps" in words else warning)(tried.failure, "see the agent's log; it tries again every 10 minutes")
-    multiuser = newest in features.multiuser_options
+    multiuser = bool(features[newest])
     users = "one server for all users" if multiuser else "a server for one user at a time"
     known = "; ".join(CAVEATS[newest])
     where = ", daemons are units of the host's systemd" if in_pod else ""

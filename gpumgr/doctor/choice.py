@@ -92,7 +92,6 @@ def _backends(settings: Settings, gpus: SharedNvml, scratch: Path, *, in_pod: bo
             pids_of=lambda _container: (),
         ),
         Mps(
-            limits=("core", "memory"),
             program=settings.mps.control_program,
             setting=settings.mps.protocol,
             run_dir=settings.enforcement.run_dir,

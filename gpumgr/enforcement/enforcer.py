@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import structlog
 
@@ -42,17 +42,6 @@ _MAKE_READABLE: Final = "files of containers that are gone stay until the agent 
 Neighbours = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
-#: Work that is repeated if it fails, and how its error is logged: with the backend's name, and the error's text.
-_Work = Literal["recover", "observe", "adjust", "list", "in_use"]
-_LOG_FAILURE: Final[Mapping[_Work, Callable[[str, str], None]]] = {
-    "recover": lambda name, error: log.warning("enforcement_not_recovered", backend=name, error=error),
-    "observe": lambda name, error: log.warning("enforcement_not_observed", backend=name, error=error),
-    "adjust": lambda name, error: log.warning("enforcement_not_adjusted", backend=name, error=error),
-    "list": lambda name, error: log.warning("orphans_not_listed", backend=name, error=error, remedy=_MAKE_READABLE),
-    "in_use": lambda _, error: log.warning("orphans_kept", error=error, remedy=_ALLOW_TRACING),
-}
-
-
 class Enforcer:
     """`cdi_dir`: folder of the CDI specs. They are written for allocations with `cdi`; new ones have it if `inject_by_cdi`.
 
@@ -71,7 +60,7 @@ class Enforcer:
         inject_by_cdi: bool,
         orphan_grace_seconds: float,
         in_use: Callable[[Collection[str]], Collection[str]] = mounted_names,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[GpuShare | None, Mechanisms], None] = lambda _tenant, _mechanisms: None,
         neighbours: Neighbours = lambda _: (),
         clock: Callable[[], float],
     ) -> None:
@@ -83,7 +72,7 @@ class Enforcer:
         self._on_start, self._neighbours = on_start, neighbours
         self._orphans: dict[AllocationId, float] = {}
         self._starting: dict[AllocationId, asyncio.Lock] = {}
-        self._logged: dict[tuple[str, str], str] = {}
+        self._logged: dict[tuple[str, ...], str] = {}
         self._gpus: Sequence[Gpu] = ()
         self._reported: tuple[Mechanisms, str] | None = None
 
@@ -131,7 +120,7 @@ class Enforcer:
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        self._on_start()
+        self._on_start(tenant, allocation.mechanisms)
         async with self._starting.setdefault(allocation.id, asyncio.Lock()):
             self._orphans.pop(allocation.id, None)
             try:
@@ -187,13 +176,13 @@ class Enforcer:
         """The findings of all mechanisms, each with the mechanism's name."""
         findings: list[tuple[str, Finding]] = []
         for backend, containers in self._by_backend(running):
-            with self._retried("observe", backend.name):
+            with self._retried(log.warning, "enforcement_not_observed", backend=backend.name):
                 findings += [(backend.name, finding) for finding in await backend.observe(containers)]
         return findings
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> None:
         for backend, containers in self._by_backend(running):
-            with self._retried("adjust", backend.name):
+            with self._retried(log.warning, "enforcement_not_adjusted", backend=backend.name):
                 await backend.adjust(containers)
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
@@ -204,23 +193,24 @@ class Enforcer:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids())
 
     @contextlib.contextmanager
-    def _retried(self, work: _Work, name: str) -> Iterator[None]:
-        """For work that a later call repeats: an error is logged, each text once until the work succeeds."""
+    def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
+        """For work that a later call repeats: an error is logged as this event, each text once until the work succeeds."""
+        work = (event, *fields.values())
         try:
             yield
         except (GpumgrError, OSError) as error:
-            if self._logged.get((work, name)) != str(error):
-                _LOG_FAILURE[work](name, str(error))
-            self._logged[work, name] = str(error)
+            if self._logged.get(work) != str(error):
+                warn(event, error=str(error), **fields)
+            self._logged[work] = str(error)
         else:
-            self._logged.pop((work, name), None)
+            self._logged.pop(work, None)
 
     # -- start of the agent, and removal -----------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
         """After a start of the agent: every mechanism takes over what an earlier process of the agent left for these containers."""
         for name, backend in self.backends.items():
-            with self._retried("recover", name):
+            with self._retried(log.warning, "enforcement_not_recovered", backend=name):
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
@@ -242,7 +232,7 @@ class Enforcer:
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
         """Those that a process may have mounted: all of them if the mounts of processes can't be read."""
-        with self._retried("in_use", ""):
+        with self._retried(log.warning, "orphans_kept", remedy=_ALLOW_TRACING):
             return await asyncio.to_thread(self._in_use, due)
         return due
 
@@ -251,7 +241,7 @@ class Enforcer:
         listings = {name: backend.remains for name, backend in self.backends.items()} | {"cdi": self._specs}
         found: set[AllocationId] = set()
         for name, listing in listings.items():
-            with self._retried("list", name):
+            with self._retried(log.warning, "orphans_not_listed", backend=name, remedy=_MAKE_READABLE):
                 found |= set(listing())
         return found
 

@@ -19,9 +19,13 @@ class Unlimited(Backend):
         self._report = report
 
     async def start(self, tenant: GpuShare) -> None:
-        cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
-        message = (
-            f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
-            "(enforcement backend none); `gpumgr doctor` on the node says what could"
-        )
-        self._report(tenant, message)
+        self._report(tenant, unlimited_message(tenant, "enforcement backend none"))
+
+
+def unlimited_message(tenant: GpuShare, why: str) -> str:
+    """For the event of its pod."""
+    cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
+    return (
+        f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
+        f"({why}); `gpumgr doctor` on the node says what could"
+    )

@@ -174,7 +174,7 @@ def end_daemons(root: Path) -> None:
     for _, folder in gpu_folders(root):
         if (found := processes.find_daemon(folder.pipe)) is not None:
             processes.send_signal(found, signal.SIGKILL)
-        command = launcher.unmount_command(launcher.best_method(), folder.shm)
+        command = launcher.shm_command(launcher.best_method(), folder.shm, mounted=False)
         if command is not None and folder.shm.is_mount():
             subprocess.run(command, check=True)
 

@@ -37,7 +37,6 @@ from gpumgr.enforcement.vcuda.files import PIDS
 from gpumgr.metrics.registry import Metrics
 from gpumgr.proc import HostProcesses
 from gpumgr.topology.devices import GpuProcess, NodeSample
-from gpumgr.units import RESOURCES
 from gpumgr.usage.containers import Container
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, gpu_sample, node_snapshot, uuid_of
@@ -133,7 +132,6 @@ class SharedNode:
             pids_of=self.containers.pids,
         )
         mps = Mps(
-            limits=RESOURCES,
             program=str(control_program(self.folder)),
             setting="2",
             run_dir=self.folder / "run",

@@ -140,8 +140,6 @@ MEANINGS: Final = {
     "compute_mode_set": "The compute mode of a GPU was set: EXCLUSIVE_PROCESS while MPS shares it, the previous one afterwards "
     "(`mps.exclusive_process`).",
     "registration_refused": "A process tried to register in a container that it does not belong to, and was refused.",
-    "registration_names_differ": "A process registers with another container name than the kernel's cgroups show. The kernel's "
-    "is used.",
     "driver_files_mirrored": "The driver's files were copied for containers.",
     "driver_files_incomplete": "Some of the driver's files are missing, so containers may lack them.",
     "driver_files_not_mirrored": "The driver's files can't be copied, so the backend `vcuda` can't be used. `error` has the cause.",

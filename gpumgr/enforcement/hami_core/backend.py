@@ -141,9 +141,7 @@ class HamiCore(Backend):
         """Installs the library and makes a new region file: the container of the former one is gone."""
         try:
             await asyncio.to_thread(self._start, tenant, await self._usable_library())
-        except LibraryError as error:
-            raise Refusal("internal", f"HAMi-core's library can't be used: {error}") from error
-        except ValueError as error:
+        except (LibraryError, ValueError) as error:
             raise Refusal("internal", f"HAMi-core can't limit {tenant.describe()}: {error}") from error
         except OSError as error:
             where = error.filename or self._folder

@@ -123,8 +123,8 @@ class RegionMonitor:
             yield _tampered(tenant, [each.message for each in drift])
 
     def _problems(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        fresh = [each.message for each in seen.problems if each.code not in self._reported_problems]
-        self._reported_problems = frozenset(each.code for each in seen.problems)
+        fresh = [message for code, message in seen.problems if code not in self._reported_problems]
+        self._reported_problems = frozenset(code for code, _ in seen.problems)
         if fresh:
             message = (
                 f"{tenant.describe()} damaged HAMi-core's region ({_listed(fresh)}); its limits still apply, "

@@ -77,7 +77,7 @@ def _judge(folder: Path) -> str | None:
     if longer:
         return f"its region has another layout: it is {longer} bytes longer"
     if seen.problems:
-        return f"its region has another layout: {seen.problems[0].message}"
+        return f"its region has another layout: {seen.problems[0][1]}"
     if (seen.limits_bytes[0], seen.core_limits_percent[0]) != (_MEMORY_MIB * MEBIBYTE, _CORES_PERCENT):
         return "its region has the limits at another place"
     return None

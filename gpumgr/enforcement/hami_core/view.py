@@ -10,14 +10,8 @@ from gpumgr.enforcement.hami_core import layout
 
 _UUID: Final = re.compile(rb"(GPU|MIG)-[0-9A-Fa-f-]{36}")
 ProblemCode = Literal["header", "process_count", "uuid"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionProblem:
-    """A value that only a container that writes the region itself causes; `message` says which."""
-
-    code: ProblemCode
-    message: str
+#: A value that only a container that writes the region itself causes, and a message that says which.
+RegionProblem = tuple[ProblemCode, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +76,16 @@ def decode(read: Callable[[int, int], bytes]) -> RegionView:
 def _problems(header: bytes, count: int) -> Iterator[RegionProblem]:
     magic, *version = layout.HEAD.unpack_from(header)
     if magic != layout.MAGIC:
-        yield RegionProblem(code="header", message=f"it begins with {magic} instead of {layout.MAGIC}")
+        yield "header", f"it begins with {magic} instead of {layout.MAGIC}"
     elif tuple(version) != layout.VERSION:
-        yield RegionProblem(code="header", message=f"it has version {version[0]}.{version[1]} instead of v1.2")
+        yield "header", f"it has version {version[0]}.{version[1]} instead of v1.2"
     if not 0 <= count <= layout.SLOTS:
-        yield RegionProblem(code="process_count", message=f"it counts {count} processes of at most {layout.SLOTS}")
+        yield "process_count", f"it counts {count} processes of at most {layout.SLOTS}"
     for device in range(layout.DEVICES):
         start = layout.UUIDS + device * layout.UUID_BYTES
         cell = header[start : start + layout.UUID_BYTES].partition(b"\0")[0]
         if cell and not _UUID.fullmatch(cell):
-            yield RegionProblem(code="uuid", message=f"the name of device {device} is not a GPU's UUID")
+            yield "uuid", f"the name of device {device} is not a GPU's UUID"
 
 
 def _slot(index: int, slots: bytes) -> ProcessSlot:

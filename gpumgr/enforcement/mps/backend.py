@@ -19,9 +19,9 @@ from gpumgr.enforcement.mps.control import ControlProgram
 from gpumgr.enforcement.mps.control_program import find_control_program
 from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
 from gpumgr.enforcement.mps.folders import Share, gpu_folders, socket_path_bytes
-from gpumgr.enforcement.mps.records import DaemonRecords, read_protocol, write_protocol
+from gpumgr.enforcement.mps.records import DaemonRecords, boot_id, read_protocol, write_protocol
 from gpumgr.enforcement.mps.supervisor import Supervisor
-from gpumgr.errors import GpumgrError, MpsError, MpsTransientError, Refusal
+from gpumgr.errors import GpumgrError, MpsError, Refusal
 from gpumgr.units import Resource
 from gpumgr.unix_socket import MAX_PATH_BYTES
 
@@ -36,11 +36,11 @@ log = structlog.get_logger(__name__)
 
 
 class Mps(Backend):
-    """`limits`: both resources, or only "core" to leave memory to the driver. A container that also has the
-    mechanism nvml-memory gets both limits, of the same size, since answers to the kubelet must not depend on it.
+    """A container that also has the mechanism nvml-memory gets both limits of memory, of the same size, since answers to the kubelet
+    must not depend on it.
 
     `state_dir` is on a disk, `run_dir` on a tmpfs. `program`: a path, or a name to search in PATH. `in_pod`: the agent runs in a pod and
-    MPS on the host. `transient`: the last reason of `unavailable` may disappear by itself. `idle_gpu` returns the UUID of a GPU without
+    MPS on the host. `idle_gpu` returns the UUID of a GPU without
     allocations and processes, on which a daemon may be tried, or None; `on_probed` is called after a try.
 
     The agent registers with the kubelet without waiting for the try: it runs beside, `settle` waits for it before a share is granted,
@@ -48,11 +48,11 @@ class Mps(Backend):
     """
 
     name: BackendName = "mps"
+    limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
     def __init__(
         self,
         *,
-        limits: Collection[Resource],
         program: str,
         setting: ProtocolSetting,
         run_dir: Path,
@@ -68,7 +68,6 @@ class Mps(Backend):
         on_probed: Callable[[], None] = lambda: None,
         in_pod: bool = False,
     ) -> None:
-        self.limits: Mapping[Resource, Strength] = dict.fromkeys(limits, "soft")
         self._root, self._state_dir = run_dir / "mps", state_dir
         self._program, self._setting, self._timeout_seconds = program, setting, timeout_seconds
         self._modes, self._exclusive, self._clock = modes, exclusive_process, clock
@@ -80,7 +79,6 @@ class Mps(Backend):
         self._tried: str | None = None
         self._keep = True
         self._supervisor: Supervisor | None = None
-        self.transient = False
         self._outside: dict[tuple[AllocationId, int], int] = {}
         #: The containers of the last observations, also exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
@@ -99,23 +97,29 @@ class Mps(Backend):
         return reason if reason is not None else await self._probed()
 
     async def _prepared(self) -> str | None:
-        reason = await self._find_obstacle()
-        if reason is not None and self._supervisor is None:
-            await asyncio.to_thread(self._resume)
-        return reason
+        try:
+            if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
+                raise MpsError(
+                    f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
+                )
+            control = await find_control_program(
+                self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
+            )
+            await asyncio.to_thread(self._settle, control, await control.features())
+        except (MpsError, OSError) as error:
+            if self._supervisor is None:
+                await asyncio.to_thread(self._resume)
+            return str(error)
+        return None
 
     async def _probed(self) -> str | None:
         """Why the last try failed; None if it did not, or without one. Raises OSError."""
         config = self._ready().config
         program = await asyncio.to_thread(probe.identify, config.control.program, config.protocol, config.launcher)
         result = await asyncio.to_thread(probe.last_result, self._state_dir, program)
-        done = result is not None and result.of_this_boot and result.failure is None
-        if (
-            (self._clock() >= self._next_probe or program != self._tried)
-            and not done
-            and self._probing is None
-            and self._idle_gpu is not None
-        ):
+        works = result is not None and result.boot == boot_id() and result.failure is None
+        due = not works and (self._clock() >= self._next_probe or program != self._tried)
+        if due and self._probing is None and self._idle_gpu is not None:
             self._probing = asyncio.create_task(self._probe(program, self._idle_gpu), name="mps probe")
         return result.failure if result is not None else None
 
@@ -137,20 +141,15 @@ class Mps(Backend):
         await asyncio.wait({self._probing}, timeout=_SETTLE_SECONDS)
         return True
 
-    async def _find_obstacle(self) -> str | None:
-        self.transient = False
-        if (length := socket_path_bytes(self._root)) > MAX_PATH_BYTES:
-            excess = length - MAX_PATH_BYTES
-            return f"paths of MPS sockets below {self._root} are {excess} bytes too long; choose a shorter enforcement.run_dir"
-        try:
-            control = await find_control_program(
-                self._program, self._method, self._root.parent, timeout_seconds=self._timeout_seconds
+    async def _await_probe(self) -> None:
+        """The try may use any idle GPU until it ends. Raises Refusal if it does not end in time; the kubelet retries."""
+        await self.settle()
+        if self._probing is not None:
+            raise Refusal(
+                "internal",
+                f"gpumgr still tries MPS on an idle GPU of this node, after {_SETTLE_SECONDS:g} s: the container starts when that has "
+                f"ended; if this persists, check whether the driver answers (nvidia-smi), and see {self._root}/probe/log",
             )
-            await asyncio.to_thread(self._settle, control, await control.features())
-        except (MpsError, OSError) as error:
-            self.transient = isinstance(error, (MpsTransientError, OSError))
-            return str(error)
-        return None
 
     def _settle(self, control: ControlProgram, features: ControlFeatures) -> None:
         """The first call decides the protocol; later ones check that the program still has it. Raises MpsError, OSError."""
@@ -161,7 +160,7 @@ class Mps(Backend):
             log.warning("mps_protocol_kept", protocol=chosen, asked=self._setting, why="containers of this node use it")
         if read_protocol(self._state_dir) != chosen:
             write_protocol(self._state_dir, chosen)
-        self._configure(chosen, control, features.multiuser_options.get(chosen))
+        self._configure(chosen, control, features[chosen])
 
     def _resume(self) -> None:
         """MPS is not available, but daemons of an earlier start of the agent may run: they are checked as far as possible, since their
@@ -170,11 +169,11 @@ class Mps(Backend):
             if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
                 control = ControlProgram(Path(self._program), timeout_seconds=self._timeout_seconds, before=before)
-                self._configure(read_protocol(self._state_dir) or 2, control, None)
+                self._configure(read_protocol(self._state_dir) or 2, control, "")
         except OSError as error:
             log.warning("mps_daemons_not_resumed", reason=str(error))
 
-    def _configure(self, protocol: MpsProtocol, control: ControlProgram, multiuser_option: str | None) -> None:
+    def _configure(self, protocol: MpsProtocol, control: ControlProgram, multiuser_option: str) -> None:
         """Raises OSError."""
         config = DaemonConfig(
             protocol=protocol,
@@ -183,13 +182,11 @@ class Mps(Backend):
             launcher=self._method,
             modes=self._modes,
             exclusive=self._exclusive,
-            limit_memory="memory" in self.limits,
             clock=self._clock,
         )
         # Protocol 2 limits each process, and without exclusive mode a process may use the GPU beside MPS. Protocol 3 limits the processes
         # of a namespace; but one that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit of memory.
-        of_cores: Strength = "hard" if protocol == 3 and self._exclusive else "soft"
-        self.limits = {kind: of_cores if kind == "core" else "soft" for kind in self.limits}
+        self.limits = {"core": "hard" if protocol == 3 and self._exclusive else "soft", "memory": "soft"}
         if self._supervisor is not None:
             self._supervisor.reconfigure(config)
             return
@@ -225,7 +222,7 @@ class Mps(Backend):
         gpu = tenant.only_gpu("MPS")
         if not gpu.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
-        await self.settle()
+        await self._await_probe()
         daemon = self._ready().of(gpu.uuid)
         async with daemon.lock:
             try:
@@ -250,7 +247,7 @@ class Mps(Backend):
         """Before a container gets these GPUs exclusively: ends idle daemons and their EXCLUSIVE_PROCESS mode, in which one process only
         could use the GPU. Raises Refusal if the mode can't be restored.
         """
-        await self.settle()
+        await self._await_probe()
         for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
@@ -308,23 +305,20 @@ class Mps(Backend):
     def _view(self, daemon: Daemon, allocations: Collection[AllocationId]) -> findings.View:
         """Reads files of processes."""
         users = [user for pid in daemon.servers if (user := processes.user_of(pid)) is not None]
-        tampering = daemon.tampering
-        suspects = self._suspects(allocations, root_only=tampering.root_only) if tampering is not None else []
         return findings.View(
             protocol=daemon.config.protocol,
-            multiuser=daemon.config.multiuser_option is not None,
+            multiuser=bool(daemon.config.multiuser_option),
             trouble=daemon.trouble,
-            tampered=tampering.what if tampering else None,
-            suspects=tuple(each.describe() for each in suspects),
-            concerned=(tampering.concerned if tampering else frozenset()) | {each.allocation for each in suspects},
+            tampering=daemon.tampering,
+            suspects=self._suspects(allocations, daemon.tampering) if daemon.tampering else (),
             server_user=users[0] if users else None,
             clients=daemon.clients,
         )
 
-    def _suspects(self, allocations: Collection[AllocationId], *, root_only: bool) -> list[GpuShare]:
-        """The containers on a GPU that have processes; `root_only`: processes of root, by the host's user ids."""
+    def _suspects(self, allocations: Collection[AllocationId], tampering: findings.Tampering) -> list[GpuShare]:
+        """The containers on a GPU that have processes: if only root can do it, processes of root, by the host's user ids."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
-        return [each.tenant for each in there if any(not root_only or processes.user_of(pid) == 0 for pid in each.pids)]
+        return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]
 
     async def adjust(self, running: Sequence[RunningContainer]) -> None:  # noqa: ARG002
         if self._supervisor is not None:

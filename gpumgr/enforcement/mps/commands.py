@@ -7,7 +7,7 @@ answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -32,6 +32,8 @@ _REFUSAL: Final = re.compile(
     r"^(?:Unknown command|Server \d+ not found|Insufficient privilege|Not enough privilege|Invalid|Error|Failed).*",
     re.MULTILINE | re.IGNORECASE,
 )
+#: A number of bytes; units are powers of 1024.
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -67,13 +69,8 @@ class Command:
         return "; ".join(self.text.splitlines()) or " ".join(self.words)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlFeatures:
-    """Features of the installed program. `multiuser_options`: protocol -> the option with which one server serves clients of all users;
-    a protocol without it is missing."""
-
-    protocols: frozenset[MpsProtocol]
-    multiuser_options: Mapping[MpsProtocol, str] = field(default_factory=dict)
+#: The protocols of the installed program, each with the option with which one server serves clients of all users; "": it has none.
+ControlFeatures = Mapping[MpsProtocol, str]
 
 
 def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
@@ -82,8 +79,7 @@ def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
     helps: dict[MpsProtocol, str] = {2: plain}
     if all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace")):
         helps[3] = with_protocol_3
-    options = {protocol: found[1] for protocol, text in helps.items() if (found := _MULTIUSER.search(text))}
-    return ControlFeatures(protocols=frozenset(helps), multiuser_options=options)
+    return {protocol: found[1] if (found := _MULTIUSER.search(text)) else "" for protocol, text in helps.items()}
 
 
 def is_help(text: str) -> bool:
@@ -99,9 +95,8 @@ def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: M
     the folder of a namespace) can't be changed, also not by a reboot, and answers must not depend on anything that changes. A drained
     node gets the newer protocol.
     """
-    newest: MpsProtocol = 3 if 3 in features.protocols else 2
-    wanted = kept or PROTOCOLS.get(setting, newest)
-    if wanted not in features.protocols:
+    wanted = kept or PROTOCOLS.get(setting, max(features))
+    if wanted not in features:
         why = "containers of this node use it: drain the node" if kept else "mps.protocol asks for it: set it to auto"
         raise MpsError(
             f"the installed nvidia-cuda-mps-control does not support MPS protocol {wanted} (driver r615 and newer do), and {why}"
@@ -112,13 +107,10 @@ def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: M
 # -- the daemon ------------------------------------------------------------------------------------------------------------
 
 
-def start(protocol: MpsProtocol, multiuser_option: str | None) -> Command:
-    words = ["-d"]
-    if protocol == 3:
-        words += ["-p", "3"]
-    if multiuser_option:
-        words.append(multiuser_option)
-    return Command(words=tuple(words))
+def start(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, ...]:
+    """The program's arguments."""
+    words = ("-d", "-p", "3") if protocol == 3 else ("-d",)
+    return (*words, multiuser_option) if multiuser_option else words
 
 
 def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
@@ -166,14 +158,14 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
 # -- protocol 2: one outer bound for all clients of a daemon ---------------------------------------------------------------
 
 
-def set_bound(server: int | None, cores: int, memory_bytes: int | None) -> tuple[Command, ...]:
+def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Command, ...]:
     """Limits new clients of a server, independent of their environment. `server` None: all clients of future servers; these defaults have
-    no effect on a running server. `memory_bytes` None: not limited by MPS."""
+    no effect on a running server."""
     which, default = _place(server)
-    percentage = Command(text=f"set_{default}active_thread_percentage{which} {cores}\n")
-    if memory_bytes is None:
-        return (percentage,)
-    return percentage, Command(text=f"set_{default}device_pinned_mem_limit{which} 0 {_megabytes(memory_bytes)}\n")
+    return (
+        Command(text=f"set_{default}active_thread_percentage{which} {cores}\n"),
+        Command(text=f"set_{default}device_pinned_mem_limit{which} 0 {_megabytes(memory_bytes)}\n"),
+    )
 
 
 def _place(server: int | None) -> tuple[str, str]:
@@ -181,23 +173,21 @@ def _place(server: int | None) -> tuple[str, str]:
     return (f" {server}", "") if server is not None else ("", "default_")
 
 
-def bounds_of(servers: Sequence[int | None], *, memory: bool) -> Command:
-    """Queries the limits of each of these servers (None: of future ones), a line for each limit."""
+def bounds_of(servers: Sequence[int | None]) -> Command:
+    """Queries the two limits of each of these servers (None: of future ones), a line for each limit."""
     lines: list[str] = []
     for server in servers:
         which, default = _place(server)
-        lines.append(f"get_{default}active_thread_percentage{which}\n")
-        if memory:
-            lines.append(f"get_{default}device_pinned_mem_limit{which} 0\n")
+        lines += f"get_{default}active_thread_percentage{which}\n", f"get_{default}device_pinned_mem_limit{which} 0\n"
     return Command(text="".join(lines))
 
 
-def parse_bounds(servers: Sequence[int | None], answer: str, *, memory: bool) -> Mapping[int | None, str]:
-    """Each server's lines, in the order of the queries; empty if their number differs from that of the queries."""
-    lines, number = answer.splitlines(), 1 + memory
-    if len(lines) != number * len(servers):
+def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
+    """Each server's two lines, in the order of the queries; empty if their number differs from that of the queries."""
+    lines = answer.splitlines()
+    if len(lines) != 2 * len(servers):
         return {}
-    return {server: "\n".join(lines[n * number :][:number]) for n, server in enumerate(servers)}
+    return {server: "\n".join(lines[2 * n :][:2]) for n, server in enumerate(servers)}
 
 
 def _megabytes(memory_bytes: int) -> str:
@@ -221,13 +211,15 @@ def parse_namespaces(answer: str) -> Mapping[str, tuple[str, str]]:
     return {name: (memory, cores) for name, _, _, memory, cores, *_ in _rows(answer, 5)}
 
 
-def within(limits: tuple[str, str], cores: int, memory_bytes: int | None) -> bool:
-    """Whether these limits of a namespace are at most what was granted (`memory_bytes` None: no limit)."""
+def within(limits: tuple[str, str], cores: int, memory_bytes: int) -> bool:
+    """Whether these limits, of memory and of cores, are at most what was granted."""
     memory, percentage = limits
     try:
-        return parse_percentage(percentage) <= cores and (memory_bytes is None or parse_size(memory) <= memory_bytes)
-    except MpsError:
+        narrow = float(percentage.strip().removesuffix("%")) <= cores  # drivers print "30", "30.0" or "30.00"
+    except ValueError:
         return False
+    size = _SIZE.fullmatch(memory.strip())
+    return narrow and size is not None and int(float(size[1]) * _UNITS[size[2]]) <= memory_bytes
 
 
 def create_namespace(name: str) -> Command:
@@ -237,9 +229,9 @@ def create_namespace(name: str) -> Command:
     return Command(words=("namespace", "create", name, f"--server={SERVER}"))
 
 
-def limit_namespace(name: str, cores: int, memory_bytes: int | None) -> Command:
-    memory = () if memory_bytes is None else (f"--pinned-memory-limit={_megabytes(memory_bytes)}",)
-    return Command(words=("namespace", "set", name, f"--server={SERVER}", f"--active-thread-percentage={cores}", *memory))
+def limit_namespace(name: str, cores: int, memory_bytes: int) -> Command:
+    limits = f"--active-thread-percentage={cores}", f"--pinned-memory-limit={_megabytes(memory_bytes)}"
+    return Command(words=("namespace", "set", name, f"--server={SERVER}", *limits))
 
 
 def delete_namespace(name: str) -> Command:
@@ -258,22 +250,6 @@ def refusal_in(command: Command, output: str) -> str | None:
 def parse_pids(answer: str) -> tuple[int, ...]:
     """One pid a line, or nothing. Raises MpsError."""
     return tuple(dict.fromkeys(_number(line, answer) for line in answer.split()))
-
-
-def parse_percentage(answer: str) -> float:
-    """Drivers print "30", "30.0" or "30.00". Raises MpsError."""
-    try:
-        return float(answer.strip().removesuffix("%"))
-    except ValueError:
-        raise _unreadable("a percentage", answer) from None
-
-
-def parse_size(answer: str) -> int:
-    """Bytes; units are powers of 1024. Raises MpsError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", answer.strip())
-    if not found:
-        raise _unreadable("a size", answer)
-    return int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
 def _rows(answer: str, width: int) -> list[list[str]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
+from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.errors import MpsError, MpsTransientError
 from gpumgr.proc import start_time_ticks
 
@@ -97,6 +98,7 @@ class DaemonClient:
     """Runs commands at one GPU's daemon, which `environment` names."""
 
     control: ControlProgram
+    folder: GpuFolder
     environment: Mapping[str, str]
 
     async def run(self, *each: Command) -> str:

@@ -4,23 +4,24 @@ Callers hold `lock` around every coroutine here. The daemon's process is no chil
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from gpumgr.allocator.ledger import AllocationId
-from gpumgr.enforcement.mps import commands, launcher, limits, processes
+from gpumgr.enforcement.mps import commands, launcher, processes
 from gpumgr.enforcement.mps.commands import MpsProtocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes, restore_mode, set_exclusive
 from gpumgr.enforcement.mps.control import ControlProgram, DaemonClient
+from gpumgr.enforcement.mps.findings import Tampering
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
 from gpumgr.enforcement.mps.launcher import LaunchMethod
+from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces
 from gpumgr.enforcement.mps.records import DaemonRecords
 from gpumgr.errors import MpsError
 from gpumgr.proc import Process, is_running, start_time_ticks
@@ -28,45 +29,29 @@ from gpumgr.proc import Process, is_running, start_time_ticks
 _START_SECONDS: Final = 10.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
-_POLL_SECONDS: Final = 0.05
 #: After a crash the daemon is restarted at once, after further ones with pauses that double.
 _LONGEST_PAUSE_SECONDS: Final = 60.0
-#: Namespaces of others that one check deletes.
-_DELETED_AT_ONCE: Final = 8
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonConfig:
-    """What all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `limit_memory`: MPS limits memory
-    (else the driver does). `clock` is monotonic, in seconds.
-    """
+    """What all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `clock` is monotonic, in seconds."""
 
     protocol: MpsProtocol
-    multiuser_option: str | None
+    multiuser_option: str
     control: ControlProgram
     launcher: LaunchMethod
     modes: ComputeModes
     exclusive: bool
-    limit_memory: bool
     clock: Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Tampering:
-    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
-    changed limits. `root_only`: only a process of root can do it."""
-
-    what: str
-    concerned: frozenset[AllocationId]
-    root_only: bool
 
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks.
-    `tampering`: found at the last check or since."""
+    """`home`: its folder if it is started now. `trouble`: why it can't be used at present. `checks` counts successful checks;
+    `checked_at`: when the last one began. `tampering`: found at the last check or since."""
 
     uuid: str
     home: GpuFolder
@@ -79,17 +64,17 @@ class Daemon:
     tampering: Tampering | None = None
     restarts: int = 0
     checks: int = 0
+    checked_at: float = float("-inf")
     idle_since: float | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failures: int = 0
     _not_before: float = float("-inf")
     _settled_at: float = float("-inf")
-    _bounds: limits.BoundKeeper = field(default_factory=limits.BoundKeeper)
-    #: What was set last at this process, which is not set twice; the checks notice a change.
-    _set_shares: dict[AllocationId, Share] = field(default_factory=dict)
-    _set_namespaces: dict[AllocationId, limits.NamespaceLimits] = field(default_factory=dict)
-    _set_process: Process | None = None
-    _set_bound: Share | None = None
+    #: Of this process.
+    _limits: Limits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._limits = self._new_limits()
 
     @property
     def folder(self) -> GpuFolder:
@@ -135,7 +120,7 @@ class Daemon:
         Raises MpsError if containers still use that daemon. Raises OSError.
         """
         tenants = self.folder.allocations()
-        if self.folder == self.home or allocation in tenants:
+        if self.folder.root == self.home.root or allocation in tenants:
             return
         if tenants:
             raise MpsError(
@@ -147,14 +132,8 @@ class Daemon:
     async def remove(self, allocation: AllocationId) -> None:
         """The container is gone: drops its record and its limits. Raises MpsError, OSError; the record is dropped in any case."""
         self.folder.drop(allocation)
-        self._set_shares.pop(allocation, None)
-        if processes.find_daemon(self.folder.pipe, self.process) is None:
-            return
-        if self.config.protocol == 3:
-            await limits.drop_namespace(self._client, allocation)
-            self._set_namespaces.pop(allocation, None)
-        else:
-            await self._limit(())
+        if processes.find_daemon(self.folder.pipe, self.process) is not None:
+            await self._limits.drop(self._client, self.folder.shares(), allocation)
 
     async def vacate(self) -> None:
         """Ends the daemon. The GPU is no longer shared, so the containers on record have ended. Raises MpsError, OSError."""
@@ -162,62 +141,19 @@ class Daemon:
             self.folder.drop(allocation)
         await self.stop()
 
-    def _shares(self) -> Mapping[AllocationId, Share]:
-        """What MPS limits for each container on record. Raises OSError."""
-        shares = self.folder.shares()
-        if self.config.limit_memory:
-            return shares
-        return {name: replace(share, memory_bytes=None) for name, share in shares.items()}
+    def _new_limits(self) -> Limits:
+        return Namespaces() if self.config.protocol == 3 else Bounds()
 
     async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
         """Sets limits: in protocol 3 of these containers, in protocol 2 of all clients. `anew`: also what was set already."""
-        shares = self._shares()
-        if anew or self._set_process != self.process:
-            self._set_shares, self._set_process, self._set_bound = {}, self.process, None
-        if self.config.protocol == 3:
-            new = {name: share for name, share in shares.items() if name in allocations and not self._is_set(name, share)}
-            if new:
-                self._set_namespaces.update(await limits.limit_namespaces(self._client, self.folder, new))
-                self._set_shares.update(new)
-            return
-        bound = limits.largest(shares.values())
-        if bound is not None and bound != self._set_bound:
-            await self._bounds.put(self._client, bound)
-            self._set_bound = bound
-
-    def _is_set(self, allocation: AllocationId, share: Share) -> bool:
-        return self._set_shares.get(allocation) == share and (self.folder.namespace(allocation) / "control").exists()
+        await self._limits.put(self._client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:
         """Corrects limits that a container changed. Raises MpsError, OSError."""
-        shares = await asyncio.to_thread(self._shares)
-        found = await self._restore_namespaces(shares) if self.config.protocol == 3 else await self._restore_bound(shares)
+        found = await self._limits.restore(self._client, await asyncio.to_thread(self.folder.shares), self.servers)
         if found is not None:
             log.warning("mps_limits_changed", gpu=self.uuid, what=found.what, containers=sorted(found.concerned), put_right=True)
         return found
-
-    async def _restore_bound(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
-        bound = limits.largest(shares.values())
-        if bound is None or not await self._bounds.restore(self._client, bound, self.servers):
-            return None
-        # Drivers 535 and 550 accept a server's limits from every user.
-        return Tampering("changed the limits", frozenset(shares), root_only=False)
-
-    async def _restore_namespaces(self, shares: Mapping[AllocationId, Share]) -> Tampering | None:
-        """Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too: a few at each check and after the limits
-        are restored, since a container can make thousands."""
-        changed, unchecked, foreign = await limits.compare_namespaces(self._client, shares, self._set_namespaces)
-        made = foreign - self._set_namespaces.keys()
-        self._set_namespaces = {name: limit for name, limit in self._set_namespaces.items() if name in shares}
-        for name in changed | unchecked:
-            self._set_shares.pop(name, None)
-        if changed | unchecked:
-            await self._limit(changed | unchecked, anew=False)
-        for name in sorted(foreign)[:_DELETED_AT_ONCE]:
-            with contextlib.suppress(MpsError):  # the next check tries again
-                await self._client.run(commands.delete_namespace(name))
-        what = "changed the limits" if changed else "made namespaces"
-        return Tampering(what, changed, root_only=True) if changed or made else None
 
     # -- the daemon --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +163,7 @@ class Daemon:
         if found is None:
             return False
         if found != self.process:
-            self.process, self._settled_at = found, self.config.clock()
+            self.process, self._settled_at, self._limits = found, self.config.clock(), self._new_limits()
             log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
         if self.folder.allocations():
             await self._set_mode()
@@ -293,9 +229,8 @@ class Daemon:
         # The daemon finds the server program in PATH only; it lies beside the control program.
         program = config.control.program
         folder = f"{program.parent}{os.pathsep}" if program.is_absolute() else ""
-        environment = {**self._environment(), "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
-        words = commands.start(config.protocol, config.multiuser_option).words
-        argv = [str(config.control.program), *words]
+        environment = {**self._client.environment, "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
+        argv = [str(config.control.program), *commands.start(config.protocol, config.multiuser_option)]
         wrapped = launcher.daemon_command(config.launcher, self.uuid, self.folder.shm, environment, argv)
         await config.control.run(wrapped, environment, self.folder.log / "start.log")
         await self._await_answer()
@@ -311,14 +246,14 @@ class Daemon:
         while (found := processes.find_daemon(self.folder.pipe, self.process)) is None:
             if waited >= _START_SECONDS:
                 raise MpsError(f"the MPS daemon of GPU {self.uuid} did not come up within {waited:g} s; see {self.folder.log}")
-            await asyncio.sleep(_POLL_SECONDS)
-            waited += _POLL_SECONDS
-        self.process, self.servers, self.clients = found, (), {}
+            await asyncio.sleep(processes.POLL_SECONDS)
+            waited += processes.POLL_SECONDS
+        self.process, self._limits, self.servers, self.clients = found, self._new_limits(), (), {}
         await self._list()
 
     async def _create_server(self) -> None:
         """The daemon accepts a server for a missing GPU, which then ends; so servers are listed afterwards."""
-        await self._client.run(commands.create_server(self.uuid, multiuser=self.config.multiuser_option is not None))
+        await self._client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
         if commands.SERVER not in commands.parse_servers(3, await self._client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
 
@@ -384,13 +319,12 @@ class Daemon:
 
     async def _mount_shm(self, *, mounted: bool) -> None:
         """Mounts or unmounts the tmpfs, unless that is done already. Raises MpsError."""
-        command = (launcher.mount_command if mounted else launcher.unmount_command)(self.config.launcher, self.folder.shm)
+        command = launcher.shm_command(self.config.launcher, self.folder.shm, mounted=mounted)
         if command is not None and self.folder.shm.is_mount() != mounted:
             await self.config.control.run(command, {}, self.folder.log / "mount.log")
 
     @property
     def _client(self) -> DaemonClient:
-        return DaemonClient(self.config.control, self._environment())
-
-    def _environment(self) -> Mapping[str, str]:
-        return commands.environment(self.config.protocol, self.uuid, self.folder.pipe, self.folder.log)
+        folder = self.folder
+        environment = commands.environment(self.config.protocol, self.uuid, folder.pipe, folder.log)
+        return DaemonClient(self.config.control, folder, environment)

@@ -1,6 +1,6 @@
 """The findings about one container of MPS. Pure."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpumgr.allocator.gpu_share import GpuShare
@@ -9,20 +9,28 @@ from gpumgr.enforcement.backend import Finding, RunningContainer
 from gpumgr.enforcement.mps.commands import MpsProtocol
 
 
+@dataclass(frozen=True, slots=True)
+class Tampering:
+    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
+    changed limits. `root_only`: only a process of root can do it."""
+
+    what: str
+    concerned: frozenset[AllocationId]
+    root_only: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """One GPU's daemon at its last check. `clients`: pid -> namespace. `server_user`: of the running server, None if none runs.
 
-    `multiuser`: the server serves clients of all users. `tampered`: what a container did through the control socket; `suspects`: the
-    containers that may have done it; `concerned`: they, and those with changed limits.
+    `multiuser`: the server serves clients of all users. `suspects`: the containers that may have caused `tampering`.
     """
 
     protocol: MpsProtocol
     multiuser: bool
     trouble: str | None = None
-    tampered: str | None = None
-    suspects: tuple[str, ...] = ()
-    concerned: frozenset[AllocationId] = frozenset()
+    tampering: Tampering | None = None
+    suspects: Sequence[GpuShare] = ()
     server_user: int | None = None
     clients: Mapping[int, AllocationId | None] = field(default_factory=dict)
 
@@ -48,8 +56,9 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
         text = f"MPS on GPU {gpu} does not work at present, CUDA programs that {who} starts now fail: {view.trouble}"
         yield Finding(allocation=tenant.allocation, code="broken", message=text)
         return
-    if view.tampered is not None and tenant.allocation in view.concerned:
-        yield Finding(allocation=tenant.allocation, code="tampered", message=_tampered(view, gpu))
+    if (found := view.tampering) is not None and (tenant in view.suspects or tenant.allocation in found.concerned):
+        text = _tampered(found.what, [each.describe() for each in view.suspects], view.protocol, gpu)
+        yield Finding(allocation=tenant.allocation, code="tampered", message=text)
     if unserved(running, view) and users and view.server_user not in users:
         shown = ", ".join(map(str, sorted(users)))
         text = (
@@ -65,17 +74,17 @@ def judge(running: RunningContainer, view: View, users: Collection[int], lasting
         yield Finding(allocation=tenant.allocation, code="unregistered", message=text)
 
 
-def _tampered(view: View, gpu: str) -> str:
-    who = f"one of {', '.join(view.suspects)}" if view.suspects else "a process that has ended"
-    if len(view.suspects) == 1:
-        who = f"{view.suspects[0]}, the only container with a process that could do it when gpumgr looked"
+def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: str) -> str:
+    who = f"one of {', '.join(suspects)}" if suspects else "a process that has ended"
+    if len(suspects) == 1:
+        who = f"{suspects[0]}, the only container with a process that could do it when gpumgr looked"
     remedy = (
         "run containers without root on the host (runAsNonRoot, or hostUsers: false)"
-        if view.protocol == 3
+        if protocol == 3
         else "install driver r615 or newer, where only root can do this, and drain the node once"
     )
     return (
-        f"a container {view.tampered} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected "
+        f"a container {what} of MPS on GPU {gpu} through its daemon's control socket, by {who}; gpumgr corrected "
         f"that, programs that started before keep their limits: {remedy}"
     )
 

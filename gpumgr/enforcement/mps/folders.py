@@ -3,6 +3,7 @@
 run_dir is on a tmpfs: these files end with the boot, as the daemons do.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -28,31 +29,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a container was granted; `cores` in percent; `memory_bytes` None: MPS does not limit memory."""
+    """What a container was granted; `cores` in percent."""
 
     cores: int
-    memory_bytes: int | None
+    memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class GpuFolder:
-    root: Path
-
-    @property
-    def pipe(self) -> Path:
-        return self.root / "pipe"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log"
-
-    @property
-    def shm(self) -> Path:
-        return self.root / "shm"
-
-    @property
-    def _tenants(self) -> Path:
-        return self.root / "tenants"
+    def __init__(self, root: Path) -> None:
+        self.root, self.pipe, self.log, self.shm = root, root / "pipe", root / "log", root / "shm"
+        self._tenants = root / "tenants"
 
     def namespace(self, allocation: AllocationId) -> Path:
         """Folder of the container's socket in protocol 3."""
@@ -95,7 +81,16 @@ class GpuFolder:
         return names_in(self._tenants, _ALLOCATION)
 
     def shares(self) -> Mapping[AllocationId, Share]:
-        return {allocation: share for allocation in self.allocations() if (share := self._share(allocation)) is not None}
+        """Those with a readable record. Raises OSError."""
+        found: dict[AllocationId, Share] = {}
+        for allocation in self.allocations():
+            path = self._tenants / allocation
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    found[allocation] = msgspec.json.decode(path.read_bytes(), type=Share)
+            except msgspec.MsgspecError as error:
+                log.warning("mps_record_unreadable", path=str(path), error=str(error))
+        return found
 
     def put(self, allocation: AllocationId, share: Share) -> None:
         """Raises OSError."""
@@ -104,16 +99,6 @@ class GpuFolder:
     def drop(self, allocation: AllocationId) -> None:
         """Raises OSError."""
         (self._tenants / allocation).unlink(missing_ok=True)
-
-    def _share(self, allocation: AllocationId) -> Share | None:
-        path = self._tenants / allocation
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Share)
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            log.warning("mps_record_unreadable", path=str(path), error=str(error))
-            return None
 
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:

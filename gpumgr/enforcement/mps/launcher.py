@@ -56,14 +56,10 @@ def daemon_command(
             return list(command)
 
 
-def mount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
-    """Mounts a tmpfs of limited size, in the host's mount namespace; None if the folder stays a plain one."""
+def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:
+    """Mounts a tmpfs of limited size, or unmounts it, in the host's mount namespace; None if the folder stays a plain one."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
-    return outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)])
-
-
-def unmount_command(launch: LaunchMethod, shm: Path) -> list[str] | None:
-    return outside(launch, ["umount", str(shm)])
+    return outside(launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)])
 
 
 def outside(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:

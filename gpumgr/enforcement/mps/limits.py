@@ -5,127 +5,149 @@ control socket, by which it can change limits (in protocol 3 only as root). So t
 with its later answers, as text: drivers differ in how they print a number.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.mps import commands
 from gpumgr.enforcement.mps.control import DaemonClient
-from gpumgr.enforcement.mps.folders import GpuFolder, Share
+from gpumgr.enforcement.mps.findings import Tampering
+from gpumgr.enforcement.mps.folders import Share
 from gpumgr.errors import MpsError, MpsTransientError
 
-#: A namespace's limits of memory and cores as the daemon prints them.
-NamespaceLimits = tuple[str, str]
-
-
-def largest(shares: Collection[Share]) -> Share | None:
-    """The bound for these shares; None without any."""
-    if not shares:
-        return None
-    sizes = [share.memory_bytes for share in shares if share.memory_bytes is not None]
-    return Share(cores=max(share.cores for share in shares), memory_bytes=max(sizes, default=None))
+Shares = Mapping[AllocationId, Share]
+#: Namespaces of others that one check deletes.
+_DELETED_AT_ONCE: Final = 8
 
 
 @dataclass(slots=True)
-class BoundKeeper:
-    """`answers`: for each server (None: for future ones) what the daemon answered after the bound was set."""
+class Bounds:
+    """Protocol 2, at one process of the daemon. `_answers`: for each server (None: for future ones) what the daemon answered after the
+    bound was set."""
 
-    answers: Mapping[int | None, str] = field(default_factory=dict)
+    _answers: Mapping[int | None, str] = field(default_factory=dict)
+    _bound: Share | None = None
 
-    async def put(self, daemon: DaemonClient, bound: Share) -> None:
-        """Sets the bound. Raises MpsError."""
+    async def put(self, daemon: DaemonClient, shares: Shares, _: Collection[AllocationId], *, anew: bool) -> None:
+        """Sets the bound for all clients; `anew`: also if it was set already. Raises MpsError."""
+        if not shares:
+            return
+        granted = shares.values()
+        bound = Share(cores=max(each.cores for each in granted), memory_bytes=max(each.memory_bytes for each in granted))
+        if bound == self._bound and not anew:
+            return
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
         # Servers are listed after that: one that starts in between has the new values already.
         named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:
             await daemon.run_for_server(pid, *commands.set_bound(pid, bound.cores, bound.memory_bytes))
-        answers = await _read(daemon, bound, servers)
+        answers = await _read(daemon, servers)
         default = answers.get(None)
-        if default is not None and not _holds(default, bound):
-            self.answers = {}  # the next check sets the bound again
+        percentage, _, memory = (default or "").partition("\n")
+        if default is not None and not commands.within((memory, percentage), bound.cores, bound.memory_bytes):
+            self._answers = {}  # the next check sets the bound again
             raise MpsError(f"the MPS daemon did not accept the limits of its clients, it answers {default!r}")
-        self.answers = answers
+        self._answers, self._bound = answers, bound
 
-    async def restore(self, daemon: DaemonClient, bound: Share, servers: Collection[int]) -> bool:
+    async def drop(self, daemon: DaemonClient, shares: Shares, _: AllocationId) -> None:
+        """The container is gone and not in `shares`. Raises MpsError."""
+        await self.put(daemon, shares, (), anew=True)
+
+    async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
         """Sets the bound again if it was changed; returns whether it was. A new server gets the bound by its own pid, so that a later
         change is noticed. Raises MpsError."""
-        found = await _read(daemon, bound, servers)
-        changed = any(self.answers.get(server, text) != text for server, text in found.items())
-        if changed or not found.keys() <= self.answers.keys():
-            await self.put(daemon, bound)
-        return changed
+        if not shares:
+            return None
+        found = await _read(daemon, servers)
+        changed = any(self._answers.get(server, text) != text for server, text in found.items())
+        if changed or not found.keys() <= self._answers.keys():
+            await self.put(daemon, shares, (), anew=True)
+        # Drivers 535 and 550 accept a server's limits from every user.
+        return Tampering("changed the limits", frozenset(shares), root_only=False) if changed else None
 
 
-def _holds(answer: str, bound: Share) -> bool:
-    percentage, *memory = answer.splitlines()
-    return commands.within(("".join(memory), percentage), bound.cores, bound.memory_bytes)
-
-
-async def _read(daemon: DaemonClient, bound: Share, servers: Collection[int]) -> Mapping[int | None, str]:
+async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int | None, str]:
     """All answers by one run of the control program, which is what costs time. If it refuses a query (a server has ended since, or an
     older driver lacks it), the queries are run one by one and the refused one is left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
-    found = dict(await _answers(daemon, bound, queried))
+    found = dict(await _answers(daemon, queried))
     if not found and servers:
         for each in queried:
-            found.update(await _answers(daemon, bound, (each,)))
+            found.update(await _answers(daemon, (each,)))
     return found
 
 
-async def _answers(daemon: DaemonClient, bound: Share, queried: Sequence[int | None]) -> Mapping[int | None, str]:
+async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mapping[int | None, str]:
     """Empty if a query was refused. Raises MpsTransientError."""
-    memory = bound.memory_bytes is not None
     try:
-        return commands.parse_bounds(queried, await daemon.run(commands.bounds_of(queried, memory=memory)), memory=memory)
+        return commands.parse_bounds(queried, await daemon.run(commands.bounds_of(queried)))
     except MpsTransientError:
         raise
     except MpsError:
         return {}
 
 
-async def limit_namespaces(
-    daemon: DaemonClient, folder: GpuFolder, shares: Mapping[AllocationId, Share]
-) -> Mapping[AllocationId, NamespaceLimits]:
-    """Creates missing namespaces, sets their limits and checks them: a namespace without limits gets the whole GPU. Returns the daemon's
-    answers. Raises MpsError."""
-    # A run of the program costs milliseconds: a namespace without a socket is created without a listing first.
-    sockets = {name: folder.namespace(name) / "control" for name in shares}
-    existing: Collection[str] = ()
-    if any(socket.exists() for socket in sockets.values()):
-        existing = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
-    for name, share in shares.items():
-        if name not in existing:
-            await daemon.run(commands.create_namespace(name))
-        await daemon.run(commands.limit_namespace(name, share.cores, share.memory_bytes))
-    found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
-    for name, share in shares.items():
-        limited = name in found and commands.within(found[name], share.cores, share.memory_bytes)
-        if not limited or not sockets[name].exists():
-            raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {folder.log}")
-    return {name: found[name] for name in shares}
+@dataclass(slots=True)
+class Namespaces:
+    """Protocol 3, at one process of the daemon. `_set`: what was set last for each container, and the daemon's answer after that: its
+    limits of memory and cores."""
+
+    _set: dict[AllocationId, tuple[Share, tuple[str, str]]] = field(default_factory=dict)
+
+    async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
+        """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.
+        `anew`: also what was set already. Raises MpsError."""
+        # A run of the program costs milliseconds: a namespace without a socket is created without a listing first.
+        there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
+        known = {name: share for name, (share, _) in self._set.items() if name in there and not anew}
+        new = {name: share for name, share in shares.items() if name in names and share != known.get(name)}
+        existing = await _list(daemon) if there & new.keys() else ()
+        for name, share in new.items():
+            if name not in existing:
+                await daemon.run(commands.create_namespace(name))
+            await daemon.run(commands.limit_namespace(name, share.cores, share.memory_bytes))
+        found = await _list(daemon) if new else {}
+        for name, share in new.items():
+            limited = name in found and commands.within(found[name], share.cores, share.memory_bytes)
+            if not limited or not (daemon.folder.namespace(name) / "control").exists():
+                raise MpsError(f"the MPS daemon did not accept the limits of namespace {name}; see {daemon.folder.log}")
+        self._set |= {name: (share, found[name]) for name, share in new.items()}
+
+    async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
+        """The container is gone. Raises MpsError."""
+        if name in await _list(daemon):
+            await daemon.run(commands.delete_namespace(name))
+        self._set.pop(name, None)
+
+    async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
+        """Sets limits again that were changed, and those of which the daemon's answer after they were set is not known (the agent has
+        restarted). Namespaces that neither gpumgr nor MPS made are deleted, those of ended containers too: a few at each check and after
+        the limits are restored, since a container can make thousands. Raises MpsError."""
+        found = await _list(daemon)
+        wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
+        unchecked = {
+            name
+            for name in wrong - self._set.keys()
+            if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
+        }
+        changed, foreign = frozenset(wrong - unchecked), found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}
+        made = foreign - self._set.keys()
+        self._set = {name: known for name, known in self._set.items() if name in shares}
+        await self.put(daemon, shares, wrong, anew=True)
+        for name in sorted(foreign)[:_DELETED_AT_ONCE]:
+            with contextlib.suppress(MpsError):  # the next check tries again
+                await daemon.run(commands.delete_namespace(name))
+        what = "changed the limits" if changed else "made namespaces"
+        return Tampering(what, changed, root_only=True) if changed or made else None
 
 
-async def compare_namespaces(
-    daemon: DaemonClient, shares: Mapping[AllocationId, Share], answers: Mapping[str, NamespaceLimits]
-) -> tuple[frozenset[AllocationId], frozenset[AllocationId], frozenset[str]]:
-    """The namespaces that were changed or deleted; those that are missing or not too high, while the daemon's answer
-    after they were set is not known (the agent has restarted); and those that others made. By one run of the control program. Raises
-    MpsError."""
-    found = commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
-    wrong = {name for name in shares if name not in found or answers.get(name) != found[name]}
-    new = wrong - answers.keys()
-    unchecked = {
-        name for name in new if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
-    }
-    return (
-        frozenset(wrong - unchecked),
-        frozenset(unchecked),
-        frozenset(found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE}),
-    )
-
-
-async def drop_namespace(daemon: DaemonClient, name: str) -> None:
+async def _list(daemon: DaemonClient) -> Mapping[str, tuple[str, str]]:
     """Raises MpsError."""
-    if name in commands.parse_namespaces(await daemon.run(commands.list_namespaces())):
-        await daemon.run(commands.delete_namespace(name))
+    return commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
+
+
+#: The limits of the containers at one process of a daemon.
+Limits = Bounds | Namespaces

@@ -39,10 +39,6 @@ class ProbeResult:
     boot: str
     failure: str | None = None
 
-    @property
-    def of_this_boot(self) -> bool:
-        return self.boot == boot_id()
-
 
 def identify(program: Path, protocol: MpsProtocol, method: LaunchMethod) -> str:
     """Path, file and protocol: another file has another inode or time. Raises OSError."""

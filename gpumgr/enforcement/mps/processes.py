@@ -22,7 +22,7 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 #: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
-_POLL_SECONDS: Final = 0.05
+POLL_SECONDS: Final = 0.05
 
 
 def find_daemon(pipe: Path, known: Process | None = None) -> Process | None:
@@ -62,7 +62,7 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
     while is_running(process):
         if time.monotonic() >= deadline:
             return False
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
     return True
 
 

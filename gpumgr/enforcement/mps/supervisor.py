@@ -1,7 +1,7 @@
 """All daemons of the node: checks them periodically and ends idle ones."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +32,6 @@ class Supervisor:
         self.root, self.config, self._records = root, config, records
         self._check_seconds, self._idle_seconds = check_seconds, idle_seconds
         self._daemons: dict[str, Daemon] = {}
-        self._checked_at: dict[str, float] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # without a record, so with an unknown former mode
             records.begin(uuid, folder.root, former_mode=DEFAULT)
@@ -54,44 +53,38 @@ class Supervisor:
     async def tick(self) -> None:
         """Checks the daemons that are due. A check that takes longer than a tick continues by itself."""
         now = self.config.clock()
-        daemons = self.daemons()
-        checked_at = {daemon.uuid: self._checked_at.get(daemon.uuid, float("-inf")) for daemon in daemons}
-        due = [d for d in daemons if now - checked_at[d.uuid] >= self._check_seconds and d.uuid not in self._tasks]
+        free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
+        due = sorted((d for d in free if now - d.checked_at >= self._check_seconds), key=lambda d: d.checked_at)
         # A few in each tick, the longest waiting first: each check runs programs.
-        for daemon in sorted(due, key=lambda d: checked_at[d.uuid])[: -(-len(daemons) // int(max(1, self._check_seconds)))]:
-            self._checked_at[daemon.uuid] = now
+        for daemon in due[: -(-len(self.daemons()) // int(max(1, self._check_seconds)))]:
+            daemon.checked_at = now
             self._begin(daemon, self._check)
-        for daemon in daemons if self.config.protocol == 3 else ():
+        for daemon in free if self.config.protocol == 3 else ():
             if daemon.uuid not in self._tasks:
-                self._begin(daemon, self._guard)
+                self._begin(daemon, Daemon.guard)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
-    def _begin(self, daemon: Daemon, work: Callable[[Daemon], Coroutine[None, None, None]]) -> None:
-        task = asyncio.create_task(work(daemon), name=f"mps {daemon.uuid}")
-        self._tasks[daemon.uuid] = task
-        task.add_done_callback(lambda done: self._ended(daemon, done))
+    def _begin(self, daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
+        self._tasks[daemon.uuid] = asyncio.create_task(self._run(daemon, work), name=f"mps {daemon.uuid}")
 
-    def _ended(self, daemon: Daemon, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(daemon.uuid, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    async def _run(self, daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
+        try:
+            async with daemon.lock:
+                await work(daemon)
+        except Exception as error:  # a bug must not end the checks of the other daemons
             log.error("mps_daemon_not_checked", gpu=daemon.uuid, error=str(error), kind=type(error).__name__)
-
-    async def _guard(self, daemon: Daemon) -> None:
-        async with daemon.lock:
-            await daemon.guard()
+        finally:
+            del self._tasks[daemon.uuid]
 
     async def _check(self, daemon: Daemon) -> None:
-        async with daemon.lock:
-            await daemon.check()
-            if daemon.folder.allocations():
-                daemon.idle_since = None
-                return
-            now = self.config.clock()
-            if daemon.idle_since is None:
-                daemon.idle_since = now
-            if now - daemon.idle_since < self._idle_seconds:
-                return
+        await daemon.check()
+        now = self.config.clock()
+        if daemon.folder.allocations():
+            daemon.idle_since = None
+        elif daemon.idle_since is None:
+            daemon.idle_since = now
+        if daemon.idle_since is not None and now - daemon.idle_since >= self._idle_seconds:
             try:
                 await daemon.stop()
             except (MpsError, OSError) as error:

@@ -2,8 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -137,27 +136,18 @@ class VcudaBackend(Backend):
     async def _keep(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
         """Does this for each container, on a thread, and serves its socket. An error affects no other container. Raises GpumgrError."""
         failed: list[str] = []
-
-        @contextmanager
-        def collecting(slot: ContainerSlot) -> Iterator[None]:
-            try:
-                yield
-            except (OSError, GpumgrError) as error:
-                failed.append(f"{slot.tenant.describe()}: {error}")
-
-        def write() -> None:
-            for slot, act in work:
-                with collecting(slot):
-                    act()
-
-        if work:
-            await asyncio.to_thread(write)
-        for slot, _ in work:
-            if slot.tenant.allocation in self._slots:
-                with collecting(slot):
-                    await slot.listen(self._service)
+        for slot, act in work:
+            for step in (partial(asyncio.to_thread, act), partial(self._serve, slot)):
+                try:
+                    await step()
+                except (OSError, GpumgrError) as error:
+                    failed.append(f"{slot.tenant.describe()}: {error}")
         if failed:
             raise GpumgrError("; ".join(failed))
+
+    async def _serve(self, slot: ContainerSlot) -> None:
+        if slot.tenant.allocation in self._slots:
+            await slot.listen(self._service)
 
 
 def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:

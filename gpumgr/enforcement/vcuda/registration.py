@@ -102,13 +102,11 @@ class RegistrationService:
 
     async def _answer(self, stream: Any) -> None:
         peer = peer_of(stream)
-        claimed = decode(await _receive(stream))
+        check_request(await _receive(stream))
         slot = self._slots.get(peer.allocation)
         if slot is None:
             raise GRPCError(Status.NOT_FOUND, f"no container has the allocation {peer.allocation}")
         container = await self._admit(peer, slot.tenant)
-        if not _names_agree(claimed, container, slot.tenant):
-            _log.debug("registration_names_differ", allocation=peer.allocation, pid=peer.pid, **claimed)
         try:
             await self._batches.register(slot, container, peer.pid)
         except OSError as error:
@@ -181,8 +179,8 @@ def peer_of(stream: Any) -> Peer:
     return Peer(allocation=path.parent.name, pid=pid, uid=uid)
 
 
-def decode(request: bytes) -> dict[str, str]:
-    """The fields of a VDeviceRequest by name; a missing one is empty. Raises GRPCError for a malformed request and for long names."""
+def check_request(request: bytes) -> None:
+    """Checks a VDeviceRequest, the fields of which are not used. Raises GRPCError for a malformed request and for long names."""
     found: dict[int, list[str]] = {number: [""] for number in _FIELDS}
     try:
         wire.scan(request, 0, len(request), found)
@@ -191,17 +189,6 @@ def decode(request: bytes) -> dict[str, str]:
     for number, (name, most) in _FIELDS.items():
         if (size := len(found[number][-1].encode())) > most:
             raise GRPCError(Status.INVALID_ARGUMENT, f"{name} has {size} bytes and may have {most}")
-    return {name: found[number][-1] for number, (name, _) in _FIELDS.items()}
-
-
-def _names_agree(claimed: Mapping[str, str], container: Container, tenant: GpuShare) -> bool:
-    """Whether the ids in the message, as far as given, are the known ones."""
-    known = {
-        "pod_uid": {container.pod_uid, tenant.allocation},
-        "container_name": {container.name, tenant.allocation},
-        "container_id": {container.id},
-    }
-    return all(not claimed[name] or claimed[name] in values for name, values in known.items())
 
 
 async def _receive(stream: Any) -> bytes:

@@ -1,6 +1,7 @@
 """The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -101,6 +102,21 @@ async def test_a_container_without_limits_is_reported_once_for_all_its_starts(wo
     assert (told.what, told.code, told.id, told.gpus) == ("event", "GpuLimitNotEnforced", "a", ("00000000",))
     assert (told.pod, told.pod_uid, told.container) == (("team", "web"), "uid-7", "main")
     assert told.why.startswith("nothing on this node keeps container main within its 30 cores")
+
+
+@pytest.mark.parametrize(("model", "events"), [("Tesla P40", 1), ("Tesla V100", 0)])
+async def test_a_share_of_mps_on_a_gpu_older_than_volta_is_reported(
+    world: World, enforcement: NodeEnforcement, model: str, events: int
+) -> None:
+    node = snapshot(1, 16)
+    (gpu,) = node.gpus
+    await enforcement.choose(replace(node, gpus=(replace(gpu, model=model),)))
+    card = world.ledger.gpu_registry.gpus[0]
+    shared = SharedGpu(name=card.name, uuid=gpu.uuid, cores=30)
+    for _ in range(2):
+        enforcement._on_start(GpuShare(allocation="a", gpus=(shared,), container="main"), ("mps",))
+    told = world.agent_state.history.entries()
+    assert [(each.code, f"mps can't limit GPU {model}" in each.why) for each in told] == [("GpuLimitNotEnforced", True)] * events
 
 
 async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated_once(

@@ -188,7 +188,7 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     assert await backend.unavailable() is None
     mine.write_bytes(content(library) + b"another build")
     assert "has SHA-256" in (await backend.unavailable() or "")
-    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* has SHA-256 .* is set: put the right file there"):
+    with pytest.raises(Refusal, match=r"HAMi-core can't limit .* has SHA-256 .* is set: put the right file there"):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()
@@ -200,7 +200,7 @@ async def test_a_library_that_limits_nothing_is_not_offered_and_refuses_the_star
     backend = make_backend(tmp_path, mine)
     reason = await backend.unavailable() or ""
     assert "does not export cuDeviceTotalMem_v2, " in reason
-    with pytest.raises(Refusal, match=r"HAMi-core's library can't be used: .* does not export cuDeviceTotalMem_v2, "):
+    with pytest.raises(Refusal, match=r"HAMi-core can't limit .* does not export cuDeviceTotalMem_v2, "):
         await backend.start(tenant())
     assert not (tmp_path / "lib").exists()
     assert not region_of(tmp_path).exists()

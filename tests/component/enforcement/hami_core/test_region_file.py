@@ -144,7 +144,7 @@ def test_another_version_in_the_header_stops_neither_reading_nor_writing(
     tmp_path: Path, region: RegionFile, client: Client
 ) -> None:
     client.run(tmp_path / FILE_NAME, "version", 9, 9, "raise", 1 << 40, 100)
-    assert [problem.code for problem in region.read().problems] == ["header"]
+    assert [code for code, _ in region.read().problems] == ["header"]
     region.write(layout.LIMIT, (7).to_bytes(8, "little"))
     assert region.read().limits_bytes[0] == 7
 

@@ -104,7 +104,6 @@ class Place:
 
     def settings(self, **different: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "limits": RESOURCES,
             "program": str(self.program),
             "setting": "auto",
             "run_dir": self.root,

@@ -57,12 +57,6 @@ async def test_in_protocol_3_a_container_cannot_choose_other_limits(place: Place
     assert backend.remains() == {"b2"}
 
 
-async def test_memory_is_left_to_the_driver_where_it_limits(place: Place) -> None:
-    backend = await place.started(limits=("core",), setting="3")
-    _, got = await place.attach(backend, tenant())
-    assert (got["percentage"], got["memory"]) == (30, None)
-
-
 async def test_the_protocol_stays_while_containers_use_it(place: Place) -> None:
     place.behave(protocols=[2])
     old = await place.started()

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from gpumgr.enforcement.mps import backend as backend_module
 from gpumgr.enforcement.mps import probe, processes
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
+from gpumgr.errors import Refusal
 from tests.component.enforcement.mps.place import UUID, Place, tenant
 
 
@@ -129,6 +131,26 @@ async def test_a_container_that_starts_during_the_try_waits_for_its_end(place: P
     assert has_result(place)
     assert not (place.root / "mps/probe").exists()
     assert place.modes.now == {UUID: 3}
+
+
+async def test_a_container_is_refused_while_the_try_does_not_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "_SETTLE_SECONDS", 0.0)
+    answers = asyncio.Event()
+
+    async def slow_driver() -> str | None:
+        await answers.wait()
+        return None
+
+    backend = await place.agent(idle_gpu=slow_driver)
+    await backend.unavailable()
+    for attempt in (backend.start(tenant()), backend.vacate([UUID])):
+        with pytest.raises(Refusal, match=r"still tries MPS on an idle GPU .* \(nvidia-smi\), and see .*/probe/log"):
+            await attempt
+    assert remains(place) == []
+    answers.set()
+    monkeypatch.undo()
+    await backend.start(tenant())
+    await backend.vacate([])
 
 
 async def test_a_gpu_with_a_daemon_is_not_used_for_a_try(place: Place) -> None:

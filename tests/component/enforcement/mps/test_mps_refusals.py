@@ -30,7 +30,7 @@ async def test_without_the_program_the_node_cannot_carry_it(place: Place) -> Non
     assert "mps.control_program" in reason
     with pytest.raises(Refusal, match="not available on this node"):
         backend.prepare(tenant(), "core")
-    assert not any((backend.transient, backend.remains(), backend.own_pids(), backend.daemons()))
+    assert not any((backend.remains(), backend.own_pids(), backend.daemons()))
     assert await backend.observe([running(tenant())]) == ()
     await backend.adjust(())
     await backend.recover([tenant()])
@@ -72,7 +72,6 @@ async def test_a_program_that_is_broken_or_another_one_cannot_be_used(place: Pla
     assert reason is not None
     assert said in reason
     assert "install NVIDIA's driver completely, or set mps.control_program" in reason
-    assert not backend.transient
     place.program.write_text(whole)
     assert await backend.unavailable() is None
     await backend.start(tenant())
@@ -90,10 +89,9 @@ async def test_a_program_that_hangs_for_a_while_is_called_again(place: Place) ->
     place.behave(hang=["-h"])
     backend = await place.agent(timeout_seconds=0.3)
     assert "did not end `-h` within 0.3 s" in str(await backend.unavailable())
-    assert backend.transient
     backend.give_up_after(30)
     place.behave()
-    assert (await backend.unavailable(), backend.transient) == (None, False)
+    assert await backend.unavailable() is None
     await backend.start(tenant())
 
 
@@ -192,14 +190,12 @@ async def test_in_a_pod_mps_requires_daemons_that_survive_the_agent(
     reason = str(await backend.unavailable())
     assert reason.startswith("MPS daemons would end with the agent's pod")
     assert said in reason
-    assert not backend.transient
 
 
 async def test_a_call_to_a_host_that_does_not_answer_is_retried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     put_nsenter(place, "exec sleep 60", monkeypatch)
     backend = await place.agent(method=None, in_pod=True, timeout_seconds=0.1)
     assert "the host did not answer the agent's pod within 0.1 s" in str(await backend.unavailable())
-    assert backend.transient
 
 
 async def test_an_image_without_access_to_the_host_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

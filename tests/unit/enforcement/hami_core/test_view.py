@@ -9,7 +9,7 @@ UUID = b"GPU-0fe1c342-aaaa-bbbb-cccc-0123456789ab"
 
 
 def problems(pieces: Pieces) -> list[str]:
-    return [problem.code for problem in pieces.view().problems]
+    return [code for code, _ in pieces.view().problems]
 
 
 def put_uuid(pieces: Pieces, device: int, text: bytes) -> None:
@@ -44,9 +44,7 @@ def test_an_invalid_process_count_is_bounded_and_reported(said: int, read: int) 
 def test_a_name_that_is_no_uuid_is_reported_without_its_text(text: bytes) -> None:
     pieces = Pieces()
     put_uuid(pieces, 3, text)
-    assert [(problem.code, problem.message) for problem in pieces.view().problems] == [
-        ("uuid", "the name of device 3 is not a GPU's UUID")
-    ]
+    assert list(pieces.view().problems) == [("uuid", "the name of device 3 is not a GPU's UUID")]
 
 
 def test_a_name_ends_at_its_first_zero() -> None:

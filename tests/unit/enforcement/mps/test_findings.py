@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpumgr.allocator.ledger import AllocationId
 from gpumgr.enforcement.backend import Finding, RunningContainer
-from gpumgr.enforcement.mps.findings import View, judge, lost, processes_outside, unserved
+from gpumgr.enforcement.mps.findings import Tampering, View, judge, lost, processes_outside, unserved
 from gpumgr.usage.containers import Container
 from tests.shares import gpu_share
 
@@ -17,6 +18,10 @@ RUNNING = RunningContainer(tenant=TENANT, container=CONTAINER, pids=(10, 11), gp
 
 def findings_of(view: View, *, users: Collection[int] = (1000,), lasting: Collection[int] = ()) -> list[Finding]:
     return list(judge(RUNNING, view, users, lasting))
+
+
+def changed(allocation: AllocationId) -> Tampering:
+    return Tampering("changed the limits", frozenset({allocation}), root_only=True)
 
 
 def test_a_client_of_the_running_server_is_fine() -> None:
@@ -50,21 +55,23 @@ def test_users_are_checked_only_if_the_container_may_wait() -> None:
     ("suspects", "who"),
     [
         ((), "by a process that has ended;"),
-        (("demo/evil (main)",), "by demo/evil (main), the only container with a process that could do it when gpumgr looked;"),
-        (("demo/a (main)", "demo/b (main)"), "by one of demo/a (main), demo/b (main);"),
+        (("evil",), "by demo/evil (main), the only container with a process that could do it when gpumgr looked;"),
+        (("a", "b"), "by one of demo/a (main), demo/b (main);"),
     ],
 )
 def test_tampering_is_reported_with_the_containers_that_may_have_done_it(suspects: tuple[str, ...], who: str) -> None:
-    view = View(protocol=3, multiuser=True, tampered="changed the limits", suspects=suspects, concerned=frozenset({"a1"}))
-    (finding,) = findings_of(replace(view, clients={11: "a1"}))
+    tenants = [gpu_share(pod=("demo", name)) for name in suspects]
+    (finding,) = findings_of(View(protocol=3, multiuser=True, tampering=changed("a1"), suspects=tenants, clients={11: "a1"}))
     assert finding.code == "tampered"
     assert "a container changed the limits of MPS on GPU 0fe1c342 through its daemon's control socket" in finding.message
     assert who in finding.message
 
 
 def test_tampering_is_reported_to_the_containers_that_it_concerns() -> None:
-    view = View(protocol=3, multiuser=True, tampered="changed the limits", concerned=frozenset({"b2"}), clients={11: "a1"})
+    view = View(protocol=3, multiuser=True, tampering=changed("b2"), clients={11: "a1"})
     assert findings_of(view) == []
+    (finding,) = findings_of(replace(view, suspects=[TENANT]))
+    assert finding.code == "tampered"
 
 
 def test_an_error_of_the_daemon_is_the_only_finding() -> None:

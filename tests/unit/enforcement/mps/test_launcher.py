@@ -22,11 +22,11 @@ def test_from_a_pod_the_same_is_done_among_the_hosts_files() -> None:
     assert list(launcher.host_prefix("host")) == enter
     argv = launcher.daemon_command("host", "GPU-1", SHM, ENVIRONMENT, COMMAND)
     assert argv == [*enter, *launcher.daemon_command("systemd", "GPU-1", SHM, ENVIRONMENT, COMMAND)]
-    mount, unmount = launcher.mount_command("namespace", SHM), launcher.unmount_command("namespace", SHM)
+    mount, unmount = launcher.shm_command("namespace", SHM, mounted=True), launcher.shm_command("namespace", SHM, mounted=False)
     assert mount is not None
     assert unmount is not None
-    assert launcher.mount_command("host", SHM) == [*enter, *mount]
-    assert launcher.unmount_command("host", SHM) == [*enter, *unmount]
+    assert launcher.shm_command("host", SHM, mounted=True) == [*enter, *mount]
+    assert launcher.shm_command("host", SHM, mounted=False) == [*enter, *unmount]
 
 
 def test_elsewhere_it_has_a_mount_namespace() -> None:
@@ -38,16 +38,16 @@ def test_elsewhere_it_has_a_mount_namespace() -> None:
 def test_without_root_nothing_is_mounted() -> None:
     assert launcher.daemon_command("plain", "GPU-1", SHM, ENVIRONMENT, COMMAND) == list(COMMAND)
     assert launcher.host_prefix("plain") == ()
-    assert launcher.mount_command("plain", SHM) is None
-    assert launcher.unmount_command("plain", SHM) is None
+    assert launcher.shm_command("plain", SHM, mounted=True) is None
+    assert launcher.shm_command("plain", SHM, mounted=False) is None
 
 
 def test_the_shared_memory_is_limited_and_mounted_on_the_host() -> None:
-    mount = launcher.mount_command("namespace", SHM)
+    mount = launcher.shm_command("namespace", SHM, mounted=True)
     assert mount is not None
     assert "size=1073741824" in " ".join(mount)
-    within = launcher.mount_command("systemd", SHM)
+    within = launcher.shm_command("systemd", SHM, mounted=True)
     assert within is not None
     assert within[0] == "systemd-run"
     assert within[-len(mount) :] == mount
-    assert launcher.unmount_command("namespace", SHM) == ["umount", str(SHM)]
+    assert launcher.shm_command("namespace", SHM, mounted=False) == ["umount", str(SHM)]

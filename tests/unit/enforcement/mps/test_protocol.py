@@ -8,7 +8,8 @@ from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, Protoc
 from gpumgr.enforcement.mps.records import read_protocol, write_protocol
 from gpumgr.errors import MpsError
 
-OLD, NEW = ControlFeatures(protocols=frozenset({2})), ControlFeatures(protocols=frozenset({2, 3}))
+OLD: ControlFeatures = {2: ""}
+NEW: ControlFeatures = {2: "", 3: "--multiuser"}
 
 
 @pytest.mark.parametrize(
