@@ -7,6 +7,7 @@ and bound pods in any order gives the same answers.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import merge
 from itertools import islice
 from typing import Final, Protocol
@@ -16,7 +17,7 @@ from gpumgr.cluster.explain import explain_counted
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
 from gpumgr.cluster.profiles import Profiles
 from gpumgr.cluster.request import PodRequest, Policy
-from gpumgr.cluster.shape import Shape
+from gpumgr.cluster.shape import Rejection, Shape
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
@@ -48,13 +49,6 @@ class Listener(Protocol):
     def node_removed(self, name: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """No node that was offered fits. `text` has the reasons."""
-
-    text: str
-
-
 @dataclass
 class _Node:
     state: NodeState
@@ -75,6 +69,7 @@ class ClusterIndex:
         self._profiles = Profiles()
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
+        self._version = 0
         self._shapes: OrderedDict[tuple[PodRequest, Policy], Shape] = OrderedDict()
         #: Names of nodes that have changed; who follows the index clears it.
         self.changed: set[str] = set()
@@ -134,6 +129,7 @@ class ClusterIndex:
 
     def settle(self) -> None:
         """Computes what follows from all changes so far. Every query does it, and takes long after many changes."""
+        self._version += bool(self._stale)
         for name in self._stale:
             if name in self._nodes:
                 self._profiles.put(self._nodes[name].state, self.used(name))
@@ -180,7 +176,9 @@ class ClusterIndex:
 
     def order(self, request: PodRequest, policy: Policy, names: Iterable[str], most: int | None = None) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
-        shape, offered = self._shape(request, policy), set(names)
+        shape, offered = self._shape(request, policy), _set_of(names) if isinstance(names, tuple) else frozenset(names)
+        if (kept := shape.rejection) is not None and kept[0] == self._version and kept[1] is offered:
+            return kept[2]
         named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
         found = [(name, self._found(name, shape)) for name in sorted(named)]
         alike = offered - named if named else offered
@@ -189,7 +187,9 @@ class ClusterIndex:
             return ordered
         closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike, self._profiles)]
         closest += [(1, name, each) for name, each in found]
-        return Rejection(explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit)))
+        text = explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit))
+        shape.rejection = (self._version, offered, Rejection(text))
+        return shape.rejection[2]
 
     @property
     def placed_pods(self) -> int:
@@ -266,6 +266,11 @@ class ClusterIndex:
     def _found(self, name: str, shape: Shape) -> NodeChoice | Misfit:
         node = self._nodes.get(name)
         return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
+
+
+@lru_cache(maxsize=8)
+def _set_of(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(names)
 
 
 def named_shares(node: NodeState, choice: NodeChoice) -> tuple[NamedShares, ...]:

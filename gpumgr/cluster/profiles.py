@@ -4,7 +4,7 @@ A group stays as it is for as long as it has nodes: a node moves to another grou
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
@@ -23,7 +23,7 @@ class Profile:
         self.state, self.used = state, used
         self.names: list[str] = []
 
-    def first_of(self, offered: set[str]) -> str | None:
+    def first_of(self, offered: Set[str]) -> str | None:
         return next((name for name in self.names if name in offered), None)
 
 

@@ -11,9 +11,10 @@ from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice
 from gpumgr.cluster.explain import MAX_CHARACTERS, memory_text
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.units import CORES_PER_GPU, Amounts
 
 

@@ -2,8 +2,8 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.profiles import Profile, Profiles
@@ -11,6 +11,13 @@ from gpumgr.cluster.request import PodRequest, Policy
 
 #: A rank of a choice, or a distance of a misfit.
 _Value = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """No node that was offered fits. `text` has the reasons."""
+
+    text: str
 
 
 class _Order:
@@ -38,10 +45,14 @@ class _Order:
 
 
 class Shape:
-    """One request under one policy. Only ranks are kept, since a choice is computed again at little cost for the node that is taken."""
+    """One request under one policy. Only ranks are kept, since a choice is computed again at little cost for the node that is taken.
+
+    `rejection`: the last one, for this version of the index and these names. Many pods with one request wait, and ask again and again.
+    """
 
     def __init__(self, request: PodRequest, policy: Policy) -> None:
         self.request, self.policy = request, policy
+        self.rejection: tuple[int, Set[str], Rejection] | None = None
         self._version = -1
         self._fits = _Order()
         self._misfits: dict[Misfit, _Order] = {}
@@ -63,13 +74,13 @@ class Shape:
                 self._order_of.pop(profile).remove(self._value_of.pop(profile), profile)
         self._version = profiles.version
 
-    def fitting(self, offered: set[str]) -> Iterator[tuple[_Value, str]]:
+    def fitting(self, offered: Set[str]) -> Iterator[tuple[_Value, str]]:
         """(rank, name) of the nodes that fit, the best one first."""
         for rank, profiles in self._fits:
             found = [(rank, name) for profile in profiles for name in profile.names if name in offered]
             yield from sorted(found) if len(profiles) > 1 else found
 
-    def misfits(self, offered: set[str], profiles: Profiles) -> Iterator[tuple[int, str]]:
+    def misfits(self, offered: Set[str], profiles: Profiles) -> Iterator[tuple[int, str]]:
         """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes of which none fits."""
         counts = Counter(map(self._order_of.get, map(profiles.by_name.get, offered)))
         for order, count in counts.items():

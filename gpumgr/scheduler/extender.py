@@ -14,9 +14,10 @@ import structlog
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
@@ -304,7 +305,7 @@ class Extender:
         self._preemption.refresh()
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:
-        if args.node_names is not None:
+        if args.by_name:
             return FilterResult(node_names=names)
         items = args.items()
         return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in names]})

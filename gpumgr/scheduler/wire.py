@@ -1,9 +1,12 @@
 """extender/v1: the requests of kube-scheduler and the answers to them. The keys are the names of the Go fields."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import msgspec
+
+_NONE: Final = msgspec.Raw(b"null")
 
 
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
@@ -11,11 +14,17 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
 
     pod: dict[str, Any]
     nodes: dict[str, Any] | None = None
-    node_names: list[str] | None = None
+    node_names: msgspec.Raw = _NONE
 
     def names(self) -> Sequence[str]:
         """Raises ValueError, KeyError or TypeError for nodes without a name."""
-        return self.node_names if self.node_names is not None else list(self.items())
+        names = _names_of(bytes(self.node_names))
+        return names if names is not None else list(self.items())
+
+    @property
+    def by_name(self) -> bool:
+        """The answer has names instead of whole nodes."""
+        return bytes(self.node_names) != bytes(_NONE)
 
     def items(self) -> Mapping[str, Any]:
         """Whole nodes by their names. Raises ValueError, KeyError or TypeError for nodes without a name."""
@@ -23,6 +32,15 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
         if not all(name and isinstance(name, str) for name in named):
             raise ValueError("a node without a name")
         return named
+
+
+@lru_cache(maxsize=4)
+def _names_of(text: bytes) -> tuple[str, ...] | None:
+    """kube-scheduler sends the same names again and again: one object stands for them then. Raises ValueError."""
+    try:
+        return msgspec.json.decode(text, type=tuple[str, ...] | None)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"NodeNames: {error}") from error
 
 
 class FilterResult(msgspec.Struct, rename="pascal", kw_only=True):

@@ -7,9 +7,10 @@ import pytest
 from gpumgr.cluster.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.explain import MAX_CHARACTERS, explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.units import Amounts
 from tests.cluster_states import constrained, node_state, request, share
 

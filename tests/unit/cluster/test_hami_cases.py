@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import Refusal
 from gpumgr.scheduler.selection import constraints_of
 from gpumgr.topology.matrix import topology_from_matrix

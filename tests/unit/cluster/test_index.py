@@ -13,9 +13,10 @@ from gpumgr.cluster import shape
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from gpumgr.units import Amounts
 from tests.cluster_states import node_state, request, share
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, rank_within_quota
 from gpumgr.cluster.request import PodRequest
+from gpumgr.cluster.shape import Rejection
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.units import Amounts
 from tests.cluster_states import GPU_MEBIBYTES, node_state, request, share
