@@ -28,6 +28,8 @@ from tests.e2e.build import build_extender
 COMMON, NOWHERE = SHAPES[0], (1600, 0)
 EVENTS_PER_SECOND = 1000
 JOINING = 20
+#: Of the setting scheduler.candidates.
+MOST_CANDIDATES = 1024
 START_SECONDS = 120
 SIZES: Final = (10, 100, 1000)
 
@@ -146,12 +148,14 @@ def filters(ours: Client, floor: Client, names: int, rounds: int = 5) -> dict[st
 
 
 def whole_pods(ours: Client, stub: str, names: int) -> dict[str, object]:
-    """Pods that pass all verbs; the stub's watch shows each as bound."""
+    """Pods that pass all verbs; the stub's watch shows each as bound. kube-scheduler prioritizes what filter has answered, and if that is
+    more than one node: here the most that the settings allow."""
     before, count = ours.cpu_seconds(), 25
     taken: dict[str, list[float]] = {}
     for shape in SHAPES:
-        for verb, seconds in ours.calls(count, names, shape, ("filter", "prioritize", "bind")).items():
-            taken.setdefault(verb, []).extend(seconds)
+        for number, verbs in ((MOST_CANDIDATES, ("prioritize",)), (names, ("filter", "bind"))):
+            for verb, seconds in ours.calls(count, min(number, names), shape, verbs).items():
+                taken.setdefault(verb, []).extend(seconds)
     cpu = 1000 * (ours.cpu_seconds() - before) / (count * len(SHAPES))
     control(stub, "end")
     return {**{verb: spread([each]) for verb, each in taken.items()}, "cpu_ms_for_each_pod": round(cpu, 2)}

@@ -101,7 +101,10 @@ class LabNode:
         await self.sim.start_agent(self.environ)
 
     async def kill_agent(self) -> None:
+        """Also waits until the kubelet has noticed, so that no pod is admitted by the former agent's devices."""
         await self.sim.agent.kill()
+        kubelet = self.sim.kubelet
+        await kubelet.until(lambda: not any(each.allocatable for each in kubelet.node_status().values()))
 
     # -- pods --------------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ kubelet: [device_plugin_dir, pod_resources_socket]
 kubernetes: [annotate_pods, delete_failed_pods, describe_node, enabled, kubeconfig, node_labels, write_events]
 nvml: [library_path, load_kernel_modules]
 process: [lock_path, stop_grace_seconds]
-scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, tls_cert_file, tls_key_file]
+scheduler: [client_ca_file, client_names, http_port, leader_election, lease_name, predicates, quota_configmap, tls_cert_file, tls_key_file]
 vcuda: [client_path, driver_roots, library_path, library_sha256, volume_conf]
 {{- end -}}
 
