@@ -58,6 +58,8 @@ class Extender:
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
+        #: Pods with assumed GPUs: the watch may show a pod later than kube-scheduler does, or not at all.
+        self._filtered: dict[str, WatchedPod] = {}
 
     @property
     def answers(self) -> bool:
@@ -91,7 +93,6 @@ class Extender:
         if pod.uid in self._sending | self._unsettled:
             return self._as_sent(args, pod, names)
         self._index.remove(pod.uid)
-        self._watches.pending[pod.uid] = pod
         ranked = self._ranked(pod, names, candidates)
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
@@ -109,6 +110,7 @@ class Extender:
             assert state is not None, "a node that fits is in the index"
             placed = pod.on(name, named_shares(state, choice))
             self._assume(placed)
+            self._filtered[pod.uid] = pod
             self._preemption.placed(placed)
         else:
             self._preemption.restore(pod.uid)
@@ -192,7 +194,7 @@ class Extender:
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""
-        pod = self._watches.pending.get(args.pod_uid) or await self._read_pod(args)
+        pod = self._watches.pending.get(args.pod_uid) or self._filtered.get(args.pod_uid) or await self._read_pod(args)
         if pod.refusal is not None:
             raise BindingError(pod.refusal)
         if pod.uid in self._sending:
@@ -302,6 +304,7 @@ class Extender:
         for uid in self._index.expire(self._clock()):
             _log.info("assumption_ended", pod_uid=uid)
         self._unsettled = {uid for uid in self._unsettled if self._index.is_assumed(uid)}
+        self._filtered = {uid: pod for uid, pod in self._filtered.items() if self._index.is_assumed(uid)}
         self._preemption.refresh()
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:

@@ -60,6 +60,7 @@ async def test_what_is_assumed_is_not_given_twice_until_it_ends(stage: Stage) ->
     assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == []
     stage.clock.now += 1
     assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert stage.watches.pending == {}, "these pods have ended: the watch has not shown them"
 
 
 async def test_a_rejection_has_one_text_with_all_counts(stage: Stage) -> None:
