@@ -7,6 +7,7 @@ prefers the node with the best joined GPUs; of equal ones, and for pods without 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
@@ -133,16 +134,21 @@ def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool
     result = []
     for position, gpu in enumerate(node.gpus):
         held = used[position] + use.held(position) if use.taken else used[position]
-        result.append(
-            GpuCapacity(
-                index=position,
-                cores_free=max(0, CORES_PER_GPU - held.cores),
-                memory_blocks_free=max(0, gpu.memory_mebibytes - held.memory_mebibytes) // BLOCK_MEBIBYTES,
-                entirely_free=held == NOTHING,
-                healthy=gpu.offered and allowed[position],
-            )
-        )
+        healthy = allowed[position] and gpu.offered
+        result.append(_capacity(position, gpu.memory_mebibytes, held.cores, held.memory_mebibytes, healthy))
     return result
+
+
+@lru_cache(maxsize=1 << 14)
+def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_held: int, healthy: bool) -> GpuCapacity:
+    """Kept, since the nodes of a cluster have many GPUs with equal use."""
+    return GpuCapacity(
+        index=position,
+        cores_free=max(0, CORES_PER_GPU - cores_held),
+        memory_blocks_free=max(0, memory_mebibytes - mebibytes_held) // BLOCK_MEBIBYTES,
+        entirely_free=cores_held == mebibytes_held == 0,
+        healthy=healthy,
+    )
 
 
 def _amounts(node: NodeState, container: ContainerRequest, gpu: int) -> Amounts:
