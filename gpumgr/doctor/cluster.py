@@ -17,7 +17,8 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import AnswerError, ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_inventory
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.kubeapi.pods import parse_quantity
+from gpumgr.units import CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
 
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
@@ -275,8 +276,7 @@ def _gpu_nodes(nodes: Iterable[Json]) -> dict[str, Json]:
 
 
 def _cores(node: Json) -> int:
-    text = str(((node.get("status") or {}).get("capacity") or {}).get(CORE_RESOURCE, "0"))
-    return int(text) if text.isdecimal() else 0
+    return parse_quantity(str(((node.get("status") or {}).get("capacity") or {}).get(CORE_RESOURCE, "0")))
 
 
 def _inventory(node: Json) -> str | None:
@@ -290,12 +290,14 @@ def _some(names: Iterable[str]) -> str:
 
 
 async def _inventories(cluster: Cluster) -> CheckResult:
-    nodes = await cluster.items("/api/v1/nodes")
     unusable: dict[str, str] = {}
-    described = {str(each["metadata"]["name"]): text for each in nodes if (text := _inventory(each)) is not None}
-    for name, text in described.items():
+    offered: dict[str, bool] = {}
+    for node in await cluster.items("/api/v1/nodes"):
+        name, text = str(node["metadata"]["name"]), _inventory(node)
+        if text is None:
+            continue
         try:
-            decode_inventory(text)
+            offered[name] = _cores(node) >= CORES_PER_GPU * len(decode_inventory(text).gpus)
         except ValueError as failure:
             unusable[name] = str(failure)
     if unusable:
@@ -304,12 +306,12 @@ async def _inventories(cluster: Cluster) -> CheckResult:
             "update the scheduler if the inventory is newer, else delete the annotation: the agent writes it again at its start"
         )
         return error(f"inventories that can't be used: {_some(unusable)} ({first}: {unusable[first][:200]})", remedy)
-    stale = described.keys() - _gpu_nodes(nodes).keys()
-    if stale:
+    if stale := [name for name, complete in offered.items() if not complete]:
         return warning(
-            f"inventory, but no {CORE_RESOURCE}: {_some(stale)}", "look whether the agent runs there; else delete the annotation"
+            f"inventory with more GPUs than {CORE_RESOURCE}: {_some(stale)}",
+            "look whether the agent runs there; else delete the annotation",
         )
-    return ok(f"{len(described)} nodes")
+    return ok(f"{len(offered)} nodes")
 
 
 async def _without_inventory(cluster: Cluster) -> CheckResult:

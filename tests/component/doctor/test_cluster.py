@@ -228,7 +228,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
      replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
     ("inventories", "error", "n2 (n2: version 2 is not supported", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
-    ("inventories", "warning", "inventory, but no tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=0)])),
+    ("inventories", "warning", "with more GPUs than tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
     ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
     ("other-pods", "warning", "ml/theirs", replaced("/api/v1/pods others", [gpu_pod("ours", "{}"), gpu_pod("theirs", None)])),
     ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
