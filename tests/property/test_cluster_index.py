@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.constraints import UNCONSTRAINED
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState, homogeneous
 from gpumgr.cluster.request import PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
 from tests.cluster_states import constrained, node_state, request, share
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpumgr.cluster.choose import Misfit
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, Rejection, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
 from gpumgr.cluster.node import NodeState
 from gpumgr.cluster.quota import Limit, NamespaceQuota, Quotas, added_holdings, rank_within_quota
 from gpumgr.cluster.request import PodRequest
+from gpumgr.cluster.shape import Rejection
 from tests.cluster_states import node_state, request, share
 
 MODELS = ("A100", "V100")

@@ -160,7 +160,7 @@ def test_wrong_settings_are_an_input_error(folder: Path) -> None:
 
 STUCK = """
 import asyncio, time
-from gpumgr.cli.doctor import tell
+from gpumgr.cli.doctor import report_node
 from gpumgr.doctor.examine import Check, ok
 
 async def stuck():
@@ -169,7 +169,7 @@ async def stuck():
 async def well():
     return ok("as it should be")
 
-tell(
+report_node(
     [Check("stuck", stuck, "reboot"), Check("well", well, "")],
     as_json=True,
     limit_seconds=0.05,
