@@ -27,6 +27,7 @@ _COMMANDS: Final = {
     "install": "install",
     "migrate": "migrate",
     "place": "place",
+    "simulate": "simulate",
     "topology": "topology",
     "checkpoint": "checkpoint",
     "config": "config",

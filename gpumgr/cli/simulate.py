@@ -1,0 +1,128 @@
+"""`gpumgr simulate`: compares placement policies on a described cluster."""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.simulate_output import RENDERERS, times_csv
+from gpumgr.errors import InputError
+from gpumgr.simulate.inflate import Result, run
+from gpumgr.simulate.model import NodeSpec, Pod
+from gpumgr.simulate.policies import POLICIES
+from gpumgr.simulate.tables import read_nodes, read_pods
+
+_EXAMPLES = """
+\b
+Examples:
+  gpumgr simulate --nodes nodes.csv --pods pods.csv
+  gpumgr simulate --nodes nodes.csv --pods pods.csv --policy best-fit,least-fragmentation --seed 42 --seed 43 --output json
+"""
+_EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
+_FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+_Task = tuple[list[NodeSpec], list[Pod], str, int]
+
+
+def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
+    names = [name.strip() for text in texts for name in text.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise click.BadParameter(f"'{name}' is no policy; there are {', '.join(POLICIES)}")
+    return list(dict.fromkeys(names))
+
+
+@click.command("simulate", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
+@click.option("--nodes", "nodes_file", type=_FILE, required=True, help="CSV or JSON (*.json) of the nodes.")
+@click.option("--pods", "pods_file", type=_FILE, required=True, help="CSV or JSON (*.json) of the pods.")
+@click.option(
+    "--method",
+    type=click.Choice(["inflate"]),
+    default="inflate",
+    show_default=True,
+    help="inflate: shuffled pods arrive until they ask for 130 % of the GPUs; none ends.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("binpack,least-fragmentation",),
+    show_default=True,
+    callback=_policies,
+    help=f"Several with commas or by repetition: {', '.join(POLICIES)}.",
+)
+@click.option(
+    "--seed", "seeds", type=click.IntRange(min=0), multiple=True, default=(42,), show_default=True, help="Can be repeated."
+)
+@click.option("--output", type=click.Choice(list(RENDERERS)), default="table", show_default=True)
+@click.option("--times", type=click.Path(dir_okay=False, path_type=Path), help="Writes decision times to this CSV file.")
+@click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
+def command(
+    nodes_file: Path,
+    pods_file: Path,
+    method: str,  # noqa: ARG001 (there is one so far)
+    policies: list[str],
+    seeds: tuple[int, ...],
+    output: str,
+    times: Path | None,
+    processes: int | None,
+) -> None:
+    """Compare placement policies on a described cluster.
+
+    The same files and seeds give the same output. docs/simulate.md describes files, policies and measures.
+    """
+    nodes, pods = _read(nodes_file, pods_file)
+    tasks = [(nodes, pods, policy, seed) for policy in policies for seed in dict.fromkeys(seeds)]
+    workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
+    found = list(_progress(_simulated(tasks, workers), len(tasks)))
+    click.echo(RENDERERS[output]([result for result, _ in found]), nl=False)
+    if times is not None:
+        times.write_text(times_csv(found), encoding="utf-8")
+
+
+def _read(nodes_file: Path, pods_file: Path) -> tuple[list[NodeSpec], list[Pod]]:
+    try:
+        with nodes_file.open(encoding="utf-8", newline="") as lines:
+            nodes, skipped = read_nodes(str(nodes_file), lines)
+        if skipped.names:
+            click.echo(f"{nodes_file}: {skipped.text}", err=True)
+        with pods_file.open(encoding="utf-8", newline="") as lines:
+            return nodes, read_pods(str(pods_file), lines, nodes)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{nodes_file} or {pods_file}: it is not UTF-8 text: {error}") from error
+
+
+def _simulated(tasks: list[_Task], workers: int) -> Iterator[tuple[Result, list[int]]]:
+    if workers == 1:
+        yield from map(_simulate, tasks)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_simulate, tasks)
+
+
+def _simulate(task: _Task) -> tuple[Result, list[int]]:
+    """With the time of each decision in nanoseconds."""
+    nodes, pods, policy, seed = task
+    moments: list[int] = []
+    result = run(nodes, pods, policy, seed, random=random.Random, decided=_stopwatch(moments))
+    return result, [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)]
+
+
+def _stopwatch(moments: list[int]) -> Callable[[], None]:
+    return lambda: moments.append(time.perf_counter_ns())
+
+
+def _progress(found: Iterator[tuple[Result, list[int]]], total: int) -> Iterator[tuple[Result, list[int]]]:
+    """With a bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from found
+        return
+    with click.progressbar(found, length=total, label="Simulations", show_eta=True, show_pos=True, file=sys.stderr) as bar:
+        yield from bar

@@ -1,0 +1,92 @@
+"""The policies of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here: in a cluster, kube-scheduler does it."""
+
+from gpumgr.cluster.constraints import Constraints
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
+from gpumgr.cluster.node import GpuState, NodeState, homogeneous
+from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
+from gpumgr.cluster.shape import Rejection
+from gpumgr.simulate.model import GPU_MILLI, Cluster, NodeSpec, Placement, Shape
+from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+
+
+def request_of(shape: Shape) -> PodRequest:
+    """A pod with one container. Cores are rounded up."""
+    if not shape.gpus:
+        return PodRequest()
+    container = ContainerRequest(
+        gpus=shape.gpus,
+        cores_per_gpu=-(-shape.gpu_milli * CORES_PER_GPU // GPU_MILLI),
+        memory_mebibytes=shape.memory_blocks * BLOCK_MEBIBYTES,
+    )
+    return PodRequest((container,), Constraints(use_models=shape.use_models, avoid_models=shape.avoid_models))
+
+
+def state_of(spec: NodeSpec) -> NodeState:
+    """GPUs that are equally far from each other."""
+    if not spec.gpus:
+        return NodeState(name=spec.name)
+    even = homogeneous(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
+    gpu = GpuState(memory_mebibytes=spec.memory_blocks * BLOCK_MEBIBYTES, model=spec.model)
+    return NodeState(name=spec.name, gpus=(gpu,) * spec.gpus, topology=even.topology, naming="index")
+
+
+class _Offered:
+    """Names of the nodes with enough CPU and RAM for a request."""
+
+    def __init__(self, cluster: Cluster, shape: Shape) -> None:
+        self._cluster, self._cpu_milli, self._ram_mebibytes = cluster, shape.cpu_milli, shape.ram_mebibytes
+        self._names = {node.spec.name for position, node in enumerate(cluster.nodes) if self._has_room(position)}
+        self._frozen: frozenset[str] | None = None
+        self._seen = len(cluster.changes)
+
+    def names(self) -> frozenset[str]:
+        """The same object as before if the names are the same."""
+        changes = self._cluster.changes
+        for position in dict.fromkeys(changes[self._seen :]):
+            name, room = self._cluster.nodes[position].spec.name, self._has_room(position)
+            if room != (name in self._names):
+                self._names ^= {name}
+                self._frozen = None
+        self._seen = len(changes)
+        if self._frozen is None:
+            self._frozen = frozenset(self._names)
+        return self._frozen
+
+    def _has_room(self, position: int) -> bool:
+        node = self._cluster.nodes[position]
+        return node.cpu_milli >= self._cpu_milli and node.ram_mebibytes >= self._ram_mebibytes
+
+
+class CorePolicy:
+    """A policy of the scheduler."""
+
+    def __init__(self, cluster: Cluster, policy: Policy) -> None:
+        self._cluster, self._policy = cluster, policy
+        self._index = ClusterIndex()
+        self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
+        self._offered: dict[tuple[int, int], _Offered] = {}
+        for node in cluster.nodes:
+            self._index.set_node(state_of(node.spec))
+
+    def find(self, shape: Shape) -> Placement | None:
+        key = (shape.cpu_milli, shape.ram_mebibytes)
+        if key not in self._offered:
+            self._offered[key] = _Offered(self._cluster, shape)
+        names = self._offered[key].names()
+        found = self._index.rank(request_of(shape), self._policy, names) if names else Rejection("no node has enough CPU and RAM")
+        if isinstance(found, Rejection):
+            return None
+        name, choice = found[0]
+        return Placement(self._positions[name], tuple(gpu for shares in choice.shares for gpu, _ in shares))
+
+    def placed(self, uid: str, shape: Shape, where: Placement) -> None:
+        if not shape.gpus:
+            return
+        spec, request = self._cluster.nodes[where.node].spec, request_of(shape)
+        memory = shape.memory_blocks if shape.share else spec.memory_blocks
+        amounts = Amounts(request.containers[0].cores_per_gpu, memory * BLOCK_MEBIBYTES)
+        shares = (tuple((gpu, amounts) for gpu in where.gpus),)
+        self._index.bind(PlacedPod(uid=uid, node=spec.name, request=request, shares=shares))
+
+    def removed(self, uid: str) -> None:
+        self._index.remove(uid)

@@ -1,0 +1,122 @@
+"""The method inflate: the test of FGD (USENIX ATC '23). Pods arrive once each, in random order, until they ask for 130 % of the GPUs.
+
+Pods are shuffled; then pods that are drawn with replacement are added, or pods are left out, until the demand is reached. No pod ends, and
+none is tried twice.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from gpumgr.errors import InputError
+from gpumgr.simulate.fragmentation import Fragmentation, typical_shapes
+from gpumgr.simulate.model import Cluster, NodeSpec, Pod
+from gpumgr.simulate.policies import POLICIES, Random
+
+DEMAND_PERCENT: Final = 130
+#: Of the GPUs that pods have asked for, in percent of all.
+ALLOCATED_AT: Final = (100, 130)
+FRAGMENTED_AT: Final = (50, 80, 90)
+#: Kinds of pods that every result has; others are named by their number of GPUs.
+KINDS: Final = ("none", "share", "1", "2", "4", "8")
+MAX_PODS: Final = 1_000_000
+
+
+class Shuffler(Random, Protocol):
+    """`random.Random`, as far as it is used here."""
+
+    def shuffle(self, x: list[Pod], /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli."""
+
+    policy: str
+    seed: int
+    allocated_percent: dict[int, float]
+    fragmentation_percent: dict[int, float]
+    failed_pods: dict[str, int]
+    idle_gpus: int
+
+
+def inflated(pods: Sequence[Pod], capacity_milli: int, random: Shuffler) -> list[Pod]:
+    """Pods that ask for the demand. Raises InputError if the pods of the trace never reach it."""
+    if not any(pod.shape.gpus for pod in pods):
+        raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
+    target = capacity_milli * DEMAND_PERCENT // 100
+    made = list(pods)
+    random.shuffle(made)
+    demand = sum(pod.shape.total_milli for pod in made)
+    while demand < target:
+        if len(made) >= MAX_PODS:
+            raise InputError(f"more than {MAX_PODS:,} pods are needed to ask for {DEMAND_PERCENT} % of the GPUs; use fewer nodes")
+        made.append(random.choice(pods))
+        demand += made[-1].shape.total_milli
+    while demand - made[-1].shape.total_milli >= target:
+        demand -= made.pop().shape.total_milli
+    return made
+
+
+def run(
+    nodes: Sequence[NodeSpec],
+    pods: Sequence[Pod],
+    policy: str,
+    seed: int,
+    *,
+    random: Callable[[int], Shuffler],
+    decided: Callable[[], None] = lambda: None,
+) -> Result:
+    """One policy and one seed. `random` makes a source of random numbers from a seed; `decided` is called before and after a decision."""
+    cluster = Cluster(nodes)
+    fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
+    arriving = inflated(pods, cluster.capacity_milli, random(seed))
+    placer = POLICIES[policy](cluster, pods, fragmentation, random(seed))
+    marks = _Marks(cluster, fragmentation)
+    failed: Counter[str] = Counter()
+    for number, pod in enumerate(arriving):
+        decided()
+        where = placer.find(pod.shape)
+        decided()
+        if where is None:
+            failed[pod.shape.kind] += 1
+        else:
+            cluster.place(pod.shape, where)
+            placer.placed(str(number), pod.shape, where)
+        marks.arrived(pod)
+    return Result(
+        policy=policy,
+        seed=seed,
+        allocated_percent=marks.allocated,
+        fragmentation_percent=marks.fragmented,
+        failed_pods={kind: failed[kind] for kind in (*KINDS, *sorted(failed.keys() - set(KINDS), key=int))},
+        idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
+    )
+
+
+class _Marks:
+    """The measures at each mark of arrived demand."""
+
+    def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
+        self._cluster, self._fragmentation = cluster, fragmentation
+        self._demand = 0
+        self._left: Iterator[int] = iter(sorted({*ALLOCATED_AT, *FRAGMENTED_AT}))
+        self._next: int | None = next(self._left)
+        self.allocated: dict[int, float] = {}
+        self.fragmented: dict[int, float] = {}
+
+    def arrived(self, pod: Pod) -> None:
+        self._demand += pod.shape.total_milli
+        while self._next is not None and self._demand * 100 >= self._next * self._cluster.capacity_milli:
+            self._measure(self._next)
+            self._next = next(self._left, None)
+
+    def _measure(self, mark: int) -> None:
+        capacity = self._cluster.capacity_milli
+        free = sum(node.free_milli for node in self._cluster.nodes)
+        if mark in ALLOCATED_AT:
+            self.allocated[mark] = round(100 * (capacity - free) / capacity, 4)
+        if mark in FRAGMENTED_AT:
+            amount = sum(map(self._fragmentation.of, self._cluster.nodes))
+            self.fragmented[mark] = round(100 * amount / free, 4) if free else 0.0

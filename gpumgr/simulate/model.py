@@ -1,0 +1,157 @@
+"""Nodes, pods and what is free, in thousandths: of a GPU (`*_milli` of GPUs) and of a CPU."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+GPU_MILLI: Final = 1000
+
+#: Positions of GPUs on a node.
+Gpus = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """A node that is empty. `memory_blocks` are those of each GPU, 256 MiB each; 0 = the file does not have them."""
+
+    name: str
+    gpus: int
+    model: str = ""
+    memory_blocks: int = 0
+    cpu_milli: int
+    ram_mebibytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A request. `gpu_milli` is on each of the `gpus`; `memory_blocks` on all of them together.
+
+    `use_models` and `avoid_models`: as the constraints of the scheduler, parts of the model without regard to case.
+    """
+
+    gpus: int = 0
+    gpu_milli: int = 0
+    memory_blocks: int = 0
+    cpu_milli: int = 0
+    ram_mebibytes: int = 0
+    use_models: tuple[str, ...] = ()
+    avoid_models: tuple[str, ...] = ()
+
+    @property
+    def total_milli(self) -> int:
+        return self.gpus * self.gpu_milli
+
+    @property
+    def share(self) -> bool:
+        return 0 < self.gpu_milli < GPU_MILLI
+
+    @property
+    def kind(self) -> str:
+        """The class of the pod in results: none, share, or the number of whole GPUs."""
+        return "share" if self.share else str(self.gpus) if self.gpus else "none"
+
+    def allows(self, model: str) -> bool:
+        if not (self.use_models or self.avoid_models):
+            return True
+        folded = model.casefold()
+        used = not self.use_models or any(each.casefold() in folded for each in self.use_models)
+        return bool(folded) and used and not any(each.casefold() in folded for each in self.avoid_models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A row of the trace. `duration_seconds` None: the pod does not end."""
+
+    name: str
+    shape: Shape
+    namespace: str = ""
+    priority: int = 0
+    arrival_seconds: float = 0.0
+    duration_seconds: float | None = None
+
+
+class Node:
+    """What is free on a node. `version` counts changes. `kinds`: the number of pods of each kind that it has."""
+
+    __slots__ = ("blocks", "cpu_milli", "free_milli", "gpu_milli", "kinds", "ram_mebibytes", "spec", "version")
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self.cpu_milli, self.ram_mebibytes = spec.cpu_milli, spec.ram_mebibytes
+        self.gpu_milli = [GPU_MILLI] * spec.gpus
+        self.blocks = [spec.memory_blocks] * spec.gpus
+        self.free_milli = GPU_MILLI * spec.gpus
+        self.kinds: Counter[str] = Counter()
+        self.version = 0
+
+    def idle(self, gpu: int) -> bool:
+        return self.gpu_milli[gpu] == GPU_MILLI and self.blocks[gpu] == self.spec.memory_blocks
+
+    def idle_gpus(self) -> list[int]:
+        full = self.spec.memory_blocks
+        pairs = enumerate(zip(self.gpu_milli, self.blocks, strict=True))
+        return [gpu for gpu, (milli, blocks) in pairs if milli == GPU_MILLI and blocks == full]
+
+    def sharable(self, shape: Shape) -> list[int]:
+        """The GPUs that have room for a share."""
+        milli, blocks = shape.gpu_milli, shape.memory_blocks
+        pairs = enumerate(zip(self.gpu_milli, self.blocks, strict=True))
+        return [gpu for gpu, (free, left) in pairs if free >= milli and left >= blocks]
+
+    def hosts(self, shape: Shape) -> bool:
+        """Whether the pod fits."""
+        if self.cpu_milli < shape.cpu_milli or self.ram_mebibytes < shape.ram_mebibytes:
+            return False
+        if not shape.gpus:
+            return True
+        if self.free_milli < shape.gpus * shape.gpu_milli or not shape.allows(self.spec.model):
+            return False
+        if shape.share:
+            return any(
+                free >= shape.gpu_milli and left >= shape.memory_blocks
+                for free, left in zip(self.gpu_milli, self.blocks, strict=True)
+            )
+        return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
+
+    def tightest(self, shape: Shape) -> Gpus:
+        """For a share the GPU with the least room that fits; whole GPUs in their order. The pod must fit."""
+        if shape.share:
+            return (min(self.sharable(shape), key=lambda gpu: (self.gpu_milli[gpu], self.blocks[gpu])),)
+        return tuple(self.idle_gpus()[: shape.gpus])
+
+    def change(self, shape: Shape, gpus: Gpus, sign: int) -> None:
+        """Places (`sign` -1) or removes (1) a pod."""
+        self.version += 1
+        self.cpu_milli += sign * shape.cpu_milli
+        self.ram_mebibytes += sign * shape.ram_mebibytes
+        self.free_milli += sign * len(gpus) * shape.gpu_milli
+        for gpu in gpus:
+            self.gpu_milli[gpu] += sign * shape.gpu_milli
+            self.blocks[gpu] += sign * (shape.memory_blocks if shape.share else self.spec.memory_blocks)
+        self.kinds[shape.kind] -= sign
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a pod is: the position of the node in the cluster, and its GPUs there."""
+
+    node: int
+    gpus: Gpus
+
+
+class Cluster:
+    """The nodes. `changes`: the position of each node that changed, in the order of the changes."""
+
+    def __init__(self, specs: Iterable[NodeSpec]) -> None:
+        self.nodes: Sequence[Node] = tuple(map(Node, specs))
+        self.changes: list[int] = []
+        self.capacity_milli = sum(node.free_milli for node in self.nodes)
+
+    def place(self, shape: Shape, where: Placement) -> None:
+        self.nodes[where.node].change(shape, where.gpus, -1)
+        self.changes.append(where.node)
+
+    def remove(self, shape: Shape, where: Placement) -> None:
+        self.nodes[where.node].change(shape, where.gpus, 1)
+        self.changes.append(where.node)

@@ -1,0 +1,103 @@
+"""The policies by name. Each one decides where a pod goes; the GPUs of the node are part of the decision."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar, get_args
+
+from gpumgr.cluster.request import Policy
+from gpumgr.simulate import scores
+from gpumgr.simulate.core_policy import CorePolicy
+from gpumgr.simulate.dra import DraPolicy, least_allocated, most_allocated
+from gpumgr.simulate.fragmentation import Fragmentation
+from gpumgr.simulate.model import Cluster, Gpus, Node, Placement, Pod, Shape
+from gpumgr.simulate.ranking import Order, Ranking, Score
+from gpumgr.simulate.scores import Choice
+
+_T = TypeVar("_T")
+
+
+class Random(Protocol):
+    """`random.Random`, as far as policies use it."""
+
+    def expovariate(self, lambd: float) -> float: ...
+    def random(self) -> float: ...
+    def choice(self, seq: Sequence[_T], /) -> _T: ...
+
+
+class Placer(Protocol):
+    """Decides for one cluster. It is informed of what was placed and what has ended."""
+
+    def find(self, shape: Shape) -> Placement | None: ...
+    def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
+    def removed(self, uid: str) -> None: ...
+
+
+class ScorePolicy:
+    """The node with the highest score, then the GPUs on it."""
+
+    def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Order) -> None:
+        self._cluster, self._score, self._choice, self._order = cluster, score, choice, order
+        self._rankings: dict[Shape, Ranking] = {}
+
+    def find(self, shape: Shape) -> Placement | None:
+        ranking = self._rankings.get(shape)
+        if ranking is None:
+            ranking = self._rankings[shape] = Ranking(self._cluster, shape, self._score, self._order)
+        best = ranking.best()
+        return None if best is None else Placement(best, self._choice(self._cluster.nodes[best], shape))
+
+    def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
+    def removed(self, uid: str) -> None: ...
+
+
+#: From the cluster, the pods of the trace, the fragmentation by their typical requests, and a source of random numbers.
+_Make = Callable[[Cluster, Sequence[Pod], Fragmentation, Random], Placer]
+
+
+def _fixed(cluster: Cluster, random: Random) -> Order:
+    """One random order of the nodes for all decisions. The published simulator takes the first of equal nodes, in an order that is not
+    that of the file. Results that depend on the file's order would not be comparable, because files list equal nodes side by side."""
+    keys = [random.random() for _ in cluster.nodes]
+    return lambda position, _last: keys[position]
+
+
+def _scored(score: Score) -> _Make:
+    return lambda cluster, _pods, _fragmentation, random: ScorePolicy(cluster, score, Node.tightest, _fixed(cluster, random))
+
+
+def _random(cluster: Cluster, _pods: Sequence[Pod], _fragmentation: Fragmentation, random: Random) -> Placer:
+    def any_gpu(node: Node, shape: Shape) -> Gpus:
+        return (random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape)
+
+    # Each node that is scored gets a time that is exponentially distributed and begins with that of the last node that was taken. The
+    # distribution has no memory, so the earliest node is each one with equal probability.
+    return ScorePolicy(cluster, scores.none, any_gpu, lambda _position, last: last + random.expovariate(1.0))
+
+
+def _fgd(cluster: Cluster, _pods: Sequence[Pod], fragmentation: Fragmentation, random: Random) -> Placer:
+    rule = scores.Fgd(fragmentation)
+    return ScorePolicy(cluster, rule.score, rule.choice, _fixed(cluster, random))
+
+
+def _least_fragmentation(cluster: Cluster, pods: Sequence[Pod], _fragmentation: Fragmentation, _random: Random) -> Placer:
+    with_gpus = [pod.shape for pod in pods if pod.shape.gpus]
+    milli = sum(shape.total_milli for shape in with_gpus)
+    cpu_per_gpu = max(1, round(1000 * sum(shape.cpu_milli for shape in with_gpus) / milli)) if milli else 1
+    return ScorePolicy(cluster, scores.LeastFragmentation(cpu_per_gpu).score, Node.tightest, lambda position, _last: position)
+
+
+def _core(policy: Policy) -> _Make:
+    return lambda cluster, _pods, _fragmentation, _random: CorePolicy(cluster, policy)
+
+
+POLICIES: Final[Mapping[str, _Make]] = {
+    **{policy: _core(policy) for policy in get_args(Policy)},
+    "least-fragmentation": _least_fragmentation,
+    "random": _random,
+    "best-fit": _scored(scores.best_fit),
+    "dot-product": _scored(scores.dot_product),
+    "packing": _scored(scores.packing),
+    "clustering": _scored(scores.clustering),
+    "fgd": _fgd,
+    "dra": lambda cluster, _pods, _fragmentation, random: DraPolicy(cluster, least_allocated, random),
+    "dra-most-allocated": lambda cluster, _pods, _fragmentation, random: DraPolicy(cluster, most_allocated, random),
+}
