@@ -182,10 +182,12 @@ class ClusterIndex:
         named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
         found = [(name, self._found(name, shape)) for name in sorted(named)]
         alike = offered - named if named else offered
-        fitting = merge(shape.fitting(alike), sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
+        fitting = shape.fitting(alike)
+        if found:
+            fitting = merge(fitting, sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
         if ordered := [name for _, name in islice(fitting, most)]:
             return ordered
-        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike, self._profiles)]
+        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike)]
         closest += [(1, name, each) for name, each in found]
         text = explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit))
         shape.rejection = (self._version, offered, Rejection(text))
