@@ -4,6 +4,7 @@ The state is derived: nodes, bound pods, and assumed placements that have not be
 and bound pods in any order gives the same answers.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class ClusterIndex:
         #: The node of each GPU, by UUID.
         self._node_of_gpu: dict[str, str] = {}
         self._assumed: dict[str, float] = {}
+        #: No assumed placement ends before this time.
+        self._next_end = math.inf
         self._profiles = Profiles()
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
@@ -105,6 +108,7 @@ class ClusterIndex:
         """The pod is expected on its node. `until` is a time of the caller's clock, for `expire`."""
         self._put(pod)
         self._assumed[pod.uid] = until
+        self._next_end = min(self._next_end, until)
 
     def remove(self, uid: str) -> None:
         """The pod has ended, or what was assumed has failed."""
@@ -122,9 +126,12 @@ class ClusterIndex:
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Drops assumed placements that have ended, and returns the UIDs of their pods."""
+        if now < self._next_end:
+            return ()
         ended = tuple(uid for uid, until in self._assumed.items() if until <= now)
         for uid in ended:
             self.remove(uid)
+        self._next_end = min(self._assumed.values(), default=math.inf)
         return ended
 
     def settle(self) -> None:

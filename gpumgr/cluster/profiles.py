@@ -55,9 +55,11 @@ class Profiles:
         profile = kind.profiles.get(used)
         if profile is None:
             profile = kind.profiles[used] = Profile(kind.state, used)
-        profile.nodes += 1
-        self.remove(state.name)
-        self.by_name[state.name], self._kind_of[state.name] = profile, (state, kind)
+        if self.by_name.get(state.name) is not profile:
+            profile.nodes += 1
+            self.remove(state.name)
+            self.by_name[state.name] = profile
+        self._kind_of[state.name] = (state, kind)
 
     def remove(self, name: str) -> None:
         self._changes.append(name)
