@@ -23,6 +23,9 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
 MAX_RESULTS: Final = 500_000
+#: A call of `prepare` follows so many of the oldest changes, for the request shapes that were asked for last.
+PREPARED_SHAPES: Final = 8
+PREPARED_CHANGES: Final = 4
 
 #: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
@@ -143,6 +146,12 @@ class ClusterIndex:
             else:
                 self._profiles.remove(name)
         self._stale.clear()
+
+    def prepare(self) -> None:
+        """Computes a part of what the next queries need, for requests that have been asked before. It takes a millisecond at most."""
+        self.settle()
+        for shape in islice(reversed(self._shapes.values()), PREPARED_SHAPES):
+            shape.update(self._profiles, PREPARED_CHANGES)
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A group stays as it is for as long as it has nodes: a node moves to another group when its use changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
@@ -82,9 +82,9 @@ class Profiles:
         """The number of changes."""
         return self._forgotten + len(self._changes)
 
-    def changed_since(self, version: int) -> Iterable[str] | None:
-        """Names of nodes that have got another profile or none, each once; None: too many changes ago."""
-        return dict.fromkeys(self._changes[version - self._forgotten :]) if version >= self._forgotten else None
+    def changed_since(self, version: int) -> Sequence[str] | None:
+        """Names of nodes that have got another profile or none; None: too many changes ago."""
+        return self._changes[version - self._forgotten :] if version >= self._forgotten else None
 
     def _kind(self, state: NodeState) -> _Kind:
         gpus = tuple(replace(gpu, uuid=_SOME_UUID if gpu.uuid else "") for gpu in state.gpus)

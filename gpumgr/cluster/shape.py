@@ -47,18 +47,21 @@ class Shape:
     def __len__(self) -> int:
         return len(self._group_of)
 
-    def update(self, profiles: Profiles) -> None:
-        """Computes what is new since the last call."""
-        changed = profiles.changed_since(self._version)
+    def update(self, profiles: Profiles, most: int | None = None) -> None:
+        """Computes what is new since the last call. `most`: only so many of the oldest changes, and nothing after too many changes."""
+        changed, version = profiles.changed_since(self._version), profiles.version
+        if most is not None:
+            changed = (changed or [])[:most]
+            version = self._version + len(changed)
         found: dict[Profile, _Group] = {}
-        for name in {**self._group_of, **profiles.by_name} if changed is None else changed:
+        for name in {**self._group_of, **profiles.by_name} if changed is None else dict.fromkeys(changed):
             if (before := self._group_of.pop(name, None)) is not None:
                 self._leave(before, name)
             if (profile := profiles.by_name.get(name)) is not None:
                 group = found.get(profile) or self._group(profile)
                 insort(group.names, name)
                 self._group_of[name] = found[profile] = group
-        self._version = profiles.version
+        self._version = version
 
     def fitting(self, offered: Set[str]) -> Iterator[tuple[_Value, str]]:
         """(rank, name) of the nodes that fit, the best one first."""

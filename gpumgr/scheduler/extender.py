@@ -192,6 +192,11 @@ class Extender:
             return BindResult(str(error))
         return BindResult()
 
+    def prepare(self) -> None:
+        """To be called between verbs: computes what the next ones need."""
+        if self.ready:
+            self._index.prepare()
+
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""
         pod = self._watches.pending.get(args.pod_uid) or self._filtered.get(args.pod_uid) or await self._read_pod(args)
