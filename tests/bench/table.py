@@ -189,7 +189,7 @@ def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     }
     for what, (goal, row) in waits.items():
         yield f"| {what}; p50 / worst | < {goal} s | {row['p50']} / {row['worst']} s |"
-    yield f"| CPU of the extender meanwhile | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
+    yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
     for signal, taken in found["takeover_seconds"].items():
         yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
 

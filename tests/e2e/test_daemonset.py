@@ -381,7 +381,7 @@ def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Inst
 
 @contextlib.contextmanager
 def shared_mount(folder: Path) -> Iterator[None]:
-    """The folder as a mount whose mounts propagate, which systemd makes of every mount of a host."""
+    """The folder as a shared mount; systemd makes all mounts of a host shared."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "--bind", folder, folder], check=True)
     try:
