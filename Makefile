@@ -33,7 +33,7 @@ lab: venv ## real enforcement libraries and MPS programs in containers over a fa
 bench: venv ## measure; writes build/bench.json and prints its table (about 6 minutes, on a quiet machine)
 	@$(PYTHON) -m tests.bench $(ARGS)
 
-bench-pods: venv ## measure, with 40 and 80 pods at once on a real kubelet besides (root, as for e2e; about 10 minutes more)
+bench-pods: venv ## measure, with pods on a real kubelet and at a real kube-scheduler besides (root, as for e2e; about 20 minutes more)
 	@$(PYTHON) -m tests.bench --pods $(ARGS)
 
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md

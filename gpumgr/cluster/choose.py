@@ -166,7 +166,7 @@ def _rank(
     }
     cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
     memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
-    free = sum(gpu.offered and held == NOTHING for gpu, held in zip(node.gpus, after, strict=True))
+    free = sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, after, strict=True))
     whole = any(container.whole for container in request.containers)
     order = (free, cores, memory) if whole else (cores, memory, free)
     ordered = tuple(sign * each for each in order)

@@ -4,6 +4,7 @@ The state is derived: nodes, bound pods, and assumed placements that have not be
 and bound pods in any order gives the same answers.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from gpumgr.units import CORES_PER_GPU, Amounts
 
 #: Results that are kept for request shapes, about 200 bytes each; those of the least recently used shape are dropped.
 MAX_RESULTS: Final = 500_000
+#: A call of `prepare` follows so many of the oldest changes, for the request shapes that were asked for last.
+PREPARED_SHAPES: Final = 8
+PREPARED_CHANGES: Final = 4
 
 #: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
@@ -66,6 +70,8 @@ class ClusterIndex:
         #: The node of each GPU, by UUID.
         self._node_of_gpu: dict[str, str] = {}
         self._assumed: dict[str, float] = {}
+        #: No assumed placement ends before this time.
+        self._next_end = math.inf
         self._profiles = Profiles()
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
@@ -105,6 +111,7 @@ class ClusterIndex:
         """The pod is expected on its node. `until` is a time of the caller's clock, for `expire`."""
         self._put(pod)
         self._assumed[pod.uid] = until
+        self._next_end = min(self._next_end, until)
 
     def remove(self, uid: str) -> None:
         """The pod has ended, or what was assumed has failed."""
@@ -122,9 +129,12 @@ class ClusterIndex:
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Drops assumed placements that have ended, and returns the UIDs of their pods."""
+        if now < self._next_end:
+            return ()
         ended = tuple(uid for uid, until in self._assumed.items() if until <= now)
         for uid in ended:
             self.remove(uid)
+        self._next_end = min(self._assumed.values(), default=math.inf)
         return ended
 
     def settle(self) -> None:
@@ -136,6 +146,12 @@ class ClusterIndex:
             else:
                 self._profiles.remove(name)
         self._stale.clear()
+
+    def prepare(self) -> None:
+        """Computes a part of what the next queries need, for requests that have been asked before. It takes a millisecond at most."""
+        self.settle()
+        for shape in islice(reversed(self._shapes.values()), PREPARED_SHAPES):
+            shape.update(self._profiles, PREPARED_CHANGES)
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 
@@ -182,10 +198,12 @@ class ClusterIndex:
         named = {name for gpu in request.constraints.uuids if (name := self._node_of_gpu.get(gpu)) in offered}
         found = [(name, self._found(name, shape)) for name in sorted(named)]
         alike = offered - named if named else offered
-        fitting = merge(shape.fitting(alike), sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
+        fitting = shape.fitting(alike)
+        if found:
+            fitting = merge(fitting, sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
         if ordered := [name for _, name in islice(fitting, most)]:
             return ordered
-        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike, self._profiles)]
+        closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike)]
         closest += [(1, name, each) for name, each in found]
         text = explain_counted((count, name, each) for count, name, each in closest if isinstance(each, Misfit))
         shape.rejection = (self._version, offered, Rejection(text))

@@ -3,8 +3,7 @@
 A group stays as it is for as long as it has nodes: a node moves to another group when its use changes.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
@@ -15,16 +14,13 @@ _SOME_UUID = "GPU"
 
 
 class Profile:
-    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node; `names` are sorted."""
+    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node; `nodes` counts them."""
 
-    __slots__ = ("names", "state", "used")
+    __slots__ = ("nodes", "state", "used")
 
     def __init__(self, state: NodeState, used: Used) -> None:
         self.state, self.used = state, used
-        self.names: list[str] = []
-
-    def first_of(self, offered: Set[str]) -> str | None:
-        return next((name for name in self.names if name in offered), None)
+        self.nodes = 0
 
 
 _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
@@ -44,39 +40,40 @@ class Profiles:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Profile] = {}
-        self._kind_of: dict[str, _Kind] = {}
+        #: Of each node its state, for which the kind was found.
+        self._kind_of: dict[str, tuple[NodeState, _Kind]] = {}
         self._kinds: dict[_KindKey, _Kind] = {}
-        #: Profiles that got their first node or lost their last one, in this order; the first of them has the number `_forgotten`.
-        self._changes: list[Profile] = []
+        #: Names of nodes that have got another profile or none, in this order; the first of them has the number `_forgotten`.
+        self._changes: list[str] = []
         self._forgotten = 0
-
-    def __iter__(self) -> Iterator[Profile]:
-        return (profile for kind in self._kinds.values() for profile in kind.profiles.values())
 
     def put(self, state: NodeState, used: Used) -> None:
         """The node is new or has changed."""
-        self.remove(state.name)
-        gpus = tuple(replace(gpu, uuid=_SOME_UUID if gpu.uuid else "") for gpu in state.gpus)
-        key = (state.topology, state.naming, gpus)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus))
+        known, kind = self._kind_of.get(state.name, (None, None))
+        if kind is None or known is not state:
+            kind = self._kind(state)
         profile = kind.profiles.get(used)
         if profile is None:
             profile = kind.profiles[used] = Profile(kind.state, used)
-            self._changed(profile)
-        insort(profile.names, state.name)
-        self.by_name[state.name], self._kind_of[state.name] = profile, kind
+        if self.by_name.get(state.name) is not profile:
+            profile.nodes += 1
+            self.remove(state.name)
+            self.by_name[state.name] = profile
+        self._kind_of[state.name] = (state, kind)
 
     def remove(self, name: str) -> None:
+        self._changes.append(name)
+        if len(self._changes) > 1000 + 2 * len(self.by_name):
+            half = len(self._changes) // 2
+            self._forgotten += half
+            del self._changes[:half]
         profile = self.by_name.pop(name, None)
         if profile is None:
             return
-        kind = self._kind_of.pop(name)
-        del profile.names[bisect_left(profile.names, name)]
-        if not profile.names:
+        _, kind = self._kind_of.pop(name)
+        profile.nodes -= 1
+        if not profile.nodes:
             del kind.profiles[profile.used]
-            self._changed(profile)
             if not kind.profiles:
                 del self._kinds[kind.key]
 
@@ -85,13 +82,13 @@ class Profiles:
         """The number of changes."""
         return self._forgotten + len(self._changes)
 
-    def changed_since(self, version: int) -> Iterable[Profile] | None:
-        """Profiles that have come or gone, each once; None: too many changes ago."""
-        return dict.fromkeys(self._changes[version - self._forgotten :]) if version >= self._forgotten else None
+    def changed_since(self, version: int) -> Sequence[str] | None:
+        """Names of nodes that have got another profile or none; None: too many changes ago."""
+        return self._changes[version - self._forgotten :] if version >= self._forgotten else None
 
-    def _changed(self, profile: Profile) -> None:
-        self._changes.append(profile)
-        if len(self._changes) > 1000 + 2 * len(self.by_name):
-            half = len(self._changes) // 2
-            self._forgotten += half
-            del self._changes[:half]
+    def _kind(self, state: NodeState) -> _Kind:
+        gpus = tuple(replace(gpu, uuid=_SOME_UUID if gpu.uuid else "") for gpu in state.gpus)
+        key = (state.topology, state.naming, gpus)
+        if key not in self._kinds:
+            self._kinds[key] = _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus))
+        return self._kinds[key]

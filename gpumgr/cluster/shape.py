@@ -20,28 +20,14 @@ class Rejection:
     text: str
 
 
-class _Order:
-    """Profiles by a value, the lowest first."""
+class _Group:
+    """Nodes with one value. `reason`: why they do not fit; None: they fit. `names` are sorted."""
 
-    def __init__(self) -> None:
-        self._values: list[_Value] = []
-        self._profiles: dict[_Value, list[Profile]] = {}
+    __slots__ = ("names", "reason", "value")
 
-    def add(self, value: _Value, profile: Profile) -> None:
-        if (found := self._profiles.get(value)) is not None:
-            found.append(profile)
-            return
-        insort(self._values, value)
-        self._profiles[value] = [profile]
-
-    def remove(self, value: _Value, profile: Profile) -> None:
-        found = self._profiles[value]
-        found.remove(profile)
-        if not found:
-            del self._profiles[value], self._values[bisect_left(self._values, value)]
-
-    def __iter__(self) -> Iterator[tuple[_Value, list[Profile]]]:
-        return ((value, self._profiles[value]) for value in self._values)
+    def __init__(self, reason: Misfit | None, value: _Value) -> None:
+        self.reason, self.value = reason, value
+        self.names: list[str] = []
 
 
 class Shape:
@@ -54,48 +40,60 @@ class Shape:
         self.request, self.policy = request, policy
         self.rejection: tuple[int, Set[str], Rejection] | None = None
         self._version = -1
-        self._fits = _Order()
-        self._misfits: dict[Misfit, _Order] = {}
-        #: For each profile, and None for nodes that are not in the index.
-        self._order_of: dict[Profile | None, _Order] = {None: self._order(Misfit(container=None))}
-        self._value_of: dict[Profile, _Value] = {}
+        self._group_of: dict[str, _Group] = {}
+        #: By reason; the lowest value first.
+        self._groups: dict[Misfit | None, list[_Group]] = {None: []}
 
     def __len__(self) -> int:
-        return len(self._value_of)
+        return len(self._group_of)
 
-    def update(self, profiles: Profiles) -> None:
-        """Computes what is new since the last call."""
-        changed = profiles.changed_since(self._version)
-        for profile in [*self._value_of, *profiles] if changed is None else changed:
-            known = profile in self._value_of
-            if profile.names and not known:
-                self._add(profile)
-            elif known and not profile.names:
-                self._order_of.pop(profile).remove(self._value_of.pop(profile), profile)
-        self._version = profiles.version
+    def update(self, profiles: Profiles, most: int | None = None) -> None:
+        """Computes what is new since the last call. `most`: only so many of the oldest changes, and nothing after too many changes."""
+        changed, version = profiles.changed_since(self._version), profiles.version
+        if most is not None:
+            changed = (changed or [])[:most]
+            version = self._version + len(changed)
+        found: dict[Profile, _Group] = {}
+        for name in {**self._group_of, **profiles.by_name} if changed is None else dict.fromkeys(changed):
+            if (before := self._group_of.pop(name, None)) is not None:
+                self._leave(before, name)
+            if (profile := profiles.by_name.get(name)) is not None:
+                group = found.get(profile) or self._group(profile)
+                insort(group.names, name)
+                self._group_of[name] = found[profile] = group
+        self._version = version
 
     def fitting(self, offered: Set[str]) -> Iterator[tuple[_Value, str]]:
         """(rank, name) of the nodes that fit, the best one first."""
-        for rank, profiles in self._fits:
-            found = [(rank, name) for profile in profiles for name in profile.names if name in offered]
-            yield from sorted(found) if len(profiles) > 1 else found
+        return ((group.value, name) for group in self._groups[None] for name in group.names if name in offered)
 
-    def misfits(self, offered: Set[str], profiles: Profiles) -> Iterator[tuple[int, str]]:
+    def misfits(self, offered: Set[str]) -> Iterator[tuple[int, str]]:
         """The number of nodes of each kind of misfit, and the node of them that lacks least. For nodes of which none fits."""
-        counts = Counter(map(self._order_of.get, map(profiles.by_name.get, offered)))
-        for order, count in counts.items():
-            assert order is not None, "every profile has an order"
-            names = (min(filter(None, (profile.first_of(offered) for profile in group)), default=None) for _, group in order)
-            yield count, next(filter(None, names), None) or min(name for name in offered if name not in profiles.by_name)
+        counts = Counter(map(self._group_of.get, offered))
+        if None in counts:  # not in the index
+            yield counts[None], min(name for name in offered if name not in self._group_of)
+        for groups in self._groups.values():
+            if there := [group for group in groups if group in counts]:
+                yield sum(counts[group] for group in there), next(name for name in there[0].names if name in offered)
 
-    def _add(self, profile: Profile) -> None:
+    def _group(self, profile: Profile) -> _Group:
         found = choose(profile.state, profile.used, self.request, self.policy)
-        value: _Value = found.rank if isinstance(found, NodeChoice) else (found.distance,)
-        order = self._fits if isinstance(found, NodeChoice) else self._order(found)
-        order.add(value, profile)
-        self._order_of[profile], self._value_of[profile] = order, value
+        if isinstance(found, NodeChoice):
+            group = _Group(None, found.rank)
+        else:  # misfits that have one reason are compared
+            group = _Group(replace(found, closest=None, free_gpus=0, distance=0.0), (found.distance,))
+        groups = self._groups.setdefault(group.reason, [])
+        place = bisect_left(groups, group.value, key=_value)
+        if place == len(groups) or groups[place].value != group.value:
+            groups.insert(place, group)
+        return groups[place]
 
-    def _order(self, misfit: Misfit) -> _Order:
-        """Misfits that have one reason are in one order."""
-        reason = replace(misfit, closest=None, free_gpus=0, distance=0.0)
-        return self._misfits.setdefault(reason, _Order())
+    def _leave(self, group: _Group, name: str) -> None:
+        del group.names[bisect_left(group.names, name)]
+        if not group.names:
+            groups = self._groups[group.reason]
+            del groups[bisect_left(groups, group.value, key=_value)]
+
+
+def _value(group: _Group) -> _Value:
+    return group.value

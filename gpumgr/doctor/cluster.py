@@ -158,8 +158,9 @@ async def _certificates(cluster: Cluster) -> CheckResult:
 
 
 def _secret(deployment: Json, volume: str) -> str:
-    volumes = deployment["spec"]["template"]["spec"]["volumes"]
-    return next(str(each["secret"]["secretName"]) for each in volumes if each["name"] == volume)
+    """Raises KeyError without this volume."""
+    volumes = {each["name"]: each for each in deployment["spec"]["template"]["spec"]["volumes"]}
+    return str(volumes[volume]["secret"]["secretName"])
 
 
 def needed(namespace: str, lease: str) -> tuple[Right, ...]:
@@ -200,7 +201,7 @@ async def _versions(cluster: Cluster) -> CheckResult:
     ]
     if server is None or server < (1, 20):
         return error(", ".join(found), "gpumgr supports Kubernetes 1.20 and later")
-    if any(not 0 <= server[1] - each[1] <= 1 for each in seen["kube-scheduler"]):
+    if any(each not in (server, (server[0], server[1] - 1)) for each in seen["kube-scheduler"]):
         return error(
             ", ".join(found),
             "set scheduler.kubeScheduler.image.tag to the API server's version",
@@ -279,6 +280,10 @@ def _cores(node: Json) -> int:
     return parse_quantity(str(((node.get("status") or {}).get("capacity") or {}).get(CORE_RESOURCE, "0")))
 
 
+def _ready(node: Json) -> bool:
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions") or ())
+
+
 def _inventory(node: Json) -> str | None:
     text = (node["metadata"].get("annotations") or {}).get(INVENTORY_ANNOTATION)
     return None if text is None else str(text)
@@ -297,7 +302,8 @@ async def _inventories(cluster: Cluster) -> CheckResult:
         if text is None:
             continue
         try:
-            offered[name] = _cores(node) >= CORES_PER_GPU * len(decode_inventory(text).gpus)
+            complete = _cores(node) >= CORES_PER_GPU * len(decode_inventory(text).gpus)
+            offered[name] = complete or not _ready(node)  # the scheduler's rule: WatchedNode.inventory
         except ValueError as failure:
             unusable[name] = str(failure)
     if unusable:

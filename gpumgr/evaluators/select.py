@@ -111,10 +111,10 @@ def find(
 def _share(
     gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, policy: Policy, required: frozenset[int]
 ) -> Placement | None:
-    candidates = [gpu for gpu in gpus if required <= {gpu.index}]
+    candidates = [gpu for gpu in gpus if required <= {gpu.index}] if required else gpus
     sign = 1 if policy == "binpack" else -1
     gpu = min(
-        (gpu for gpu in candidates if _fits(gpu, cores, memory_blocks)),
+        [gpu for gpu in candidates if _fits(gpu, cores, memory_blocks)],
         key=lambda gpu: (sign * gpu.cores_free, sign * gpu.memory_blocks_free, gpu.index),
         default=None,
     )

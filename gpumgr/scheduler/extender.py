@@ -58,7 +58,7 @@ class Extender:
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
-        #: Pods with assumed GPUs: the watch may show a pod later than kube-scheduler does, or not at all.
+        #: Pods with assumed GPUs, and some that had: the watch may show a pod later than kube-scheduler does, or not at all.
         self._filtered: dict[str, WatchedPod] = {}
 
     @property
@@ -177,9 +177,9 @@ class Extender:
         if self.ready and names and pod.request.containers:
             ordered = self._index.order(pod.request, self._policy(pod), names)
             if not isinstance(ordered, Rejection):
-                for place, name in enumerate(ordered):
-                    scores[name] = MAX_SCORE - MAX_SCORE * place // len(ordered)
-        return [HostPriority(name, score) for name, score in scores.items()]
+                count = len(ordered)
+                scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
+        return list(map(HostPriority, scores, scores.values()))
 
     async def bind(self, args: BindArgs) -> BindResult:
         """Validates the assumed GPUs again, or chooses others of this node, and binds the pod."""
@@ -191,6 +191,11 @@ class Extender:
             _log.warning("pod_not_bound", pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node, reason=str(error))
             return BindResult(str(error))
         return BindResult()
+
+    def prepare(self) -> None:
+        """To be called between verbs: computes what the next ones need."""
+        if self.ready:
+            self._index.prepare()
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""
@@ -304,7 +309,8 @@ class Extender:
         for uid in self._index.expire(self._clock()):
             _log.info("assumption_ended", pod_uid=uid)
         self._unsettled = {uid for uid in self._unsettled if self._index.is_assumed(uid)}
-        self._filtered = {uid: pod for uid, pod in self._filtered.items() if self._index.is_assumed(uid)}
+        if len(self._filtered) > 2 * self._index.assumed_pods:
+            self._filtered = {uid: pod for uid, pod in self._filtered.items() if self._index.is_assumed(uid)}
         self._preemption.refresh()
 
     def _passed(self, args: FilterArgs, names: list[str]) -> FilterResult:

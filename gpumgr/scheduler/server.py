@@ -4,6 +4,7 @@ The answer to every verb has the status 200, and an error is its `Error`: kube-s
 that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -90,10 +91,12 @@ def _guard(extender: Extender, names: frozenset[str]) -> Middleware:
         if names and not names & names_of(request.get_extra_info("peercert")):
             return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
         if not extender.answers:
-            response = web.Response(status=503, text=f"{NOT_LEADING}\n")
-            response.force_close()
-            return response
-        return await handler(request)
+            refusal = web.Response(status=503, text=f"{NOT_LEADING}\n")
+            refusal.force_close()
+            return refusal
+        response = await handler(request)
+        asyncio.get_running_loop().call_soon(extender.prepare)  # after the response has been sent
+        return response
 
     return guarded
 

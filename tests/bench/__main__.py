@@ -1,7 +1,7 @@
 """`python -m tests.bench`: every benchmark, one after another, into build/bench.json; their table on standard output.
 
-`--pods` adds the crowds on a real kubelet (root). `--only MODULE` measures that one again and takes the others' figures from the last
-run. `--document FILE` measures nothing: it puts the table of the last run into FILE.
+`--pods` adds what needs a real kubelet or kube-scheduler (root). `--only MODULE` measures that one again and takes the others' figures
+from the last run. `--document FILE` measures nothing: it puts the table of the last run into FILE.
 """
 
 import argparse
@@ -47,18 +47,17 @@ def measure(pods: bool, only: str | None = None) -> dict[str, Any]:
         print(f"bench: {name}", file=sys.stderr)
         figures[name] = json.loads(_output([sys.executable, "-m", module]))
     if pods:
-        figures |= pods_at_once()
+        for module in ("tests.e2e.bench_pods", "tests.e2e.bench_kube_scheduler"):
+            figures |= on_a_cluster(module)
     figures["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     return figures
 
 
-def pods_at_once() -> dict[str, Any]:
-    """Crowds on a real kubelet, beside the floor."""
+def on_a_cluster(module: str) -> dict[str, Any]:
+    """What needs real parts of Kubernetes."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "pods.json"
-        subprocess.run(
-            [sys.executable, "-m", "tests.e2e.bench_pods", "--output", str(output)], check=True, cwd=PROJECT, stdout=sys.stderr
-        )
+        output = Path(folder) / "figures.json"
+        subprocess.run([sys.executable, "-m", module, "--output", str(output)], check=True, cwd=PROJECT, stdout=sys.stderr)
         document: dict[str, Any] = json.loads(output.read_text())
         return document
 
@@ -83,7 +82,7 @@ def _output(command: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pods", action="store_true", help="crowds on a real kubelet besides (root)")
+    parser.add_argument("--pods", action="store_true", help="what needs a real kubelet or kube-scheduler besides (root)")
     parser.add_argument("--only", choices=MODULES, help="this one again, the others as in the last run")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table of the last run into FILE")
     arguments = parser.parse_args()

@@ -43,6 +43,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         *_limits(limits),
         *shown,
         *_scheduler(figures.get("scheduler")),
+        *_kube_scheduler(figures.get("kube_scheduler")),
         *_pods(pods),
     )
     return "\n".join(parts)
@@ -173,6 +174,24 @@ def _scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
     for size, row in found["sizes"].items():
         ours, floor = (f"{_pair(row[who])}; {row[cpu]} ms" for who, cpu in (("gpumgr", "cpu_ms"), ("floor", "floor_cpu_ms")))
         yield f"| filter with {size} nodes; CPU | | {ours} | {floor} |"
+
+
+def _kube_scheduler(found: Mapping[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    yield from ("", f"| a real kube-scheduler, {found['nodes']} nodes of the API | goal | measured |", "|---|---|---|")
+    for size, row in found["pods_a_second"].items():
+        rates = f"{row['gpumgr']}, without an extender {row['plain']}; ratio {row['ratio']}"
+        yield f"| pods a second of {size} that wait | 150; ratio > 0.7 | {rates} |"
+    waits = {
+        "a GPU becomes usable to its pod bound, 200 others rejected": ("3", found["woken_among_200_seconds"]),
+        "a new pod bound, 500 rejected, 10 CPU-only pods a second": ("5", found["among_500"]["new_pod_bound_seconds"]),
+    }
+    for what, (goal, row) in waits.items():
+        yield f"| {what}; p50 / worst | < {goal} s | {row['p50']} / {row['worst']} s |"
+    yield f"| CPU of the extender during that time | < 50 % of a core | {found['among_500']['extender_core_percent']} % |"
+    for signal, taken in found["takeover_seconds"].items():
+        yield f"| leader ended by {signal} to the other's first answer | < 15 s | {max(taken)} s |"
 
 
 def _both(row: Mapping[str, Any]) -> str:

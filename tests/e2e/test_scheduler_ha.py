@@ -62,6 +62,14 @@ class Replicas:
             cwd=PROJECT,
         )  # fmt: skip
 
+    def wait_listening(self, name: str) -> None:
+        def listens() -> bool:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self.ports[name])):
+                return True
+            return False
+
+        wait_until(f"{name} listens", listens)
+
     def leaders(self) -> list[str]:
         """The pods with the label."""
         return [each["metadata"]["name"] for each in self._cluster.api.request("GET", f"{PODS}?labelSelector={LABEL}")["items"]]
@@ -133,6 +141,8 @@ def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
     try:
         for name in REPLICAS:
             both.start(name)
+        for name in REPLICAS:
+            both.wait_listening(name)
         both.wait_leader()
         start_kube_scheduler(cluster, {"urlPrefix": both.url, **TLS})
         yield both

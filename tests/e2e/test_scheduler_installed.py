@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -168,3 +168,17 @@ def doctor(cluster: Cluster) -> dict[str, Json]:
     done = CliRunner().invoke(command, ["--cluster", "--kubeconfig", str(cluster.kubeconfig("admin")), "--json"])
     assert done.exit_code in (0, 1), done.output
     return {each["check"]: each for each in json.loads(done.output)}
+
+
+def test_an_upgrade_keeps_the_certificates(cluster: Cluster, installed: list[Json]) -> None:
+    """Helm reads them from the cluster. A running kube-scheduler reads its client certificate at its start only."""
+
+    def secrets(objects: Iterable[Json]) -> dict[str, Json]:
+        return {each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "Secret"}
+
+    flags = ("--kube-version=1.37.2", "--dry-run=server", f"--kubeconfig={cluster.kubeconfig('admin')}")
+    upgraded = yaml.safe_load_all(chart.render(values(cluster), *flags))
+    assert secrets(filter(None, upgraded)) == secrets(installed)
+    assert set(secrets(installed)) == {f"{NAME}-tls", f"{NAME}-client-tls"}
+    another = yaml.safe_load_all(chart.render(values(cluster), "--kube-version=1.37.2"))
+    assert secrets(filter(None, another)) != secrets(installed)

@@ -155,6 +155,10 @@ class Cluster(RuleBasedStateMachine):
         self.index.remove_node(name)
         self.index.set_node(self.nodes[name])
 
+    @rule()
+    def prepare(self) -> None:
+        self.index.prepare()
+
     @rule(seconds=st.sampled_from([1.0, 61.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds

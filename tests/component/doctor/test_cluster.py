@@ -72,11 +72,14 @@ def deployment(name: str, container: str, **secrets: str) -> Json:
     return {"metadata": {"name": name, "namespace": SPACE}, "spec": {"template": {"spec": spec}}}
 
 
-def node(name: str, *, cores: int = 100, inventory: str | None = INVENTORY) -> Json:
+def node(name: str, *, cores: int = 100, inventory: str | None = INVENTORY, ready: str = "True") -> Json:
     annotations = {} if inventory is None else {"gpumgr.io/inventory": inventory}
     return {
         "metadata": {"name": name, "annotations": annotations},
-        "status": {"capacity": {"tencent.com/vcuda-core": str(cores)}},
+        "status": {
+            "capacity": {"tencent.com/vcuda-core": str(cores)},
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
     }
 
 
@@ -215,6 +218,11 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("certificates", "warning", "a certificate ends in 2 days", secret("client", "ending")),
     ("certificates", "error", "HTTP 404", dropped(f"{SECRETS}/client")),
     ("certificates", "error", "kube-scheduler's Secret has no tls.key, ca.crt", replaced(f"{SECRETS}/client", {"data": {"tls.crt": "a"}})),
+    ("certificates", "error", "an object has another structure: KeyError: 'scheduler-tls'",
+     replaced("/apis/apps/v1/deployments", [deployment(NAME, "scheduler")])),
+    ("versions", "error", "kube-scheduler 2.37", replaced("/api/v1/pods part-of", [
+        gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v2.37.1"),
+    ])),
     ("versions", "error", "API server 1.35", replaced("/version", {"gitVersion": "v1.35.0+k3s1"})),
     ("versions", "warning", "gpumgr 0.1, scheduler 0.3", replaced("/api/v1/pods part-of", [
         gpumgr_pod("a", "gpumgr", "gpumgr:0.1.0"), gpumgr_pod("b", "scheduler", "gpumgr:0.3.0"),
@@ -229,6 +237,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
      replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
     ("inventories", "error", "n2 (n2: version 2 is not supported", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
     ("inventories", "warning", "with more GPUs than tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
+    ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
     ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
     ("other-pods", "warning", "ml/theirs", replaced("/api/v1/pods others", [gpu_pod("ours", "{}"), gpu_pod("theirs", None)])),
     ("configuration", "skipped", "no ConfigMap of the chart", replaced("/api/v1/configmaps", [])),
