@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
-import aiohttp
 import structlog
 
 from gpumgr.agent.node_report import OutboxState
@@ -14,9 +13,8 @@ from gpumgr.aio import persistently
 from gpumgr.allocator.pods import PodView
 from gpumgr.app.components import Components
 from gpumgr.app.read_model import ReadModel
-from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.cache import NoPods, PodCache
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, ApiServer
 from gpumgr.kubeapi.publisher.decisions import DecisionReporter
 from gpumgr.kubeapi.publisher.inventory import InventoryReporter
 from gpumgr.kubeapi.publisher.node_reporter import NodeReporter
@@ -119,5 +117,5 @@ async def _delete(pods: PodCache, failed: asyncio.Queue[PodView]) -> None:
         try:
             if await pods.delete_pod(view):
                 log.info("failed_pod_deleted", pod="/".join(view.key), pod_uid=view.uid)
-        except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
+        except API_FAILURES as error:
             log.warning("failed_pod_not_deleted", pod="/".join(view.key), pod_uid=view.uid, error=str(error))

@@ -210,6 +210,12 @@ class ClusterIndex:
         return shape.rejection[2]
 
     @property
+    def version(self) -> int:
+        """Differs after every change of nodes or placements."""
+        self.settle()
+        return self._version
+
+    @property
     def placed_pods(self) -> int:
         """Bound and assumed pods."""
         return len(self._node_of)

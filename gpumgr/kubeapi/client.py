@@ -27,6 +27,8 @@ _SET_IT: Final = (
 #: Errors of the library for a malformed kubeconfig; their texts explain nothing.
 _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError)
 
+#: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
+API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)

@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-import aiohttp
-
 from gpumgr.allocator.annotations import ASSIGNED, PREDICATE_INDEX, PREDICATE_NODE, PREDICATE_TIME
 from gpumgr.cluster.index import PlacedPod
 from gpumgr.cluster.node import NodeState
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import AnswerError, ApiServer, Method
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer, Method
 from gpumgr.kubeapi.cluster_annotations import MAX_ANNOTATIONS_BYTES, PLACEMENT_ANNOTATION, Placement, encode
 from gpumgr.scheduler.lease import LeaseTimes
 from gpumgr.scheduler.objects import WatchedPod
@@ -93,6 +91,6 @@ async def _send(server: ApiServer, method: Method, path: str, body: Mapping[str,
         wait = f", and asks to wait for {error.retry_after_seconds:g} s" if error.retry_after_seconds else ""
         message = f"the API server refused {what}: {error}{wait}"
         raise BindingError(message, uncertain=error.status >= 500, conflict=error.status == 409) from error
-    except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
+    except API_FAILURES as error:
         why = str(error) or type(error).__name__
         raise BindingError(f"the API server did not answer {what}: {why}", uncertain=True) from error

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import aiohttp
 import structlog
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
@@ -19,11 +18,12 @@ from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.scheduler.preemption import Preemption
+from gpumgr.scheduler.rejections import Rejections
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.settings.schema import SchedulerSettings
@@ -55,6 +55,7 @@ class Extender:
         self._quotas = quotas
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
+        self.rejections = Rejections(index, quotas, watches, clock=clock)
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
@@ -99,11 +100,12 @@ class Extender:
                 ranked = self._ranked(pod, names, candidates) if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
-            self._preemption.rejected(pod, names)
+            self.rejections.add(pod, self._policy(pod), names)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
+        self.rejections.remove(pod.uid)
         if candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
@@ -131,7 +133,7 @@ class Extender:
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
-        return self._preemption.preempt(pod, proposed)
+        return self._preemption.preempt(pod, proposed, self.rejections.names(pod.uid))
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
@@ -293,7 +295,7 @@ class Extender:
                 pod = parse_watched_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
         except AnswerError as error:
             raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
-        except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError, *_UNREADABLE) as error:
+        except (*API_FAILURES, *_UNREADABLE) as error:
             raise BindingError(f"the pod can't be read: {type(error).__name__}: {error}", uncertain=True) from error
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")

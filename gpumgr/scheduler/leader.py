@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NoReturn
 
-import aiohttp
 import structlog
 
 from gpumgr.aio import LatestValue, forever
-from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
 
 _log = structlog.get_logger(__name__)
 
 LEADER_LABEL: Final = "gpumgr.io/scheduler-leader"
-_FAILED = (GpumgrError, aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError, AttributeError)
+_FAILED = (*API_FAILURES, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

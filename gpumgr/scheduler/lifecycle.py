@@ -5,19 +5,23 @@ import os
 import secrets
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
-from gpumgr.aio import run_until
+from gpumgr.aio import persistently, run_until
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
 from gpumgr.errors import InputError
 from gpumgr.kubeapi.client import ApiServer
+from gpumgr.scheduler.binding import pod_path
 from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.listening import VerbListener
 from gpumgr.scheduler.pages import ClusterServer, make_pages
+from gpumgr.scheduler.rejections import retry_waiting_pods
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
@@ -62,13 +66,23 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
 
 def this_replica(settings: SchedulerSettings) -> Replica:
     """From the settings and the pod's environment (downward API). Raises InputError if the namespace is not known."""
-    namespace = settings.lease_namespace or os.environ.get("POD_NAMESPACE")
-    try:
-        namespace = namespace or _SERVICE_ACCOUNT.read_text().strip()
-    except OSError as error:
-        raise InputError("outside of a pod, set scheduler.lease_namespace to the namespace of the Lease") from error
+    namespace = settings.lease_namespace or _pod_namespace()
+    if namespace is None:
+        raise InputError("outside of a pod, set scheduler.lease_namespace to the namespace of the Lease")
     identity = f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(8)}"
     return Replica(namespace=namespace, lease=settings.lease_name, identity=identity, pod=os.environ.get("POD_NAME"))
+
+
+def own_pod_path() -> str | None:
+    """The path of the pod that this process runs in, from its environment (downward API); None: not known."""
+    name, namespace = os.environ.get("POD_NAME"), _pod_namespace()
+    return pod_path(namespace, name) if name and namespace else None
+
+
+def _pod_namespace() -> str | None:
+    with suppress(OSError):
+        return os.environ.get("POD_NAMESPACE") or _SERVICE_ACCOUNT.read_text().strip() or None
+    return None
 
 
 async def run_scheduler(
@@ -96,7 +110,13 @@ async def run_scheduler(
         middlewares=[metrics.middleware],
     )
     listener = VerbListener(application, tls, stop_seconds=settings.process.stop_grace_seconds)
-    daemons = asyncio.create_task(_run(watches.run(), *([leadership.run()] if leadership is not None else [])))
+    running: list[Coroutine[Any, Any, object]] = [watches.run()]
+    if leadership is not None:
+        running.append(leadership.run())
+    if (own_pod := own_pod_path()) is not None:
+        retry = partial(retry_waiting_pods, server, extender.rejections, own_pod, leader=lambda: extender.answers)
+        running.append(persistently("waiting pods", retry))
+    daemons = asyncio.create_task(_run(*running))
     try:
         await listener.start(*listen)
         await cluster_server.start()

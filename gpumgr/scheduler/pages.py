@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-import aiohttp
 import structlog
 from aiohttp import web
 
@@ -22,8 +21,7 @@ import gpumgr
 from gpumgr.accept import accepts_gzip
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
-from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.scheduler.api import Kind, Why
 from gpumgr.scheduler.metrics import SchedulerMetrics
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
@@ -154,7 +152,7 @@ class ClusterPages:
             pod = parse_watched_pod(item)
         except AnswerError as error:
             return failure(404 if error.status == 404 else 503, f"pod {namespace}/{name}: {error}")
-        except (GpumgrError, aiohttp.ClientError, TimeoutError, OSError) as error:
+        except API_FAILURES as error:
             return failure(503, f"the API server did not answer: {error}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return failure(422, f"pod {namespace}/{name} can't be read: {error}")

@@ -5,7 +5,6 @@ same or a lower priority must not take the GPUs: they are assumed for it, beyond
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ _log = structlog.get_logger(__name__)
 
 #: Nodes that are examined in one call: 1 ms each, 10 ms with 32 pods.
 _MAX_NODES: Final = 32
-#: Pods that were rejected last, with the nodes that kube-scheduler had offered: it calls preempt right after filter.
-_MAX_REJECTED: Final = 8
 
 
 @dataclass
@@ -55,7 +52,6 @@ class Preemption:
         self._kept: dict[str, _Kept] = {}
         #: Nominated pods that have been looked at: GPUs are kept once for each nomination.
         self._seen: set[str] = set()
-        self._rejected: OrderedDict[str, Sequence[str]] = OrderedDict()
 
     # -- kept GPUs ---------------------------------------------------------------------------------------------------------
 
@@ -117,18 +113,14 @@ class Preemption:
 
     # -- the verb ----------------------------------------------------------------------------------------------------------
 
-    def rejected(self, pod: WatchedPod, names: Sequence[str]) -> None:
-        """These nodes have passed kube-scheduler's own filters, so preemption may take them, too."""
-        self._rejected[pod.uid] = names
-        self._rejected.move_to_end(pod.uid)
-        while len(self._rejected) > _MAX_REJECTED:
-            self._rejected.popitem(last=False)
-
-    def preempt(self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]]) -> PreemptResult:
-        """At most one node, so that it is clear which GPUs are to be kept."""
+    def preempt(
+        self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
+    ) -> PreemptResult:
+        """At most one node, so that it is clear which GPUs are to be kept. `rejected`: nodes that filter has rejected. They have passed
+        kube-scheduler's own filters, so preemption may take them, too."""
         self._index.remove(pod.uid)
         found: list[tuple[int, Cost, int, str, Eviction]] = []
-        for name in self._examined(pod, proposed):
+        for name in self._examined(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
             if (eviction := self._eviction(pod, name, uids)) is not None and eviction.victims:
                 # Budgets are known only for the victims that kube-scheduler proposes.
@@ -142,11 +134,13 @@ class Preemption:
         _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(eviction.victims))
         return PreemptResult({name: victims})
 
-    def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]]) -> list[str]:
-        """Nodes with pods of a lower priority that were proposed, or that this pod's last filter has rejected: the most promising ones."""
+    def _examined(
+        self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]
+    ) -> list[str]:
+        """Nodes with pods of a lower priority, the most promising ones."""
         lowest = {
             name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)
-            for name in {*proposed, *self._rejected.pop(pod.uid, ())}
+            for name in {*proposed, *rejected}
         }
         helpful = [name for name, priority in lowest.items() if priority < pod.priority]
         none: tuple[Set[str], int] = (frozenset(), 0)

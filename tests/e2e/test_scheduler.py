@@ -43,6 +43,7 @@ RIGHTS = {
     "RoleBinding": f"{NAMESPACED}/rolebindings",
 }
 SCHEDULER = "gpumgr-scheduler"
+SYSTEM_PODS = "/api/v1/namespaces/kube-system/pods"
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
 NODES, COUNTS = ("api-a", "api-b", "api-c"), (2, 4, 4)
@@ -157,14 +158,18 @@ def start_extender(cluster: Cluster, kubeconfig: Path, port: int) -> None:
          "--insecure-loopback", "--set", "log.format=json",
          # The API server's proxies do not connect to loopback addresses.
          "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0"],
+        {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
         cwd=PROJECT,
     )  # fmt: skip
 
 
 def grant_rights(cluster: Cluster) -> Path:
-    """The rights that are shipped; returns a kubeconfig with them."""
+    """The rights that are shipped, and an object for the pod that the extender runs in; returns a kubeconfig with the rights."""
     for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
         cluster.api.request("POST", RIGHTS[made["kind"]], made)
+    own = pod(SCHEDULER, [container("extender", 0, 0)], bound=False)
+    own["spec"].update({"nodeName": NODES[0], "serviceAccountName": SCHEDULER})
+    cluster.api.request("POST", SYSTEM_PODS, own)
     asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
     kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
@@ -176,6 +181,7 @@ def grant_rights(cluster: Cluster) -> Path:
 
 
 def withdraw_rights(cluster: Cluster) -> None:
+    cluster.api.request("DELETE", f"{SYSTEM_PODS}/{SCHEDULER}?gracePeriodSeconds=0")
     for path in reversed(RIGHTS.values()):
         cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
 
@@ -400,6 +406,19 @@ def test_a_burst_does_not_pass_the_quota(pods: Scheduled, cluster: Cluster) -> N
     assert pods.place("small", (40, 16))[0] in NODES
     pods.end(next(name for name in names if name not in waiting))
     wait_until("one more pod bound", lambda: sum(pods.node_of(name) is not None for name in waiting) == 1)
+
+
+@pytest.mark.usefixtures("scheduler", "quota")
+def test_a_higher_quota_lets_the_waiting_pods_in(pods: Scheduled, cluster: Cluster) -> None:
+    """A changed ConfigMap is no event for kube-scheduler."""
+    pods.place("first", (200, 0))
+    names = ("second", "third")
+    for name in names:
+        pods.create(name, (100, 0))
+        assert f"namespace {NAMESPACE} uses 200 of 240 cores; the pod needs 100" in pods.rejection(name)
+    changed = {"metadata": {"name": "gpuquota"}, "data": {"quota.yaml": f"{NAMESPACE}: [{{cores: 400}}]"}}
+    cluster.api.request("PUT", f"{CONFIGMAPS}/gpuquota", changed)
+    wait_until("both bound", lambda: all(pods.node_of(name) is not None for name in names))
 
 
 @pytest.mark.usefixtures("priorities")
