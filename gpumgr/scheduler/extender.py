@@ -55,7 +55,7 @@ class Extender:
         self._quotas = quotas
         self._preemption = Preemption(index, quotas, watches, settings, clock=clock)
         self._leadership = leadership
-        self.rejections = Rejections(index, quotas, watches, clock=clock)
+        self._rejections = Rejections(index, quotas, watches, clock=clock)
         #: UIDs of pods that are being written, and of those that may have been bound by a write without an answer.
         self._sending: set[str] = set()
         self._unsettled: set[str] = set()
@@ -100,12 +100,12 @@ class Extender:
                 ranked = self._ranked(pod, names, candidates) if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
-            self.rejections.add(pod, self._policy(pod), names)
+            self._rejections.add(pod, self._policy(pod), names)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
-        self.rejections.remove(pod.uid)
+        self._rejections.remove(pod.uid)
         if candidates == 1:
             name, choice = ranked[0]
             state = self._index.node(name)
@@ -133,7 +133,7 @@ class Extender:
         written = bound or pod.uid in self._sending | self._unsettled
         if not self.ready or self._quotas.problem is not None or written or pod.refusal is not None or not pod.preempts:
             return PreemptResult()
-        return self._preemption.preempt(pod, proposed, self.rejections.names(pod.uid))
+        return self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     def _as_sent(self, args: FilterArgs, pod: WatchedPod, names: Sequence[str]) -> FilterResult:
         """The pod may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs."""
@@ -193,6 +193,13 @@ class Extender:
             _log.warning("pod_not_bound", pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node, reason=str(error))
             return BindResult(str(error))
         return BindResult()
+
+    async def retryable(self) -> WatchedPod | None:
+        """A pod that was rejected and fits by now."""
+        if not (self.ready and self.answers):
+            return None
+        self._expire()
+        return await self._rejections.fitting()
 
     def prepare(self) -> None:
         """To be called between verbs: computes what the next ones need."""

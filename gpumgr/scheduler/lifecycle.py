@@ -114,8 +114,7 @@ async def run_scheduler(
     if leadership is not None:
         running.append(leadership.run())
     if (own_pod := own_pod_path()) is not None:
-        retry = partial(retry_waiting_pods, server, extender.rejections, own_pod, leader=lambda: extender.answers)
-        running.append(persistently("waiting pods", retry))
+        running.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
     daemons = asyncio.create_task(_run(*running))
     try:
         await listener.start(*listen)

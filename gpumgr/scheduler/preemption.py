@@ -134,9 +134,7 @@ class Preemption:
         _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(eviction.victims))
         return PreemptResult({name: victims})
 
-    def _examined(
-        self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]
-    ) -> list[str]:
+    def _examined(self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]) -> list[str]:
         """Nodes with pods of a lower priority, the most promising ones."""
         lowest = {
             name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)

@@ -1,14 +1,14 @@
 """The pods that filter has rejected, and how those of them that fit by now are tried again.
 
-kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process does:
-then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that ends.
-Such a pod would wait for the next event, or for five minutes. An update of any pod that has a node is an event, so the leader updates an
-annotation of its own pod.
+kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process
+does: then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that
+ends. Such a pod would wait for the next event, or for five minutes. An update of any pod that has a node is an event, so the leader updates
+an annotation of its own pod.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NoReturn
@@ -98,13 +98,13 @@ class Rejections:
 
 
 async def retry_waiting_pods(
-    server: ApiServer, rejections: Rejections, own_pod: str, *, leader: Callable[[], bool], period_seconds: float = 1.0
+    server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 1.0
 ) -> NoReturn:
     """A daemon. `own_pod`: the path of this process's pod. One pod at a time is enough: its binding is an event, too."""
     logged = ""
     while True:
         await asyncio.sleep(period_seconds)
-        if not leader() or (pod := await rejections.fitting()) is None:
+        if (pod := await retryable()) is None:
             continue
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         try:

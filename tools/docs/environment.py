@@ -14,7 +14,8 @@ READ: Final = {
     "NODE_NAME": ("all commands with settings", "It sets `node.name`; a DaemonSet sets it from the pod's node."),
     "POD_NAME": (
         "`scheduler`",
-        "Name of the pod, from the downward API. The leader labels this pod with `gpumgr.io/scheduler-leader`.",
+        "Name of the pod, from the downward API. The leader gives this pod the label `gpumgr.io/scheduler-leader` and the annotation "
+        "`gpumgr.io/waiting-pods-retried`.",
     ),
     "POD_NAMESPACE": ("`scheduler`", "Namespace of the pod and, unless `scheduler.lease_namespace` is set, of the Lease."),
     "KUBERNETES_SERVICE_HOST": (

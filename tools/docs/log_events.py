@@ -175,6 +175,10 @@ MEANINGS: Final = {
     "(config/scheduler/rbac.yaml) and the API server.",
     "pod_bound": "The pod was bound to its node. Its annotation `gpumgr.io/placement` names the GPUs.",
     "pod_not_bound": "The pod was not bound. kube-scheduler shows `reason` in the pod's events and tries again.",
+    "waiting_pods_retried": "`pod` fits by now and kube-scheduler had not tried it again, so the leader updated an annotation of its "
+    "own pod: at this event kube-scheduler tries all waiting pods.",
+    "waiting_pods_not_retried": "The leader could not update the annotation of its own pod. Waiting pods are tried at the next event of "
+    "the cluster, or within five minutes. Check the right to patch pods in the scheduler's namespace (config/scheduler/rbac.yaml).",
     "assumption_ended": "A pod was not bound within `scheduler.assume_seconds`. Its GPUs are free for other pods again.",
     "inventory_unusable": "A node's annotation `gpumgr.io/inventory` can't be used. `used_instead` says how the node counts until it can.",
     "preemption": "kube-scheduler was given pods of one node to evict. The GPUs that they free are kept for the pod that preempts.",

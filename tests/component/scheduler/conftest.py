@@ -79,6 +79,8 @@ class Stage:
     def __init__(
         self,
         sim: SimApiServer,
+        server: ApiServer,
+        extender: Extender,
         index: ClusterIndex,
         quotas: Quotas,
         watches: ClusterWatches,
@@ -87,6 +89,7 @@ class Stage:
         url: str,
         session: ClientSession,
     ) -> None:
+        self.server, self.extender = server, extender
         self.sim, self.index, self.quotas, self.watches, self.clock = sim, index, quotas, watches, clock
         self.leadership, self.url, self._session = leadership, url, session
 
@@ -160,7 +163,8 @@ async def running(
     await listener.start("127.0.0.1", 0)
     tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
     async with ClientSession() as session:
-        stage = Stage(sim, index, quotas, watches, clock, leadership, f"http://127.0.0.1:{listener.address[1]}", session)
+        url = f"http://127.0.0.1:{listener.address[1]}"
+        stage = Stage(sim, server, extender, index, quotas, watches, clock, leadership, url, session)
         try:
             await until(lambda: watches.synced)
             yield stage
