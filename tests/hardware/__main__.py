@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ Settings = dict[str, dict[str, object]]
 
 def main(words: Sequence[str]) -> int:
     """The exit status: 1 if a mechanism that this machine could use was not measured to the end."""
-    options = _options(words)
-    environ = {**os.environ, **dict(pair.split("=", 1) for pair in options.environ)}
-    os.environ.update(environ)
+    options = options_of(words)
+    os.environ.update(options.environ)
     machine = _machine(options)
     rate = asyncio.run(_unlimited_rate(options, machine))
     if rate is None:
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
     results: list[MechanismResult] = []
     for mechanism in options.mechanisms:
         print(f"hardware: {mechanism}", file=sys.stderr, flush=True)
-        results.append(asyncio.run(_measured(mechanism, options, rate)))
+        results.append(asyncio.run(measured(mechanism, options, rate)))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "results.json").write_text(as_json(machine, results), encoding="utf-8")
         (options.out / "results.md").write_text(as_markdown(machine, results), encoding="utf-8")
@@ -48,19 +48,51 @@ def main(words: Sequence[str]) -> int:
     return int(any(result.obstacle is not None for result in results))
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
+def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hardware", description=__doc__)
-    parser.add_argument("mechanisms", nargs="*", default=MECHANISMS, metavar="MECHANISM", help=f"of {', '.join(MECHANISMS)}")
+    parser.add_argument(
+        "mechanisms", nargs="*", type=_mechanism, default=MECHANISMS, metavar="MECHANISM", help=f"of {', '.join(MECHANISMS)}"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/hardware"), help="folder of the results (build/hardware)")
-    parser.add_argument("--seconds", type=int, default=5, help="how long each tenant works (5)")
-    parser.add_argument("--hami-core", type=Path, help="libvgpu.so; without it hami-core is not measured")
+    parser.add_argument("--seconds", type=_seconds, default=5, help="how long each tenant works (5)")
+    parser.add_argument("--hami-core", type=_file, help="libvgpu.so; without it hami-core is not measured")
     parser.add_argument("--mps-control", default="nvidia-cuda-mps-control", help="NVIDIA's control program")
     parser.add_argument("--exclusive", action="store_true", help="let MPS set the compute mode EXCLUSIVE_PROCESS for a while")
     parser.add_argument("--sim", help="try the program itself: a simulated node for the agent, for a machine without a GPU")
     parser.add_argument(
-        "--environ", action="append", default=[], metavar="NAME=VALUE", help="more environment for agent and tenants"
+        "--environ",
+        action="append",
+        type=_variable,
+        default=[],
+        metavar="NAME=VALUE",
+        help="more environment for agent and tenants",
     )
     return parser.parse_args(words)
+
+
+def _mechanism(word: str) -> str:
+    if word not in MECHANISMS:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(MECHANISMS)}")
+    return word
+
+
+def _seconds(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} must be at least 1")
+    return int(word)
+
+
+def _file(word: str) -> Path:
+    if not Path(word).is_file():
+        raise argparse.ArgumentTypeError(f"{word} is no file")
+    return Path(word)
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=VALUE")
+    return name, value
 
 
 def _machine(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +117,7 @@ async def _unlimited_rate(options: argparse.Namespace, machine: dict[str, Any]) 
     answers = [json.loads(line) for line in output.splitlines()]
     failed = [answer["error"] for answer in answers if answer["result"] != 0]
     if failed or len(answers) < len(commands):
-        machine["cuda"] = failed[0] if failed else errors.decode(errors="replace").strip()[-300:]
+        machine["cuda"] = failed[0] if failed else errors.decode(errors="replace").strip().rpartition("\n")[2]
         return None
     rate: float = answers[-1]["launches"] / answers[-1]["seconds"]
     machine |= {"multiprocessors": answers[0]["multiprocessors"], "kernels_per_second": round(rate, 1)}
@@ -101,17 +133,24 @@ def _smi(field: str) -> str:
         return f"unknown ({type(error).__name__})"
 
 
-async def _measured(mechanism: str, options: argparse.Namespace, rate: float) -> MechanismResult:
+async def measured(mechanism: str, options: argparse.Namespace, rate: float) -> MechanismResult:
+    """Raises no Exception: what prevents the measurement is the result's obstacle."""
     if mechanism == "hami-core" and options.hami_core is None:
         return MechanismResult(mechanism=mechanism, obstacle="no library was given: --hami-core FILE")
     arguments = ["--sim", options.sim] if options.sim else []
-    with tempfile.TemporaryDirectory(prefix="gpumgr-hw-", dir="/tmp") as folder:
-        async with open_hardware_node(Path(folder), _settings(mechanism, options), arguments=arguments) as node:
-            await node.start({})
-            try:
-                return await measure(node, mechanism, rate=rate, seconds=options.seconds)
-            finally:
-                await node.until_mps_ended()
+    result = MechanismResult(mechanism=mechanism)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpumgr-hw-", dir="/tmp") as folder:
+            async with open_hardware_node(Path(folder), _settings(mechanism, options), arguments=arguments) as node:
+                await node.start({})
+                try:
+                    result = await measure(node, mechanism, rate=rate, seconds=options.seconds)
+                finally:
+                    await node.until_mps_ended()
+    except Exception as error:  # the other mechanisms are measured all the same
+        reasons = (result.obstacle, str(error) or repr(error))
+        result = replace(result, obstacle="; ".join(reason for reason in reasons if reason))
+    return result
 
 
 def _settings(mechanism: str, options: argparse.Namespace) -> Settings:

@@ -30,6 +30,8 @@ _CGROUP: Final = "gpumgr-hardware"
 #: A first CUDA context takes seconds on a machine that has no persistence daemon.
 _ANSWER_SECONDS: Final = 120.0
 _ENDED_SECONDS: Final = 60.0
+#: NVML's first call takes seconds on such a machine, too.
+_OFFERED_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.1
 
 Answer = dict[str, Any]
@@ -70,8 +72,9 @@ class TenantProcesses(SimProcesses):
         process, _ = self._running[pid]
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(f"{command}\n".encode())
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended, so it does not answer either
+            process.stdin.write(f"{command}\n".encode())
+            process.stdin.flush()
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 line = await asyncio.to_thread(process.stdout.readline)
@@ -88,7 +91,7 @@ class TenantProcesses(SimProcesses):
         for pid in ended:
             process, folder = self._running.pop(pid)
             process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.communicate()  # closes the pipes, too
             with contextlib.suppress(OSError):
                 folder.rmdir()
         return tuple(ended)
@@ -115,10 +118,17 @@ class HardwareNode:
     _pods: list[SimPod] = field(default_factory=list)
 
     async def start(self, environ: Mapping[str, str]) -> None:
-        """Starts the agent and waits until the kubelet can allocate. Raises GpumgrError if the agent ends."""
+        """Starts the agent and waits until the kubelet can allocate. Raises GpumgrError if the agent ends, RuntimeError if it offers no
+        GPU."""
         await self.agent.start(environ)
-        for resource in RESOURCES:
-            await self.agent.while_running(self.kubelet.until_allocatable(RESOURCE_NAMES[resource]))
+        try:
+            async with asyncio.timeout(_OFFERED_SECONDS):
+                for resource in RESOURCES:
+                    await self.agent.while_running(self.kubelet.until_allocatable(RESOURCE_NAMES[resource]))
+        except TimeoutError:
+            raise RuntimeError(
+                f"the agent offers no GPU after {_OFFERED_SECONDS:g} s; its log ends with:\n{self.log.tail()}"
+            ) from None
 
     @property
     def gpu_memory_blocks(self) -> int:
