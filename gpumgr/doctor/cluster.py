@@ -8,14 +8,12 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final
 
-import aiohttp
-
 from gpumgr.doctor.cluster_certificates import handshake
 from gpumgr.doctor.cluster_config import parse_config, problems, profiles_of
 from gpumgr.doctor.examine import Check, CheckResult, error, error_of, ok, skipped, warning
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
-from gpumgr.kubeapi.client import AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_inventory
 from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.units import CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
@@ -26,7 +24,6 @@ IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the 
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
 _DAY: Final = 86400.0
 _EXPIRY_DAYS: Final = 30
-_SHAPES: Final = (KeyError, TypeError, AttributeError, IndexError, ValueError)
 _LEASES: Final = "coordination.k8s.io"
 
 Json = Mapping[str, Any]
@@ -109,9 +106,9 @@ async def _guarded(look: Look, cluster: Cluster) -> CheckResult:
         return error_of(failure, "run it with an account that may read this, for example an administrator's kubeconfig")
     except GpumgrError as failure:
         return error_of(failure, IF_HUNG)
-    except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+    except API_FAILURES as failure:
         return error(f"can't be read: {failure or type(failure).__name__}", IF_HUNG)
-    except _SHAPES as failure:
+    except (*UNREADABLE, IndexError) as failure:
         return error(f"an object has another structure: {type(failure).__name__}: {failure}", "look at the object with kubectl")
 
 

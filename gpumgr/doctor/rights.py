@@ -4,12 +4,10 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final
 
-import aiohttp
-
 from gpumgr.doctor.examine import CheckResult, error, error_of, ok, skipped, warning
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, ApiServer
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "the API server is overloaded or can't be reached: look at the cluster line of the kubeconfig"
@@ -64,7 +62,7 @@ async def look_at_rights(settings: Settings, *, timeout_seconds: float) -> Check
             await server.close()
     except GpumgrError as exception:
         return error_of(exception, _REACH)
-    except (aiohttp.ClientError, TimeoutError, OSError) as exception:
+    except API_FAILURES as exception:
         reason = " ".join(str(exception).split()) or "no answer in time"
         return error(f"the API server can't be asked: {reason}", _REACH)
     missing = [right for right in (*must, *wished) if right not in granted]

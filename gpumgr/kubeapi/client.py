@@ -29,6 +29,8 @@ _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError)
 
 #: What a request raises: no answer (a TimeoutError is an OSError), a refusal, credentials that can't be used.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
+#: What reading an object of the API server raises if it has another structure.
+UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
 #: The API server itself tries for ten seconds before it refuses an eviction because of the UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)

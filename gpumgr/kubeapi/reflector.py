@@ -20,13 +20,12 @@ import msgspec
 import structlog
 
 from gpumgr.errors import GpumgrError, SettingsError
-from gpumgr.kubeapi.client import REQUEST_TIMEOUT, AnswerError, ApiServer, answer_error
+from gpumgr.kubeapi.client import REQUEST_TIMEOUT, UNREADABLE, AnswerError, ApiServer, answer_error
 
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
 #: Raised by `parse` and by access to the fields of a malformed answer.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 class _PageMetadata(msgspec.Struct):
@@ -200,7 +199,7 @@ class Reflector(Generic[T]):
         try:
             decoded = self._decode(item)
             return self._parse(decoded) if decoded is not None else None
-        except _MALFORMED as error:
+        except UNREADABLE as error:
             why = f"{type(error).__name__}: {error}"
             _log.warning("api_object_unreadable", path=self._path, name=metadata.name, error=why)
             return self._objects.get(metadata.uid or "")

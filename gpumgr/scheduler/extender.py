@@ -18,7 +18,7 @@ from gpumgr.cluster.quota import Quotas, rank_within_quota
 from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
-from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
@@ -32,7 +32,6 @@ _log = structlog.get_logger(__name__)
 
 #: The highest score of extender/v1.
 MAX_SCORE = 10
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
 NOT_SYNCED = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
 
@@ -80,7 +79,7 @@ class Extender:
             return FilterResult(error=NOT_SYNCED)
         try:
             pod, names = parse_watched_pod(args.pod), args.names()
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
         if not pod.wants_gpu or not names:
             return self._passed(args, list(names))
@@ -125,7 +124,7 @@ class Extender:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
         try:
             pod, proposed = parse_watched_pod(args.pod), args.proposed()
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
             return PreemptResult()
         self._expire()
@@ -148,7 +147,7 @@ class Extender:
             return FilterResult(error="set scheduler.predicates to true, or use the verbs filter and bind")
         try:
             pod = parse_watched_pod(args.pod)
-        except _UNREADABLE:
+        except UNREADABLE:
             return self._filter(args, 1)
         if pod.uid in self._sending:
             return FilterResult(error="the pod's annotations are being written already")
@@ -173,7 +172,7 @@ class Extender:
         """The best node has MAX_SCORE, the others less by their rank. Nodes of pods without GPUs, and errors, have 0."""
         try:
             pod, names = parse_watched_pod(args.pod), args.names()
-        except _UNREADABLE:
+        except UNREADABLE:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
@@ -302,7 +301,7 @@ class Extender:
                 pod = parse_watched_pod(await self._server.read("GET", pod_path(args.pod_namespace, args.pod_name)))
         except AnswerError as error:
             raise BindingError(f"the pod can't be read: {error}", uncertain=error.status != 404) from error
-        except (*API_FAILURES, *_UNREADABLE) as error:
+        except (*API_FAILURES, *UNREADABLE) as error:
             raise BindingError(f"the pod can't be read: {type(error).__name__}: {error}", uncertain=True) from error
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")

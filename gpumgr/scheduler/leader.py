@@ -10,13 +10,13 @@ from typing import Final, NoReturn
 import structlog
 
 from gpumgr.aio import LatestValue, forever
-from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
 
 _log = structlog.get_logger(__name__)
 
 LEADER_LABEL: Final = "gpumgr.io/scheduler-leader"
-_FAILED = (*API_FAILURES, ValueError, KeyError, TypeError, AttributeError)
+_FAILED = (*API_FAILURES, *UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import gpumgr
 from gpumgr.accept import accepts_gzip
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
-from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.api import Kind, Why
 from gpumgr.scheduler.metrics import SchedulerMetrics
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
@@ -154,7 +154,7 @@ class ClusterPages:
             return failure(404 if error.status == 404 else 503, f"pod {namespace}/{name}: {error}")
         except API_FAILURES as error:
             return failure(503, f"the API server did not answer: {error}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             return failure(422, f"pod {namespace}/{name} can't be read: {error}")
         status = item.get("status") or {}
         why = Why(
