@@ -6,6 +6,7 @@ that does not lead answers 503 and closes the connection, so that the client's n
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -39,42 +40,24 @@ def make_application(
 ) -> web.Application:
     """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all."""
 
-    async def filter_nodes(request: web.Request) -> web.Response:
-        return await _answer(request, FilterArgs, extender.filter, lambda error: FilterResult(error=error))
-
-    async def prioritize(request: web.Request) -> web.Response:
-        return await _answer(request, FilterArgs, extender.prioritize, lambda _: [])
-
-    async def preempt(request: web.Request) -> web.Response:
-        return await _answer(request, PreemptArgs, extender.preempt, _no_victims)
-
-    async def predicates(request: web.Request) -> web.Response:
-        return await _answer(request, FilterArgs, extender.predicates, lambda error: FilterResult(error=error))
-
-    async def version(_: web.Request) -> web.Response:
-        return web.Response(text=__version__)
-
-    async def bind(request: web.Request) -> web.Response:
-        return await _answer(request, BindArgs, extender.bind, BindResult)
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if extender.ready else web.Response(status=503, text=f"{NOT_SYNCED}\n")
 
     application = web.Application(
         middlewares=[*middlewares, _guard(extender, frozenset(client_names))], client_max_size=max_request_mebibytes << 20
     )
+    verbs: Mapping[str, Handler] = {
+        "filter": partial(_answer, FilterArgs, extender.filter, _failed_filter),
+        "prioritize": partial(_answer, FilterArgs, extender.prioritize, lambda _: []),
+        "preempt": partial(_answer, PreemptArgs, extender.preempt, _no_victims),
+        "bind": partial(_answer, BindArgs, extender.bind, BindResult),
+        "predicates": partial(_answer, FilterArgs, extender.predicates, _failed_filter),
+    }
+    application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
     application.add_routes(
         [
-            web.post(f"{PREFIX}/filter", filter_nodes),
-            web.post(f"{PREFIX}/prioritize", prioritize),
-            web.post(f"{PREFIX}/preempt", preempt),
-            web.post(f"{PREFIX}/bind", bind),
-            web.post(f"{PREFIX}/predicates", predicates),
-            web.get("/version", version),
-            web.get("/healthz", healthz),
+            web.get("/version", partial(_text, __version__)),
+            web.get("/healthz", partial(_text, "ok\n")),
             web.get("/readyz", readyz),
         ]
     )
@@ -108,11 +91,15 @@ def names_of(certificate: Mapping[str, Any] | None) -> set[str]:
     return common | {value for key, value in found.get("subjectAltName", ()) if key == "DNS"}
 
 
+async def _text(text: str, _: web.Request) -> web.Response:
+    return web.Response(text=text)
+
+
 async def _answer(
-    request: web.Request,
     kind: type[_Args],
     verb: Callable[[_Args], _Result | Awaitable[_Result]],
     failed: Callable[[str], _Result],
+    request: web.Request,
 ) -> web.Response:
     try:
         result = verb(await _read(request, kind))
@@ -137,6 +124,10 @@ async def _read(request: web.Request, kind: type[_Args]) -> _Args:
         ) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _RequestError(f"the body is no request of extender/v1: {error}") from error
+
+
+def _failed_filter(error: str) -> FilterResult:
+    return FilterResult(error=error)
 
 
 def _no_victims(error: str) -> PreemptResult:
