@@ -11,6 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from gpumgr.aio import persistently, run_until
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.quota import Quotas
@@ -20,13 +22,16 @@ from gpumgr.scheduler.binding import pod_path
 from gpumgr.scheduler.extender import Extender
 from gpumgr.scheduler.leader import Leadership, Replica
 from gpumgr.scheduler.listening import VerbListener
-from gpumgr.scheduler.pages import ClusterServer, make_pages
+from gpumgr.scheduler.pages import make_pages, page_server
 from gpumgr.scheduler.rejections import retry_waiting_pods
 from gpumgr.scheduler.server import make_application
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.web.credentials import Certificates
+from gpumgr.web.listening import ListenError
+
+_log = structlog.get_logger(__name__)
 
 _REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -102,7 +107,7 @@ async def run_scheduler(
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)
     pages, metrics = make_pages(server, index, watches, quotas, settings, leader=lambda: extender.answers)
-    cluster_server = ClusterServer(pages, settings)
+    web_server = page_server(pages, settings)
     application = make_application(
         extender,
         max_request_mebibytes=wanted.max_request_mebibytes,
@@ -118,13 +123,17 @@ async def run_scheduler(
     daemons = asyncio.create_task(_run(*running))
     try:
         await listener.start(*listen)
-        await cluster_server.start()
+        try:
+            await web_server.start()
+        except ListenError as error:  # pods must not wait for a page
+            lost = "no cluster page, metrics or `gpumgr why`; pods are scheduled"
+            _log.error("pages_not_served", error=str(error), consequence=lost)
         serving = await run_until(stop.wait(), asyncio.shield(daemons))
         if not serving.cancelled():
             serving.result()
     finally:
         await listener.stop()  # the Lease is renewed until the last request has ended
-        await cluster_server.stop()
+        await web_server.stop()
         daemons.cancel()
         await asyncio.wait([daemons])
         if leadership is not None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-import structlog
 from aiohttp import web
 
 import gpumgr
@@ -32,11 +31,8 @@ from gpumgr.settings import Settings
 from gpumgr.web.access import AuthPolicy, Scope
 from gpumgr.web.app_server import AppServer
 from gpumgr.web.index_page import IndexPage
-from gpumgr.web.listening import ListenError
 from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
 from gpumgr.web.responses import failure, json_response, on_response_prepare
-
-_log = structlog.get_logger(__name__)
 
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: Waiting pods that the page lists.
@@ -189,37 +185,19 @@ async def _packed(request: web.Request, response: web.Response) -> web.Response:
     return response
 
 
-class ClusterServer:
-    """Serves the pages between `start` and `stop`. Without its address the scheduler works on: pods must not wait for a page."""
-
-    def __init__(self, pages: ClusterPages, settings: Settings) -> None:
-        """Raises SettingsError if a file of the section http can't be used."""
-        http, names = settings.http, (settings.node.name,)
-        self._server = AppServer(
-            lambda policy: pages.application(policy, names),
-            host=http.address,
-            port=settings.scheduler.http_port,
-            max_connections=http.max_connections,
-            token_file=http.token_file,
-            tls_cert_file=http.tls_cert_file,
-            tls_key_file=http.tls_key_file,
-            client_ca_file=http.client_ca_file,
-        )
-
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    async def start(self) -> None:
-        try:
-            await self._server.start()
-        except ListenError as error:
-            _log.error(
-                "pages_not_served", error=str(error), consequence="no cluster page, metrics or `gpumgr why`; pods are scheduled"
-            )
-
-    async def stop(self) -> None:
-        await self._server.stop()
+def page_server(pages: ClusterPages, settings: Settings) -> AppServer:
+    """Raises SettingsError if a file of the section http can't be used."""
+    http, names = settings.http, (settings.node.name,)
+    return AppServer(
+        lambda policy: pages.application(policy, names),
+        host=http.address,
+        port=settings.scheduler.http_port,
+        max_connections=http.max_connections,
+        token_file=http.token_file,
+        tls_cert_file=http.tls_cert_file,
+        tls_key_file=http.tls_key_file,
+        client_ca_file=http.client_ca_file,
+    )
 
 
 def make_pages(
