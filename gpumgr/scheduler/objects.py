@@ -77,9 +77,7 @@ class WatchedPod:
     @property
     def placed(self) -> PlacedPod | None:
         """The pod on its node; None if it is not bound, or can hold no GPU."""
-        if self.node is None or not self.request.containers:
-            return None
-        return self.on(self.node, self.shares)
+        return self.on(self.node, self.shares) if self.node is not None and self.request.containers else None
 
     def on(self, node: str, shares: tuple[NamedShares, ...] | None) -> PlacedPod:
         return PlacedPod(
@@ -88,9 +86,7 @@ class WatchedPod:
 
     @property
     def promise(self) -> PlacedPod | None:
-        if self.promised is None or not self.request.containers:
-            return None
-        return self.on(self.promised, self.shares)
+        return self.on(self.promised, self.shares) if self.promised is not None and self.request.containers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,35 +99,29 @@ class QuotaLabels:
 
 def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> WatchedNode:
     """Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a node."""
-    found = _parse_node(item)
-    there: Mapping[str, object] = item["metadata"].get("labels") or {}
-    model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
-    return replace(found, state=replace(found.state, model_label=model, pool=pool)) if model or pool else found
-
-
-def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
     metadata = item["metadata"]
     name, uid = metadata["name"], metadata["uid"]
     if not (name and uid and isinstance(name, str) and isinstance(uid, str)):
         raise ValueError("a node without a name or a UID")
+    there: Mapping[str, object] = metadata.get("labels") or {}
     text = (metadata.get("annotations") or {}).get(INVENTORY_ANNOTATION)
     status: Mapping[str, Any] = item.get("status") or {}
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
     capacity: Mapping[str, object] = status.get("capacity") or {}
-    problem = None
+    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    state = problem = None
     if text is not None:
         try:
             state = _from_inventory(name, str(text))
+            inventory = "outdated" if ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU else "used"
         except ValueError as error:
-            problem = f"annotation {INVENTORY_ANNOTATION}: {error}"
-        else:
-            outdated = ready and _cores(capacity) < len(state.gpus) * CORES_PER_GPU
-            return WatchedNode(uid=uid, state=state, inventory="outdated" if outdated else "used", ready=ready)
-    inventory: Literal["unusable", "none"] = "none" if problem is None else "unusable"
-    try:
-        state = _from_capacity(name, capacity)
-    except ValueError as error:
-        state, problem = NodeState(name=name), problem or f"capacity: {error}"
+            inventory, problem = "unusable", f"annotation {INVENTORY_ANNOTATION}: {error}"
+    if state is None:
+        try:
+            state = _from_capacity(name, capacity)
+        except ValueError as error:
+            state, problem = NodeState(name=name), problem or f"capacity: {error}"
+    state = replace(state, model_label=str(there.get(labels.model, "")), pool=str(there.get(labels.pool, "")))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
 
