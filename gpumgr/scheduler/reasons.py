@@ -54,6 +54,7 @@ class Reasons:
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
         """The index examines the request only if it may fit: in-tree shortages are many, and do not reach the verbs."""
+        await asyncio.sleep(0)
         wanted = in_total(request)
         if not any(covers(sums, wanted) for sums in self._overview.largest_sums):
             return "resources"
@@ -85,13 +86,8 @@ class Reasons:
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):
-            if pod.refusal is not None or (pod.request, self._policy_of(pod)) in known:
-                found.append((pod, *await self.kind(pod, known)))
-            elif len(known) == MAX_REQUESTS:
-                found.append((pod, None, ""))
-            else:
-                await asyncio.sleep(0)
-                found.append((pod, *await self.kind(pod, known)))
+            full = len(known) == MAX_REQUESTS and pod.refusal is None and (pod.request, self._policy_of(pod)) not in known
+            found.append((pod, None, "") if full else (pod, *await self.kind(pod, known)))
         return found
 
     async def of(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
