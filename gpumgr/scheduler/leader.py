@@ -163,21 +163,16 @@ class Leadership:
 
     async def _label(self, *, leads: bool) -> None:
         """Raises what the requests raise."""
-        pods = f"/api/v1/namespaces/{self._replica.namespace}/pods"
-        if self._replica.pod is None:
+        own, pods = self._replica.pod, f"/api/v1/namespaces/{self._replica.namespace}/pods"
+        if own is None:
             return
+        values = {own: "true" if leads else None}
         if leads:
-            await self._set_label(f"{pods}/{self._replica.pod}", "true")
             found = await self._server.read("GET", pods, query={"labelSelector": LEADER_LABEL})
-            others = [str(each["metadata"]["name"]) for each in found.get("items") or ()]
-        else:
-            others = [self._replica.pod]
-        for name in others:
-            if not leads or name != self._replica.pod:
-                await self._set_label(f"{pods}/{name}", None)
-
-    async def _set_label(self, path: str, value: str | None) -> None:
-        await self._server.send("PATCH", path, {"metadata": {"labels": {LEADER_LABEL: value}}}, but=(404,))
+            labelled = [str(each["metadata"]["name"]) for each in found.get("items") or ()]
+            values |= {name: None for name in labelled if name != own}
+        for name, value in values.items():
+            await self._server.send("PATCH", f"{pods}/{name}", {"metadata": {"labels": {LEADER_LABEL: value}}}, but=(404,))
 
     def _log_once(self, error: BaseException) -> None:
         """A failure, once for each text until a step succeeds."""
