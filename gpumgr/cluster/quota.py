@@ -205,10 +205,7 @@ class Quotas:
 
     def _count(self, namespace: str, holding: Holding, sign: int) -> None:
         used = self._used.setdefault(namespace, {})
-        for kind, held in holding.items():
-            used[kind] = used.get(kind, NONE_HELD).plus(held, sign)
-            if used[kind] == NONE_HELD:
-                del used[kind]
+        _add(used, holding, sign)
         if not used:
             del self._used[namespace]
 
@@ -261,9 +258,15 @@ def _refusals(
 def added_holdings(holdings: Iterable[Holding]) -> Holding:
     total: dict[GpuKind, Held] = {}
     for holding in holdings:
-        for kind, held in holding.items():
-            total[kind] = total.get(kind, NONE_HELD).plus(held)
+        _add(total, holding)
     return total
+
+
+def _add(total: dict[GpuKind, Held], holding: Holding, sign: int = 1) -> None:
+    for kind, held in holding.items():
+        total[kind] = total.get(kind, NONE_HELD).plus(held, sign)
+        if total[kind] == NONE_HELD:
+            del total[kind]
 
 
 def _models(labels: frozenset[str]) -> str:
@@ -306,5 +309,5 @@ def _holding(
     for gpu, taken in use.taken.items():
         kind = gpus[min(gpu, len(gpus) - 1)][0]
         count = whole.taken.get(gpu, NOTHING).cores
-        total[kind] = total.get(kind, NONE_HELD).plus(Held(taken.cores, taken.memory_mebibytes, count))
+        _add(total, {kind: Held(taken.cores, taken.memory_mebibytes, count)})
     return total
