@@ -9,8 +9,8 @@ from gpumgr.cluster.node import NOTHING, GpuState, NodeState, Used
 from gpumgr.cluster.request import PodRequest
 from gpumgr.units import CORES_PER_GPU, Amounts
 
-#: (model, part of the amounts, see PARTS or GPU_PARTS) -> amount.
-ByModel = Counter[tuple[str, str]]
+#: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
+Totals = Counter[tuple[str, str, str]]
 
 #: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on GPUs that have nothing of the other amount, so no
 #: pod can have it. "closed": free on GPUs that are unhealthy or cordoned.
@@ -24,23 +24,20 @@ class NodeSummary:
     """`sums`: what is free on all GPUs that are offered together, which
     is what kube-scheduler alone would count."""
 
-    gpus: ByModel
-    cores: ByModel
-    memory_mebibytes: ByModel
+    totals: Totals
     sums: Amounts
 
 
 def summarize(node: NodeState, used: Used) -> NodeSummary:
-    gpus, cores, memory = ByModel(), ByModel(), ByModel()
+    totals = Totals()
     for gpu, held in zip(node.gpus, used, strict=True):
         free = _free(gpu, held)
         part = _part(gpu, held, free)
-        gpus[gpu.model, part] += 1
-        of_free = "stranded" if part == "full" else part
-        cores.update({(gpu.model, "used"): held.cores, (gpu.model, of_free): free.cores})
-        memory.update({(gpu.model, "used"): held.memory_mebibytes, (gpu.model, of_free): free.memory_mebibytes})
-    sums = free_sum(zip(node.gpus, used, strict=True))
-    return NodeSummary(gpus=gpus, cores=cores, memory_mebibytes=memory, sums=sums)
+        totals["gpus", gpu.model, part] += 1
+        for each, amounts in (("used", held), ("stranded" if part == "full" else part, free)):
+            totals["cores", gpu.model, each] += amounts.cores
+            totals["memory", gpu.model, each] += amounts.memory_mebibytes
+    return NodeSummary(totals=totals, sums=free_sum(zip(node.gpus, used, strict=True)))
 
 
 def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:

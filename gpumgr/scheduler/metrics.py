@@ -6,8 +6,8 @@ Every label has a bounded set of values: verbs, outcomes and reasons are fixed, 
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, get_args
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, di
 
 import gpumgr
 from gpumgr.cluster.index import ClusterIndex
-from gpumgr.cluster.summary import GPU_PARTS, PARTS, ByModel
+from gpumgr.cluster.summary import GPU_PARTS, PARTS, Totals
 from gpumgr.metrics.text_format import Family, RenderedFamily, gauge, label_text, page, render, render_metric
 from gpumgr.scheduler.api import KINDS, Kind
+from gpumgr.scheduler.objects import Inventory
 from gpumgr.scheduler.overview import ClusterOverview
 from gpumgr.scheduler.wire import FilterResult, PreemptResult
 
@@ -119,23 +120,25 @@ class SchedulerMetrics:
         return page([*self._gauges(waiting), *map(render_metric, self._registry.collect())], openmetrics=False)
 
     def _gauges(self, waiting: Counter[Kind | None]) -> Iterator[RenderedFamily]:
-        yield render(_BUILD, {label_text(_BUILD.labels, (gpumgr.__version__, platform.python_version())): 1})
-        yield render(_LEADER, {"": self._leader()})
-        yield render(_SYNCED, {"": self._synced()})
-        kinds = {"used": 0, "outdated": 0, "unusable": 0, "none": 0, **self._overview.inventories}
-        yield render(_NODES, {label_text(_NODES.labels, (kind,)): count for kind, count in kinds.items()})
-        yield render(_PLACED, {"": self._index.placed_pods})
-        yield render(_ASSUMED, {"": self._index.assumed_pods})
-        reasons = [(kind, waiting[kind]) for kind in KINDS] + [("unexamined", waiting[None])]
-        yield render(_WAITING, {label_text(_WAITING.labels, (kind,)): count for kind, count in reasons})
-        overview = self._overview
+        totals = self._overview.totals
         sizes = Counter[str]()
-        for (model, _), count in overview.gpus.items():
-            sizes[model] += count
+        for (what, model, _), count in totals.items():
+            sizes[model] += count if what == "gpus" else 0
         shown = {model for model, _ in sizes.most_common(MAX_MODELS)}
-        yield render(_GPUS, _by_model(overview.gpus, GPU_PARTS, shown, 1))
-        yield render(_CORES, _by_model(overview.cores, PARTS, shown, 0.01))
-        yield render(_MEMORY, _by_model(overview.memory_mebibytes, PARTS, shown, 1 << 20))
+        families: dict[Family, Mapping[tuple[str, ...], float]] = {
+            _BUILD: {(gpumgr.__version__, platform.python_version()): 1},
+            _LEADER: {(): self._leader()},
+            _SYNCED: {(): self._synced()},
+            _NODES: {(kind,): self._overview.inventories[kind] for kind in get_args(Inventory)},
+            _PLACED: {(): self._index.placed_pods},
+            _ASSUMED: {(): self._index.assumed_pods},
+            _WAITING: {(kind or "unexamined",): waiting[kind] for kind in (*KINDS, None)},
+            _GPUS: _by_model(totals, "gpus", GPU_PARTS, shown, 1),
+            _CORES: _by_model(totals, "cores", PARTS, shown, 0.01),
+            _MEMORY: _by_model(totals, "memory", PARTS, shown, 1 << 20),
+        }
+        for family, series in families.items():
+            yield render(family, {label_text(family.labels, key): value for key, value in series.items()})
 
 
 def outcome_of(result: object) -> str:
@@ -152,12 +155,11 @@ def outcome_of(result: object) -> str:
     return "ok" if found else "rejected"
 
 
-def _by_model(amounts: ByModel, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[str, float]:
-    """Label text -> amount; all parts of each model, so that a first one shows as an increase."""
-    series: Counter[tuple[str, str]] = Counter()
-    for model, part in amounts:
-        name = (model or "unknown") if model in shown else "other"
-        for each in parts:
-            series[name, each] += 0
-        series[name, part] += amounts[model, part]
-    return {label_text(("model", "part"), key): round(amount * unit, 2) for key, amount in series.items()}
+def _by_model(totals: Totals, what: str, parts: tuple[str, ...], shown: set[str], unit: float) -> dict[tuple[str, ...], float]:
+    """(Model, part) -> amount; all parts of each model, so that a first one shows as an increase."""
+    series: Counter[tuple[str, ...]] = Counter()
+    for counted, model, part in totals:
+        if counted == what:
+            name = (model or "unknown") if model in shown else "other"
+            series.update({(name, each): totals[what, model, each] if each == part else 0 for each in parts})
+    return {key: round(amount * unit, 2) for key, amount in series.items()}

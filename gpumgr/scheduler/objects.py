@@ -30,6 +30,10 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_R
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
 
+#: How the scheduler sees the GPUs of a node, see WatchedNode.
+Inventory = Literal["used", "outdated", "unusable", "none"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
     """`inventory`: how the scheduler sees the node's GPUs. "outdated": it claims more GPUs than the kubelet of this Ready node has, so
@@ -38,7 +42,7 @@ class WatchedNode:
 
     uid: str
     state: NodeState
-    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    inventory: Inventory = "none"
     ready: bool = True
     problem: str | None = None
 
@@ -108,7 +112,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
     status: Mapping[str, Any] = item.get("status") or {}
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in status.get("conditions") or ())
     capacity: Mapping[str, object] = status.get("capacity") or {}
-    inventory: Literal["used", "outdated", "unusable", "none"] = "none"
+    inventory: Inventory = "none"
     state = problem = None
     if text is not None:
         try:

@@ -13,7 +13,7 @@ import msgspec
 
 from gpumgr.cluster.index import ClusterIndex
 from gpumgr.cluster.node import NOTHING, NodeState, Used
-from gpumgr.cluster.summary import ByModel, NodeSummary, frontier, summarize
+from gpumgr.cluster.summary import NodeSummary, Totals, frontier, summarize
 from gpumgr.scheduler.objects import WatchedNode
 from gpumgr.units import Amounts
 
@@ -34,7 +34,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class ClusterOverview:
-    """`gpus`, `cores` and `memory_mebibytes` are those of all nodes; `inventories` counts nodes by WatchedNode.inventory.
+    """`totals` are those of all nodes; `inventories` counts nodes by WatchedNode.inventory.
     Nodes without GPUs and without an inventory are left out."""
 
     def __init__(self, index: ClusterIndex, nodes: Mapping[str, WatchedNode]) -> None:
@@ -45,9 +45,7 @@ class ClusterOverview:
         self._lock = asyncio.Lock()
         self._frontier: tuple[int, tuple[Amounts, ...]] = (-1, ())
         self.version = 0
-        self.gpus: ByModel = Counter()
-        self.cores: ByModel = Counter()
-        self.memory_mebibytes: ByModel = Counter()
+        self.totals = Totals()
         self.inventories: Counter[str] = Counter()
 
     async def refresh(self) -> None:
@@ -76,16 +74,10 @@ class ClusterOverview:
         self._count(after, 1)
 
     def _count(self, node: _Node, sign: int) -> None:
-        summary = node.summary
-        for total, part in (
-            (self.gpus, summary.gpus),
-            (self.cores, summary.cores),
-            (self.memory_mebibytes, summary.memory_mebibytes),
-        ):
-            for key, amount in part.items():
-                total[key] += sign * amount
-                if not total[key]:
-                    del total[key]
+        for key, amount in node.summary.totals.items():
+            self.totals[key] += sign * amount
+            if not self.totals[key]:
+                del self.totals[key]
         self.inventories[node.inventory] += sign
 
     # -- queries, as of the last refresh -----------------------------------------------------------------------------------

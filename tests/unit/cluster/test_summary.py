@@ -41,22 +41,24 @@ def test_each_amount_is_in_one_part() -> None:
     gpus += [GpuState(model="B", memory_mebibytes=MEMORY, cordoned=True), GpuState(model="B", memory_mebibytes=MEMORY)]
     used = (Amounts(), Amounts(60, 300), Amounts(100, 400), Amounts(30, MEMORY), Amounts(10, 100), Amounts(160, 2 * MEMORY))
     found = summarize(NodeState(name="n", gpus=tuple(gpus)), used)
-    assert dict(found.gpus) == {("A", "free"): 1, ("A", "partial"): 1, ("A", "full"): 2, ("B", "closed"): 1, ("B", "full"): 1}
-    assert {key: amount for key, amount in found.cores.items() if amount} == {
-        ("A", "free"): 100,
-        ("A", "partial"): 40,
-        ("A", "stranded"): 70,
-        ("A", "used"): 190,
-        ("B", "closed"): 90,
-        ("B", "used"): 170,
-    }
-    assert {key: amount for key, amount in found.memory_mebibytes.items() if amount} == {
-        ("A", "free"): MEMORY,
-        ("A", "partial"): 700,
-        ("A", "stranded"): 600,
-        ("A", "used"): 1700,
-        ("B", "closed"): 900,
-        ("B", "used"): 2100,
+    assert {key: amount for key, amount in found.totals.items() if amount} == {
+        ("gpus", "A", "free"): 1,
+        ("gpus", "A", "partial"): 1,
+        ("gpus", "A", "full"): 2,
+        ("gpus", "B", "closed"): 1,
+        ("gpus", "B", "full"): 1,
+        ("cores", "A", "free"): 100,
+        ("cores", "A", "partial"): 40,
+        ("cores", "A", "stranded"): 70,
+        ("cores", "A", "used"): 190,
+        ("cores", "B", "closed"): 90,
+        ("cores", "B", "used"): 170,
+        ("memory", "A", "free"): MEMORY,
+        ("memory", "A", "partial"): 700,
+        ("memory", "A", "stranded"): 600,
+        ("memory", "A", "used"): 1700,
+        ("memory", "B", "closed"): 900,
+        ("memory", "B", "used"): 2100,
     }
     assert found.sums == Amounts(210, 2300), "of the GPUs that are offered; more than all is not less than nothing"
 
