@@ -7,7 +7,8 @@ priorities in sum. All sets of a node are too many, so those are tried that free
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice
+from itertools import accumulate, combinations, islice
+from operator import or_
 from typing import Final
 
 from gpumgr.cluster.choose import NodeChoice, choose
@@ -116,35 +117,28 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     )
     if pool is None:
         return None
-    on = {gpu: [each for each in pool if gpu in each.gpus] for each in pool for gpu in each.gpus}
+    on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
     # The highest priority of the pool is needed in any case, so the number of pods comes first.
     order = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))
-    sets = [_grown(pool, [on[gpu] for gpu in [first, *order]], fits) for first in order] or [pool]
-    different = {_uids(each): each for each in sets}.values()
-    return min((_reduced(each, fits) for each in different), key=lambda found: (_cost(found), sorted(_uids(found))))
+
+    def grown(first: int) -> frozenset[Evictable]:
+        growing = accumulate((on[gpu] for gpu in [first, *order]), or_)
+        return next((chosen for chosen in growing if fits(_uids(chosen))), frozenset(pool))
+
+    sets = {grown(first) for first in order} or {frozenset(pool)}
+    return min((_reduced(each, fits) for each in sets), key=lambda found: (_cost(found), sorted(_uids(found))))
 
 
-def _grown(
-    pool: Sequence[Evictable], groups: Iterable[Sequence[Evictable]], fits: Callable[[frozenset[str]], bool]
-) -> Sequence[Evictable]:
-    chosen: dict[str, Evictable] = {}
-    for group in groups:
-        chosen |= {each.uid: each for each in group}
-        if fits(frozenset(chosen)):
-            return list(chosen.values())
-    return pool
-
-
-def _reduced(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
+def _reduced(pods: Collection[Evictable], fits: Callable[[frozenset[str]], bool]) -> tuple[Evictable, ...]:
     """A smaller set of `pods`: without those that can stay, the smallest ones first."""
-    left = tuple(pods)
+    by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
+    left = tuple(by_priority)
     for each in sorted(pods, key=lambda each: (each.cores, -each.priority, each.uid)):
         rest = tuple(other for other in left if other is not each)
         if rest and fits(_uids(rest)):
             left = rest
     if len(left) > _MAX_EXACT:
         return left
-    by_priority = sorted(pods, key=lambda each: (each.priority, each.uid))
     for base in (by_priority, left):
         smaller = (found for size in range(1, len(left)) for found in combinations(base, size))
         for found in islice(smaller, _MAX_TRIES):
