@@ -132,6 +132,15 @@ class ApiServer:
             except ValueError as error:  # msgspec's own errors, and that of bytes which are no text
                 raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
 
+    async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
+        """As `read`; None: there is no such object (HTTP 404)."""
+        try:
+            return await self.read("GET", path, query=query)
+        except AnswerError as error:
+            if error.status != 404:
+                raise
+            return None
+
 
 class AnswerError(GpumgrError):
     """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0; `causes` are the reasons in the Status'

@@ -117,12 +117,8 @@ class Leadership:
             self._candidate = self._candidate.read(await self._read(), self._clock())
 
     async def _read(self) -> Lease | None:
-        try:
-            return parse_lease(await self._server.read("GET", f"{self._path}/{self._replica.lease}"))
-        except AnswerError as error:
-            if error.status == 404:
-                return None
-            raise
+        found = await self._server.find(f"{self._path}/{self._replica.lease}")
+        return parse_lease(found) if found is not None else None
 
     async def _write(self, action: Action, spec: dict[str, object], version: str | None) -> Lease:
         """The version is a precondition: the API server answers 409 if the Lease has another one."""
