@@ -14,9 +14,9 @@ from gpumgr.doctor.examine import Check, CheckResult, error, error_of, ok, skipp
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
-from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_inventory
-from gpumgr.kubeapi.pods import parse_quantity
-from gpumgr.units import CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE
+from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.scheduler.objects import WatchedNode, parse_node
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
@@ -63,6 +63,9 @@ class Cluster:
     async def items(self, path: str, **query: str) -> list[Json]:
         found: list[Json] = list((await self.get(path, **query)).get("items") or ())
         return found
+
+    async def nodes(self) -> list[WatchedNode]:
+        return [parse_node(each) for each in await self.items("/api/v1/nodes")]
 
     async def installation(self) -> Installation:
         found = await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr")
@@ -223,12 +226,10 @@ async def _leader(cluster: Cluster) -> CheckResult:
     if found.scheduler is None:
         return error("no Deployment of the scheduler", _INSTALL)
     look = f"look at the scheduler's log: kubectl --namespace {found.namespace} logs deployment/{found.name}"
-    try:
-        lease = (await cluster.get(f"/apis/{_LEASES}/v1/namespaces/{found.namespace}/leases/{found.name}"))["spec"]
-    except AnswerError as failure:
-        if failure.status != 404:
-            raise
+    document = await cluster.server.find(f"/apis/{_LEASES}/v1/namespaces/{found.namespace}/leases/{found.name}")
+    if document is None:
         return error(f"Lease {found.namespace}/{found.name} does not exist", look)
+    lease = document["spec"]
     if not lease.get("holderIdentity"):
         return error(f"Lease {found.namespace}/{found.name} has no holder", look)
     age = time.time() - datetime.fromisoformat(str(lease["renewTime"]).replace("Z", "+00:00")).timestamp()
@@ -246,11 +247,8 @@ async def _leader(cluster: Cluster) -> CheckResult:
 async def _admission(cluster: Cluster) -> CheckResult:
     group = "/apis/admissionregistration.k8s.io/v1"
     gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
-    try:
-        policies = await cluster.items(f"{group}/validatingadmissionpolicies")
-    except AnswerError as failure:
-        if failure.status != 404:
-            raise
+    policies = await cluster.server.find(f"{group}/validatingadmissionpolicies")
+    if policies is None:
         return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
     bound = {
         each["spec"]["policyName"]
@@ -259,7 +257,7 @@ async def _admission(cluster: Cluster) -> CheckResult:
     }
     protected = {
         resource
-        for each in policies
+        for each in policies.get("items") or ()
         if PLACEMENT_ANNOTATION in str(each["spec"]) and each["metadata"]["name"] in bound
         for rule in each["spec"]["matchConstraints"]["resourceRules"]
         for resource in rule["resources"]
@@ -269,56 +267,31 @@ async def _admission(cluster: Cluster) -> CheckResult:
     return ok("placements can be written by the scheduler and by agents only")
 
 
-def _gpu_nodes(nodes: Iterable[Json]) -> dict[str, Json]:
-    return {str(each["metadata"]["name"]): each for each in nodes if _cores(each) > 0}
-
-
-def _cores(node: Json) -> int:
-    return parse_quantity(str(((node.get("status") or {}).get("capacity") or {}).get(CORE_RESOURCE, "0")))
-
-
-def _ready(node: Json) -> bool:
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in node["status"].get("conditions") or ())
-
-
-def _inventory(node: Json) -> str | None:
-    text = (node["metadata"].get("annotations") or {}).get(INVENTORY_ANNOTATION)
-    return None if text is None else str(text)
-
-
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 async def _inventories(cluster: Cluster) -> CheckResult:
-    unusable: dict[str, str] = {}
-    offered: dict[str, bool] = {}
-    for node in await cluster.items("/api/v1/nodes"):
-        name, text = str(node["metadata"]["name"]), _inventory(node)
-        if text is None:
-            continue
-        try:
-            complete = _cores(node) >= CORES_PER_GPU * len(decode_inventory(text).gpus)
-            offered[name] = complete or not _ready(node)  # the scheduler's rule: WatchedNode.inventory
-        except ValueError as failure:
-            unusable[name] = str(failure)
+    nodes = await cluster.nodes()
+    unusable = {each.state.name: str(each.problem) for each in nodes if each.inventory == "unusable"}
     if unusable:
         first = min(unusable)
         remedy = (
             "update the scheduler if the inventory is newer, else delete the annotation: the agent writes it again at its start"
         )
         return error(f"inventories that can't be used: {_some(unusable)} ({first}: {unusable[first][:200]})", remedy)
-    if stale := [name for name, complete in offered.items() if not complete]:
+    if stale := [each.state.name for each in nodes if each.inventory == "outdated"]:
         return warning(
             f"inventory with more GPUs than {CORE_RESOURCE}: {_some(stale)}",
             "look whether the agent runs there; else delete the annotation",
         )
-    return ok(f"{len(offered)} nodes")
+    return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
 
 
 async def _without_inventory(cluster: Cluster) -> CheckResult:
-    found = {name for name, each in _gpu_nodes(await cluster.items("/api/v1/nodes")).items() if _inventory(each) is None}
+    nodes = [each for each in await cluster.nodes() if each.inventory == "none"]
+    found = [each.state.name for each in nodes if each.state.gpus or each.problem]
     if not found:
         return ok("every node with GPUs has an inventory")
     return warning(

@@ -75,7 +75,7 @@ def deployment(name: str, container: str, **secrets: str) -> Json:
 def node(name: str, *, cores: int = 100, inventory: str | None = INVENTORY, ready: str = "True") -> Json:
     annotations = {} if inventory is None else {"gpumgr.io/inventory": inventory}
     return {
-        "metadata": {"name": name, "annotations": annotations},
+        "metadata": {"name": name, "uid": f"{name}-uid", "annotations": annotations},
         "status": {
             "capacity": {"tencent.com/vcuda-core": str(cores)},
             "conditions": [{"type": "Ready", "status": ready}],
@@ -235,7 +235,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("admission", "warning", "this API server has no", dropped(f"{GROUP}/validatingadmissionpolicies")),
     ("admission", "warning", "no policy protects gpumgr.io/placement in requests to bindings, pods, pods/binding, pods/status",
      replaced(f"{GROUP}/validatingadmissionpolicybindings", [])),
-    ("inventories", "error", "n2 (n2: version 2 is not supported", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
+    ("inventories", "error", "gpumgr.io/inventory: version 2 is not", replaced("/api/v1/nodes", [node("n1"), node("n2", inventory=NEWER)])),
     ("inventories", "warning", "with more GPUs than tencent.com/vcuda-core: n2", replaced("/api/v1/nodes", [node("n2", cores=99)])),
     ("inventories", "ok", "1 nodes", replaced("/api/v1/nodes", [node("n2", cores=0, ready="False")])),
     ("gpu-manager", "warning", "a, b, c and 1 more", replaced("/api/v1/nodes", [node(name, inventory=None) for name in "dcba"])),
