@@ -3,8 +3,8 @@
 Limits of both keys hold together.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -77,12 +77,9 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
         if (text := data.get(key := PLAIN_KEY)) is not None:
             plain = msgspec.convert(yaml.safe_load(text) or {}, dict[str, list[_PlainLimit]])
             for namespace, limits in plain.items():
-                found[namespace] = _joined(found.get(namespace, NamespaceQuota()), (each.limit() for each in limits))
+                quota = found.get(namespace, NamespaceQuota())
+                found[namespace] = replace(quota, limits=(*quota.limits, *(each.limit() for each in limits)))
     except (ValueError, msgspec.MsgspecError, yaml.YAMLError, RecursionError, TypeError) as error:
         where = f"key {key}: " if key in data else ""
         return WatchedQuotas(uid=uid, limits={}, problem=f"{where}{' '.join(str(error).split())}")
     return WatchedQuotas(uid=uid, limits=found)
-
-
-def _joined(quota: NamespaceQuota, limits: Iterable[Limit]) -> NamespaceQuota:
-    return NamespaceQuota(limits=(*quota.limits, *limits), labels=quota.labels, pools=quota.pools)
