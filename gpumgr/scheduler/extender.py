@@ -13,16 +13,15 @@ import structlog
 
 from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.explain import explain
-from gpumgr.cluster.index import ClusterIndex, PlacedPod, named_shares
+from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.quota import Quotas, rank_within_quota
-from gpumgr.cluster.request import Policy
 from gpumgr.cluster.shape import Rejection
 from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_annotations, send_binding
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.objects import WatchedPod, parse_watched_pod
-from gpumgr.scheduler.preemption import Preemption
+from gpumgr.scheduler.preemption import Preemption, placed_on
 from gpumgr.scheduler.rejections import Rejections
 from gpumgr.scheduler.watches import ClusterWatches
 from gpumgr.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
@@ -99,17 +98,14 @@ class Extender:
                 ranked = self._ranked(pod, names, candidates) if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
-            self._rejections.add(pod, self._policy(pod), names)
+            self._rejections.add(pod, pod.policy or self._settings.policy, names)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={names[0]: ranked.text})
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: ranked.text})
         self._rejections.remove(pod.uid)
         if candidates == 1:
-            name, choice = ranked[0]
-            state = self._index.node(name)
-            assert state is not None, "a node that fits is in the index"
-            placed = pod.on(name, named_shares(state, choice))
+            placed = placed_on(self._index, pod, *ranked[0])
             self._assume(placed)
             self._filtered[pod.uid] = pod
             self._preemption.placed(placed)
@@ -118,7 +114,9 @@ class Extender:
         return self._passed(args, [name for name, _ in ranked])
 
     def _ranked(self, pod: WatchedPod, names: Sequence[str], most: int) -> list[tuple[str, NodeChoice]] | Rejection:
-        return rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, self._policy(pod), names, most)
+        return rank_within_quota(
+            self._index, self._quotas, pod.namespace, pod.request, pod.policy or self._settings.policy, names, most
+        )
 
     def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
@@ -176,7 +174,7 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.ready and names and pod.request.containers:
-            ordered = self._index.order(pod.request, self._policy(pod), names)
+            ordered = self._index.order(pod.request, pod.policy or self._settings.policy, names)
             if not isinstance(ordered, Rejection):
                 count = len(ordered)
                 scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
@@ -287,12 +285,10 @@ class Extender:
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._index.remove(pod.uid)
-        choice = self._index.choose_on(node, pod.uid, pod.request, self._policy(pod))
-        state = self._index.node(node)
-        if isinstance(choice, Misfit) or state is None:
-            misfit = choice if isinstance(choice, Misfit) else Misfit(container=None)
-            raise BindingError(f"node {node} {explain([(node, misfit)])}")
-        return pod.on(node, named_shares(state, choice))
+        choice = self._index.choose_on(node, pod.uid, pod.request, pod.policy or self._settings.policy)
+        if isinstance(choice, Misfit):
+            raise BindingError(f"node {node} {explain([(node, choice)])}")
+        return placed_on(self._index, pod, node, choice)
 
     async def _read_pod(self, args: BindArgs) -> WatchedPod:
         """Raises BindingError."""
@@ -306,9 +302,6 @@ class Extender:
         if pod.uid != args.pod_uid:
             raise BindingError(f"the pod has the UID {pod.uid}, the request has {args.pod_uid}")
         return pod
-
-    def _policy(self, pod: WatchedPod) -> Policy:
-        return pod.policy or self._settings.policy
 
     def _assume(self, placed: PlacedPod) -> None:
         self._index.assume(placed, until=self._clock() + self._settings.assume_seconds)

@@ -14,7 +14,6 @@ from gpumgr.cluster.index import NamedShares, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import NO_REQUEST, ContainerRequest, PodRequest, Policy, vcuda_request
 from gpumgr.errors import Refusal
-from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import (
     INVENTORY_ANNOTATION,
     PLACEMENT_ANNOTATION,
@@ -192,10 +191,7 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
     }
     try:
-        asked: list[tuple[str, ContainerKind, int, int]] = [
-            (each.name, each.kind, each.cores, each.memory_blocks) for each in wanted
-        ]
-        made["request"] = vcuda_request(asked)
+        made["request"] = vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
         made["policy"] = policy_of(annotations)
         made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:

@@ -74,7 +74,9 @@ class Preemption:
         for uid in new:
             pod, node = nominated[uid], str(nominated[uid].nominated)
             if self._index.placement(uid) is None and (eviction := self._eviction(pod, node)) is not None:
-                self._keep(self._placed(pod, node, eviction.choice), now + self._settings.nomination_seconds, nominated=True)
+                self._keep(
+                    placed_on(self._index, pod, node, eviction.choice), now + self._settings.nomination_seconds, nominated=True
+                )
 
     def release(self, uid: str) -> None:
         self._kept.pop(uid, None)
@@ -129,7 +131,7 @@ class Preemption:
             self.restore(pod.uid)
             return PreemptResult()
         violations, _, _, name, eviction = min(found, key=lambda each: each[:-1])
-        self._keep(self._placed(pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
+        self._keep(placed_on(self._index, pod, name, eviction.choice), self._clock() + self._settings.assume_seconds)
         victims = Victims([{"UID": uid} for uid in sorted(eviction.victims)], violations)
         _log.info("preemption", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=name, victims=sorted(eviction.victims))
         return PreemptResult({name: victims})
@@ -160,7 +162,8 @@ class Preemption:
         unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
         return find_eviction(node, pods, preemptor, unbound=unbound, ending=self._watches.ending, proposed=proposed)
 
-    def _placed(self, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
-        node = self._index.node(name)
-        assert node is not None, "a node with a choice is in the index"
-        return pod.on(name, named_shares(node, choice))
+
+def placed_on(index: ClusterIndex, pod: WatchedPod, name: str, choice: NodeChoice) -> PlacedPod:
+    node = index.node(name)
+    assert node is not None, "a node with a choice is in the index"
+    return pod.on(name, named_shares(node, choice))

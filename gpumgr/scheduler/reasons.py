@@ -42,7 +42,7 @@ class Reasons:
         if self._quotas.problem is not None:
             return "quota", self._quotas.problem
         known = {} if known is None else known
-        policy = self._policy_of(pod)
+        policy = pod.policy or self._policy
         if (kind := known.get((pod.request, policy))) is None:
             kind = known[pod.request, policy] = await self._without_quota(pod.request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
@@ -61,9 +61,6 @@ class Reasons:
         if not isinstance(self._index.rank(request, policy, list(self._overview.names)), Rejection):
             return "elsewhere"
         return "fragmentation" if await self._allowed_in_total(request) else "resources"
-
-    def _policy_of(self, pod: WatchedPod) -> Policy:
-        return pod.policy or self._policy
 
     async def _allowed_in_total(self, request: PodRequest) -> bool:
         """Whether a node has enough in total on the GPUs that the constraints allow."""
@@ -86,7 +83,7 @@ class Reasons:
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):
-            full = len(known) == MAX_REQUESTS and pod.refusal is None and (pod.request, self._policy_of(pod)) not in known
+            full = len(known) == MAX_REQUESTS and pod.refusal is None and (pod.request, pod.policy or self._policy) not in known
             found.append((pod, None, "") if full else (pod, *await self.kind(pod, known)))
         return found
 
@@ -118,7 +115,7 @@ class Reasons:
         if not covers(sums, wanted):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
-        choice = self._index.choose_on(name, pod.uid, pod.request, self._policy_of(pod))
+        choice = self._index.choose_on(name, pod.uid, pod.request, pod.policy or self._policy)
         if not isinstance(choice, Misfit):
             return "the GPUs that it asks for are free", "", 0.0
         reason, _, detail = explain([(name, choice)]).removeprefix("has ").partition(" (")
