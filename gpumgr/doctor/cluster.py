@@ -15,8 +15,8 @@ from gpumgr.errors import GpumgrError
 from gpumgr.kubeapi.access import Right, allowed
 from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.scheduler.objects import WatchedNode, parse_node
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+from gpumgr.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
+from gpumgr.units import CORE_RESOURCE
 
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
@@ -305,21 +305,11 @@ async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
     ours = profiles_of(config) if config is not None else ["gpumgr-scheduler"]
     fields = ["status.phase!=Succeeded", "status.phase!=Failed", *(f"spec.schedulerName!={name}" for name in ours)]
     pods = await cluster.items("/api/v1/pods", fieldSelector=",".join(fields))
-    others = [
-        f"{each['metadata']['namespace']}/{each['metadata']['name']}"
-        for each in pods
-        if _wants_gpu(each) and PLACEMENT_ANNOTATION not in (each["metadata"].get("annotations") or {})
-    ]
+    wanting = {f"{pod.namespace}/{pod.name}": each for each in pods if (pod := parse_watched_pod(each)).wants_gpu}
+    others = [name for name, each in wanting.items() if PLACEMENT_ANNOTATION not in (each["metadata"].get("annotations") or {})]
     if not others:
         return ok(f"all pods with GPUs are placed by {', '.join(ours)}")
     return warning(
         f"pods with GPUs of other schedulers: {_some(others)}",
         f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
-    )
-
-
-def _wants_gpu(pod: Json) -> bool:
-    containers = [*pod["spec"].get("containers", ()), *(pod["spec"].get("initContainers") or ())]
-    return any(
-        {CORE_RESOURCE, MEMORY_RESOURCE} & ((each.get("resources") or {}).get("limits") or {}).keys() for each in containers
     )

@@ -91,8 +91,8 @@ def gpu_pod(name: str, placement: str | None) -> Json:
     annotations = {} if placement is None else {"gpumgr.io/placement": placement}
     limits = {"limits": {"tencent.com/vcuda-core": "10"}}
     return {
-        "metadata": {"name": name, "namespace": "ml", "annotations": annotations},
-        "spec": {"containers": [{"resources": limits}]},
+        "metadata": {"name": name, "namespace": "ml", "uid": f"{name}-uid", "annotations": annotations},
+        "spec": {"containers": [{"name": "main", "resources": limits}]},
     }
 
 
@@ -124,7 +124,7 @@ def installation(secrets: dict[str, Json]) -> dict[str, Any]:
         ],
         "/api/v1/pods others": [
             gpu_pod("ours", "{}"),
-            {"metadata": {"name": "cpu", "namespace": "ml"}, "spec": {"containers": [{}]}},
+            {"metadata": {"name": "cpu", "namespace": "ml", "uid": "cpu-uid"}, "spec": {"containers": [{"name": "main"}]}},
         ],
         "/api/v1/nodes": [node("n1"), node("cpu", cores=0, inventory=None)],
         f"{GROUP}/validatingadmissionpolicies": [each for each in policies if each["kind"] == "ValidatingAdmissionPolicy"],
