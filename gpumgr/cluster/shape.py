@@ -2,10 +2,10 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
-from gpumgr.cluster.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.choose import Misfit, NodeChoice, Rank, choose
 from gpumgr.cluster.profiles import Profile, Profiles
 from gpumgr.cluster.request import PodRequest, Policy
 
@@ -36,8 +36,9 @@ class Shape:
     `rejection`: the last one, for this version of the index and these names. Many pods with one request wait, and ask again and again.
     """
 
-    def __init__(self, request: PodRequest, policy: Policy) -> None:
-        self.request, self.policy = request, policy
+    def __init__(self, request: PodRequest, policy: Policy, cpu_per_core: int) -> None:
+        self.request, self.policy, self._cpu_per_core = request, policy, cpu_per_core
+        self._by_cpu = policy == "least-fragmentation"
         self.rejection: tuple[int, Set[str], Rejection] | None = None
         self._version = -1
         self._group_of: dict[str, _Group] = {}
@@ -53,15 +54,27 @@ class Shape:
         if most is not None:
             changed = (changed or [])[:most]
             version = self._version + len(changed)
-        found: dict[Profile, _Group] = {}
-        for name in {**self._group_of, **profiles.by_name} if changed is None else dict.fromkeys(changed):
+        if changed is None:
+            names: Iterable[str] = {**self._group_of, **profiles.by_name}
+        else:
+            names = dict.fromkeys(name for name, gpus in changed if gpus or self._by_cpu)
+        choices: dict[Profile, NodeChoice | Misfit] = {}
+        found: dict[tuple[Profile, int | None], _Group] = {}
+        for name in names:
             if (before := self._group_of.pop(name, None)) is not None:
                 self._leave(before, name)
             if (profile := profiles.by_name.get(name)) is not None:
-                group = found.get(profile) or self._group(profile)
+                key = profile, profiles.cpu_free[name] if self._by_cpu else None
+                if (group := found.get(key)) is None:
+                    choice = choices.get(profile) or choose(profile.state, profile.used, self.request, self.policy)
+                    choices[profile] = choice
+                    group = found[key] = self._group(choice, key[1])
                 insort(group.names, name)
-                self._group_of[name] = found[profile] = group
+                self._group_of[name] = group
         self._version = version
+
+    def rank(self, choice: NodeChoice, cpu_free: int | None) -> Rank:
+        return choice.rank_with(cpu_free, self.request.cpu_milli, self._cpu_per_core)
 
     def fitting(self, offered: Set[str]) -> Iterator[tuple[_Value, str]]:
         """(rank, name) of the nodes that fit, the best one first."""
@@ -76,10 +89,9 @@ class Shape:
             if there := [group for group in groups if group in counts]:
                 yield sum(counts[group] for group in there), next(name for name in there[0].names if name in offered)
 
-    def _group(self, profile: Profile) -> _Group:
-        found = choose(profile.state, profile.used, self.request, self.policy)
+    def _group(self, found: NodeChoice | Misfit, cpu_free: int | None) -> _Group:
         if isinstance(found, NodeChoice):
-            group = _Group(None, found.rank)
+            group = _Group(None, self.rank(found, cpu_free))
         else:  # misfits that have one reason are compared
             group = _Group(replace(found, closest=None, free_gpus=0, distance=0.0), (found.distance,))
         groups = self._groups.setdefault(group.reason, [])

@@ -78,20 +78,19 @@ def _fgd(cluster: Cluster, _pods: Sequence[Pod], fragmentation: Fragmentation, r
     return ScorePolicy(cluster, rule.score, rule.choice, _fixed(cluster, random))
 
 
-def _least_fragmentation(cluster: Cluster, pods: Sequence[Pod], _fragmentation: Fragmentation, _random: Random) -> Placer:
+def _core(policy: Policy) -> _Make:
+    return lambda cluster, pods, _fragmentation, _random: CorePolicy(cluster, policy, cpu_per_gpu(pods))
+
+
+def cpu_per_gpu(pods: Sequence[Pod]) -> int:
+    """Thousandths of a CPU that pods request beside one GPU, on average."""
     with_gpus = [pod.shape for pod in pods if pod.shape.gpus]
     milli = sum(shape.total_milli for shape in with_gpus)
-    cpu_per_gpu = max(1, round(1000 * sum(shape.cpu_milli for shape in with_gpus) / milli)) if milli else 1
-    return ScorePolicy(cluster, scores.LeastFragmentation(cpu_per_gpu).score, Node.tightest, lambda position, _last: position)
-
-
-def _core(policy: Policy) -> _Make:
-    return lambda cluster, _pods, _fragmentation, _random: CorePolicy(cluster, policy)
+    return round(1000 * sum(shape.cpu_milli for shape in with_gpus) / milli) if milli else 0
 
 
 POLICIES: Final[Mapping[str, _Make]] = {
     **{policy: _core(policy) for policy in get_args(Policy)},
-    "least-fragmentation": _least_fragmentation,
     "random": _random,
     "best-fit": _scored(scores.best_fit),
     "dot-product": _scored(scores.dot_product),
