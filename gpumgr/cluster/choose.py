@@ -78,6 +78,11 @@ class Misfit:
     none_allowed: bool = False
     agent_chooses: bool = False
 
+    @property
+    def reason(self) -> tuple[object, ...]:
+        """Equal for misfits that can be compared by their distance."""
+        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses
+
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
     """Room that the pod's containers have one after another. Nothing is changed."""
@@ -248,8 +253,10 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         return Misfit(
             container=container, free_gpus=free, distance=-float(free), not_offered=not_offered, constraints=constraints
         )
-    lacks = {each.index: _lack(each, container) for each in capacities if each.healthy}
-    not_offered = any(_lack(each, container) == 0 for each in capacities if not each.healthy)
+    lacks = {each.index: _lack(each, container.cores, container.memory_blocks) for each in capacities if each.healthy}
+    not_offered = len(lacks) < len(capacities) and any(
+        _lack(each, container.cores, container.memory_blocks) == 0 for each in capacities if not each.healthy
+    )
     if not lacks:
         return Misfit(container=container, not_offered=not_offered, distance=float("inf"), constraints=constraints)
     gpu = min(lacks, key=lambda index: (lacks[index], index))
@@ -266,8 +273,11 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     )
 
 
-def _lack(capacity: GpuCapacity, container: ContainerRequest) -> float:
+def _lack(capacity: GpuCapacity, cores: int, memory_blocks: int) -> float:
     """The share of the request that is missing on this GPU, of both resources together."""
-    cores = max(0, container.cores - capacity.cores_free) / container.cores
-    memory = max(0, container.memory_blocks - capacity.memory_blocks_free) / max(1, container.memory_blocks)
-    return cores + memory
+    lack = 0.0
+    if cores > capacity.cores_free:
+        lack = (cores - capacity.cores_free) / cores
+    if memory_blocks > capacity.memory_blocks_free:
+        lack += (memory_blocks - capacity.memory_blocks_free) / memory_blocks
+    return lack

@@ -6,7 +6,9 @@ A group stays as it is for as long as it has nodes: a node moves to another grou
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from gpumgr.cluster.choose import Misfit, NodeChoice
 from gpumgr.cluster.node import GpuState, Naming, NodeState, Used
+from gpumgr.cluster.request import PodRequest
 from gpumgr.topology.devices import Topology
 
 #: Stands for any UUID that no request names.
@@ -14,12 +16,14 @@ _SOME_UUID = "GPU"
 
 
 class Profile:
-    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node; `nodes` counts them."""
+    """Nodes on which a request that names none of their GPUs finds the same. `state` is such a node; `nodes` counts them. `choices`: for
+    requests that differ only by CPU."""
 
-    __slots__ = ("nodes", "state", "used")
+    __slots__ = ("choices", "nodes", "state", "used")
 
     def __init__(self, state: NodeState, used: Used) -> None:
         self.state, self.used = state, used
+        self.choices: dict[PodRequest, NodeChoice | Misfit] = {}
         self.nodes = 0
 
 

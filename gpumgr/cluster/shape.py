@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from typing import Final
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, Rank, choose
 from gpumgr.cluster.profiles import Profile, Profiles
@@ -11,6 +12,8 @@ from gpumgr.cluster.request import PodRequest, Policy
 
 #: A rank of a choice, or a distance of a misfit.
 _Value = tuple[float, ...]
+#: For each profile, about 500 bytes each: the requests of a cluster are few, as far as GPUs count.
+_KEPT_CHOICES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class _Group:
 
     __slots__ = ("names", "reason", "value")
 
-    def __init__(self, reason: Misfit | None, value: _Value) -> None:
+    def __init__(self, reason: tuple[object, ...] | None, value: _Value) -> None:
         self.reason, self.value = reason, value
         self.names: list[str] = []
 
@@ -39,11 +42,12 @@ class Shape:
     def __init__(self, request: PodRequest, policy: Policy, cpu_per_core: int) -> None:
         self.request, self.policy, self._cpu_per_core = request, policy, cpu_per_core
         self._by_cpu = policy == "least-fragmentation"
+        self._gpu_request = replace(request, cpu_milli=0)
         self.rejection: tuple[int, Set[str], Rejection] | None = None
         self._version = -1
         self._group_of: dict[str, _Group] = {}
         #: By reason; the lowest value first.
-        self._groups: dict[Misfit | None, list[_Group]] = {None: []}
+        self._groups: dict[tuple[object, ...] | None, list[_Group]] = {None: []}
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -58,7 +62,6 @@ class Shape:
             names: Iterable[str] = {**self._group_of, **profiles.by_name}
         else:
             names = dict.fromkeys(name for name, gpus in changed if gpus or self._by_cpu)
-        choices: dict[Profile, NodeChoice | Misfit] = {}
         found: dict[tuple[Profile, int | None], _Group] = {}
         for name in names:
             if (before := self._group_of.pop(name, None)) is not None:
@@ -66,9 +69,7 @@ class Shape:
             if (profile := profiles.by_name.get(name)) is not None:
                 key = profile, profiles.cpu_free[name] if self._by_cpu else None
                 if (group := found.get(key)) is None:
-                    choice = choices.get(profile) or choose(profile.state, profile.used, self.request, self.policy)
-                    choices[profile] = choice
-                    group = found[key] = self._group(choice, key[1])
+                    group = found[key] = self._group(self._choice(profile), key[1])
                 insort(group.names, name)
                 self._group_of[name] = group
         self._version = version
@@ -89,15 +90,25 @@ class Shape:
             if there := [group for group in groups if group in counts]:
                 yield sum(counts[group] for group in there), next(name for name in there[0].names if name in offered)
 
+    def _choice(self, profile: Profile) -> NodeChoice | Misfit:
+        if not self._by_cpu:
+            return choose(profile.state, profile.used, self.request, self.policy)
+        choice = profile.choices.get(self._gpu_request)
+        if choice is None:
+            if len(profile.choices) == _KEPT_CHOICES:
+                profile.choices.clear()
+            choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
+            profile.choices[self._gpu_request] = choice
+        return choice
+
     def _group(self, found: NodeChoice | Misfit, cpu_free: int | None) -> _Group:
-        if isinstance(found, NodeChoice):
-            group = _Group(None, self.rank(found, cpu_free))
-        else:  # misfits that have one reason are compared
-            group = _Group(replace(found, closest=None, free_gpus=0, distance=0.0), (found.distance,))
-        groups = self._groups.setdefault(group.reason, [])
-        place = bisect_left(groups, group.value, key=_value)
-        if place == len(groups) or groups[place].value != group.value:
-            groups.insert(place, group)
+        # Misfits that have one reason are compared.
+        reason = found.reason if isinstance(found, Misfit) else None
+        value: _Value = (found.distance,) if isinstance(found, Misfit) else self.rank(found, cpu_free)
+        groups = self._groups.setdefault(reason, [])
+        place = bisect_left(groups, value, key=_value)
+        if place == len(groups) or groups[place].value != value:
+            groups.insert(place, _Group(reason, value))
         return groups[place]
 
     def _leave(self, group: _Group, name: str) -> None:
