@@ -24,8 +24,8 @@ BEGIN, END = "<!-- placement: make bench-placement -->", "<!-- end of placement 
 NODES: Final = "openb_node_list_gpu_node.csv"
 SEEDS: Final = range(42, 52)
 SIZES: Final = (1, 2, 4, 8)
-#: Means of ten seeds at 130 % of arrived demand: experiments/analysis/expected_results/analysis_allo_discrete.csv of the published simulator
-#: (github.com/hkust-adsl/kubernetes-scheduler-simulator).
+#: Means of ten seeds at 130 % of arrived demand: experiments/analysis/expected_results/analysis_allo_discrete.csv of the published
+#: simulator (github.com/hkust-adsl/kubernetes-scheduler-simulator).
 PUBLISHED: Final = {
     "default": {"random": 87.47, "dot-product": 90.85, "clustering": 91.88, "packing": 92.00, "best-fit": 93.08, "fgd": 95.39},
     "multigpu50": {"random": 90.27, "dot-product": 94.85, "clustering": 95.81, "packing": 96.18, "best-fit": 95.74, "fgd": 97.18},
