@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from math import ceil
 from typing import Any, Final
 
 from gpumgr.allocator.pods import ContainerSpec, PodView
@@ -78,14 +79,26 @@ def parse_quantity(text: str) -> int:
     """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
     if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
         return int(text)
+    value = _decimal(text)
+    if value != int(value):
+        raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+    return int(value)
+
+
+def parse_milli(text: str) -> int:
+    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
+    return ceil(_decimal(text) * 1000)
+
+
+def _decimal(text: str) -> Decimal:
     suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
-        if not 0 <= value < _MAX_QUANTITY or value != int(value):
+        if not 0 <= value < _MAX_QUANTITY:
             raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
     except ArithmeticError as error:
         raise ValueError(f"quantity {text!r} can't be read") from error
-    return int(value)
+    return value
 
 
 def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
@@ -20,7 +21,8 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_inventory,
     decode_placement,
 )
-from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
+from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
@@ -124,8 +126,17 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
             state = _from_capacity(name, capacity)
         except ValueError as error:
             state, problem = NodeState(name=name), problem or f"capacity: {error}"
-    state = replace(state, model_label=str(there.get(labels.model, "")), pool=str(there.get(labels.pool, "")))
+    model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
+    state = replace(state, model_label=model, pool=pool, cpu_milli=_cpu_milli(status))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
+
+
+def _cpu_milli(status: Mapping[str, Any]) -> int | None:
+    cpu = (status.get("allocatable") or {}).get("cpu")
+    try:
+        return None if cpu is None else parse_milli(str(cpu))
+    except ValueError:
+        return None
 
 
 def _from_inventory(name: str, text: str) -> NodeState:
@@ -193,7 +204,8 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
     try:
         made["request"] = vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
         made["policy"] = policy_of(annotations)
-        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
+        cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
+        made["request"] = replace(made["request"], constraints=constraints_of(annotations), cpu_milli=cpu_milli)
     except Refusal as error:
         made["refusal"] = str(error)
     promised = annotations.get(PREDICATE_NODE) if node is None else None
