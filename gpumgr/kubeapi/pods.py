@@ -1,5 +1,6 @@
 """Parses a pod's JSON into what the allocator needs."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
-    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** power for power, suffix in ((-3, "n"), (-2, "u"), (-1, "m"))},
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", start=1)},
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
@@ -78,14 +79,25 @@ def parse_quantity(text: str) -> int:
     """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
     if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
         return int(text)
+    if (value := _quantity(text)) != int(value):
+        raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+    return int(value)
+
+
+def quantity_rounded_up(text: str, scale: int = 1) -> int:
+    """A quantity in parts of 1 / `scale`, as kube-scheduler compares it. Raises ValueError for negative and other texts."""
+    return math.ceil(_quantity(text) * scale)
+
+
+def _quantity(text: str) -> Decimal:
     suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
-        if not 0 <= value < _MAX_QUANTITY or value != int(value):
-            raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
+        if not 0 <= value < _MAX_QUANTITY:
+            raise ValueError(f"quantity {text!r} is not a number of 0 or more, or too large")
     except ArithmeticError as error:
         raise ValueError(f"quantity {text!r} can't be read") from error
-    return int(value)
+    return value
 
 
 def _containers(spec: Mapping[str, Any]) -> Iterator[ContainerSpec]:
