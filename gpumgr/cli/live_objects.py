@@ -7,13 +7,22 @@ from typing import Any, Final
 
 from gpumgr.cluster.request import Policy
 from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, quantity_rounded_up
-from gpumgr.scheduler.objects import WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.simulate.node_filters import selects
 
 Json = Mapping[str, Any]
 #: What objects with another structure raise.
 BAD_OBJECT: Final = (ValueError, KeyError, TypeError, AttributeError)
+#: Demands of pods that are not modelled.
+UNCHECKED: Final = (
+    "pod affinities",
+    "topology spread constraints",
+    "volumes",
+    "host ports",
+    "resource claims",
+    "scheduling gates",
+)
 _NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
 
 
@@ -22,40 +31,42 @@ def live_cluster(document: Json, policy: Policy) -> tuple[LiveCluster, list[str]
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
+    budgets = document.get("poddisruptionbudgets")
+    if budgets is None:
+        problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
     for item in document["nodes"]:
         try:
-            node, problem = _live_node(item)
+            node = parse_node(item)
+            nodes[node.state.name] = _live_node(item, node)
+            if node.problem is not None:
+                problems.append(
+                    f"node {_name(item)}: {node.problem}; its GPUs count by its capacity; use agent and command of one version"
+                )
         except BAD_OBJECT as error:
             problems.append(f"node {_name(item)} is left out: it can't be read: {error!r}")
-            continue
-        nodes[node.state.name] = node
-        if problem is not None:
-            remedy = "use agent and command of one version"
-            problems.append(f"node {node.state.name}: {problem}; its GPUs count by its capacity; {remedy}")
     for item in document["pods"]:
         try:
             pod = parse_watched_pod(item)
-            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), document.get("poddisruptionbudgets") or ()))
+            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets or ()))
+            if pod.problem is not None:
+                problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
         except BAD_OBJECT as error:
             problems.append(f"pod {_name(item)} is left out, and what it uses counts as free: it can't be read: {error!r}")
-            continue
-        if pod.problem is not None:
-            problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
     return LiveCluster(nodes.values(), pods, policy), problems
 
 
-def _live_node(item: Json) -> tuple[LiveNode, str | None]:
-    """With the reason why its inventory is not used. Raises BAD_OBJECT."""
-    watched = parse_node(item)
+def _live_node(item: Json, node: WatchedNode) -> LiveNode:
+    """Raises BAD_OBJECT."""
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
-    derived = [
-        _NOT_READY.get(ready, "node.kubernetes.io/not-ready"),
-        "node.kubernetes.io/unschedulable" * bool(spec.get("unschedulable")),
-    ]
-    taints = [*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)]
-    labels, allocatable = item["metadata"].get("labels") or {}, _amounts(status.get("allocatable") or status["capacity"])
-    return LiveNode(state=watched.state, labels=labels, taints=tuple(taints), allocatable=allocatable), watched.problem
+    derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
+    derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
+    return LiveNode(
+        state=node.state,
+        labels=item["metadata"].get("labels") or {},
+        taints=(*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)),
+        allocatable=_amounts(status.get("allocatable") or status["capacity"]),
+    )
 
 
 def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets: Sequence[Json] = ()) -> LivePod:
@@ -98,15 +109,15 @@ def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence
 
 def _unchecked(spec: Json) -> list[str]:
     affinity, ports = spec.get("affinity") or {}, [port for each in spec["containers"] for port in each.get("ports") or ()]
-    found = {
-        "pod affinities": affinity.get("podAffinity") or affinity.get("podAntiAffinity"),
-        "topology spread constraints": spec.get("topologySpreadConstraints"),
-        "volumes": any({"persistentVolumeClaim", "ephemeral"} & each.keys() for each in spec.get("volumes") or ()),
-        "host ports": any(port.get("hostPort") for port in ports),
-        "resource claims": spec.get("resourceClaims"),
-        "scheduling gates": spec.get("schedulingGates"),
-    }
-    return [name for name, there in found.items() if there]
+    found = (
+        affinity.get("podAffinity") or affinity.get("podAntiAffinity"),
+        spec.get("topologySpreadConstraints"),
+        any({"persistentVolumeClaim", "ephemeral"} & each.keys() for each in spec.get("volumes") or ()),
+        any(port.get("hostPort") for port in ports),
+        spec.get("resourceClaims"),
+        spec.get("schedulingGates"),
+    )
+    return [name for name, there in zip(UNCHECKED, found, strict=True) if there]
 
 
 def _requests(spec: Json) -> dict[str, int]:

@@ -42,10 +42,18 @@ def pod(name: str, cores: int, on: str | None = None, gpu: int = 0, **spec: Any)
     return {"kind": "Pod", **made}
 
 
+async def budgets(_request: web.Request) -> web.Response:
+    """Protects the pods with a label."""
+    spec = {"selector": {"matchExpressions": [{"key": "protected", "operator": "Exists"}]}}
+    return web.json_response({"metadata": {}, "items": [{"metadata": {"namespace": "team", "name": "pdb"}, "spec": spec}]})
+
+
 @pytest.fixture
 async def api() -> AsyncIterator[SimApiServer]:
     """60 cores are free on each GPU of a, and 40 on that of b; c is for others."""
-    async with SimApiServer("a") as api:
+    api = SimApiServer("a")
+    api.routes.append(web.get("/apis/policy/v1/poddisruptionbudgets", budgets))
+    async with api:
         api.put_node(node("a", 2))
         api.put_node(node("b", 1, labels={"disk": "ssd"}))
         api.put_node(node("c", 4, taints=[{"key": "dedicated", "value": "x", "effect": "NoSchedule"}]))
@@ -133,14 +141,9 @@ async def test_a_snapshot_answers_as_the_cluster_and_has_no_secrets(
 
 
 async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given) -> None:
-    budget = {"metadata": {"namespace": "team", "name": "pdb"}, "spec": {"selector": {"matchLabels": {"app": "one"}}}}
-
-    async def budgets(_request: web.Request) -> web.Response:
-        return web.json_response({"metadata": {}, "items": [budget]})
-
-    await api.stop()
-    api.routes.append(web.get("/apis/policy/v1/poddisruptionbudgets", budgets))
-    await api.start()
+    protected = pod("one", 40, "a")
+    protected["metadata"]["labels"]["protected"] = "yes"
+    api.put_document(protected)
     file = given(pod("new", 70))
     found = await simulate(gpumgr_command, api, tmp_path, "defrag", file, "--output", "json")
     document = json.loads(found.out)
@@ -162,7 +165,7 @@ async def test_what_can_not_be_read_is_counted_and_named(
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
     assert found.out.startswith("Pod team/new fits on node old GPU 0.\n")
     lines = found.err.splitlines()
-    assert lines[0] == "3 objects are not used as they are:"
+    assert lines[0] == "3 problems of the snapshot:"
     assert lines[1].startswith("node old: annotation gpumgr.io/inventory: version 9 is not supported")
     assert lines[2].startswith("node broken is left out: it can't be read: ValueError(\"quantity 'many' can't be read\")")
     assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
@@ -174,7 +177,10 @@ async def test_what_can_not_be_read_is_counted_and_named(
         ("a: [", "it is not one Pod in YAML or JSON: "),
         ("kind: Pod\n---\nkind: Pod", "it is not one Pod in YAML or JSON: "),
         ("kind: Deployment\nspec: {}", "its kind is Deployment; give a Pod"),
-        ("kind: Pod\nmetadata: {name: x}\nspec: {nodeName: a}", "it has spec.nodeName, so no scheduler places it"),
+        (
+            "kind: Pod\nmetadata: {name: x}\nspec: {nodeName: a, containers: [{name: c}]}",
+            "it has spec.nodeName, so no scheduler places it",
+        ),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: c}]}",
             "it requests no GPU; set the limit tencent.com/vcuda-core",
@@ -186,7 +192,7 @@ async def test_what_can_not_be_read_is_counted_and_named(
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {tolerations: 5, containers: [{name: c, resources: {limits: "
             "{tencent.com/vcuda-core: 100}}}]}",
-            "it is not one Pod in YAML or JSON: 'int' object is not iterable",
+            "it is not one Pod in YAML or JSON: TypeError: 'int' object is not iterable",
         ),
     ],
 )
@@ -212,7 +218,7 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
         ("{}", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it is no snapshot of version 1; make it with "),
         ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: "),
         (
-            json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": []}),
+            json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": [], "poddisruptionbudgets": []}),
             ("fit", file, "--snapshot", snapshot),
             2,
             "the snapshot has no node that can be used; node without a name is left out",
