@@ -18,7 +18,9 @@ _FORMAT: Final = {"kind": "gpumgr snapshot", "version": 1}
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
 #: The fields that are kept, by their paths. Other annotations, environment variables and the like may contain anything.
 _KEPT: Final = re.compile(
-    r"""[a-z]+/metadata/(name|namespace|uid|labels/.*|annotations/((gpumgr|tencent|nvidia|hami)\..*|kubernetes.io/config.mirror))
+    r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
+    |[a-z]+/metadata/annotations/(gpumgr\.io/(inventory|placement|policy|(use|avoid|same)-.*)|tencent\.com/predicate-.*
+      |nvidia\.com/((no)?use-.*|numa-bind)|hami\.io/(gpu|node)-scheduler-policy|kubernetes\.io/config\.mirror)
     |nodes/(spec/(unschedulable|taints/.*)|status/((capacity|allocatable)/.*|conditions/(type|status)))
     |pods/(metadata/(deletionTimestamp|ownerReferences/(kind|controller))|status/phase
       |spec/(nodeName|(nodeSelector|tolerations|overhead|resources|affinity/nodeAffinity/required[^/]*)/.*

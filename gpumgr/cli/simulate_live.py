@@ -121,7 +121,7 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
     place = _place(cluster, pod, plan[-1][1] if plan else None)
     text = f"Found no plan with at most {most_moves} moves{f' in {search.tries} tries' if search.ended else ''}.\n"
     if plan:
-        text = f"Pod {pod.name} fits on node {_where(place)} after {len(moves)} moves.\n"
+        text = f"Pod {pod.name} fits on node {_where(place)} after {len(moves)} move{'s' * (len(moves) != 1)}.\n"
         text += _table(["POD", "FROM", "TO"], ((each["pod"], _where(each["from"]), _where(each["to"])) for each in moves))
     fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
     text += "".join(f"Not moved: {count} pods, each {reason}.\n" for reason, count in sorted(fixed.items()))

@@ -8,7 +8,7 @@ from gpumgr.simulate.live import LiveCluster, LivePod, Spot
 from gpumgr.simulate.node_filters import short
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
-MOST_TRIES: Final = 50_000
+MOST_TRIES: Final = 20_000
 #: Places that are tried for a pod that moves, the best ones.
 _BRANCHES: Final = 3
 #: Pods with their new places.
@@ -71,7 +71,7 @@ class Defrag:
             for each in sorted(self._cluster.there(node), key=lambda each: each.uid)
             if not (each.fixed or each.uid in self._placed) and (each.request.containers or lacking & each.requests.keys())
         ]
-        if self._without(pods, pod, node) is None:
+        if self.ended or self._without(pods, pod, node) is None:
             return
         found: list[set[LivePod]] = []
         for group in (group for size in range(1, most + 1) for group in combinations(pods, size)):

@@ -105,7 +105,7 @@ async def test_defrag_prints_the_fewest_moves(gpumgr_command: Gpumgr, api: SimAp
     found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
     assert (found.code, found.out.splitlines()[:3]) == (
         0,
-        ["Pod team/new fits on node a GPU 0 after 1 moves.", "POD       FROM     TO", "team/one  a GPU 0  b GPU 0"],
+        ["Pod team/new fits on node a GPU 0 after 1 move.", "POD       FROM     TO", "team/one  a GPU 0  b GPU 0"],
     )
     for name, on, gpu, cores in (("one", "a", 0, 40), ("two", "a", 1, 40), ("three", "b", 0, 60)):
         bare = pod(name, cores, on, gpu)
