@@ -395,7 +395,7 @@ def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Inst
     """The chart asks for Bidirectional propagation. The agent's pod mounts a tmpfs of limited size for each container; the container
     gets the file that is on it, keeps it while the agent is replaced, and the host's mount goes with the pod."""
     tenants.build_programs()
-    agent.configure({"enforcement": {"backend": "hami-core"}, "hami_core": tenants.library()})
+    agent.configure({"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1}, "hami_core": tenants.library()})
     agent.stop()
     with shared_mount(RUN):
         try:
