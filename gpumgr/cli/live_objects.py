@@ -82,7 +82,6 @@ def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets:
         rules=json.dumps(rules, sort_keys=True),
         requests=_requests(spec),
         request=pod.request,
-        containers=pod.containers,
         policy=pod.policy,
         home=Spot(node.state.name, pod.shares) if node is not None else None,
         fixed=fixed,

@@ -103,24 +103,13 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """The places in an order in which each is free when its turn comes, that of the first pod last; None: there is none."""
+    """Places that were found one for another, from the last one to the first; None: one of them is not free when its turn comes."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
-    (pod, spot), *left = places
-    ordered: Moves = []
-    while left:
-        possible = next((each for each in left if _moved(part, *each)), None)
-        if possible is None:
+    for pod, spot in reversed(places):
+        if pod.home is not None:
+            part.remove(pod, pod.home.node)
+        if not part.holds(pod, spot):
             return None
-        left.remove(possible)
-        ordered.append(possible)
-    return [*ordered, (pod, spot)] if part.holds(pod, spot) else None
-
-
-def _moved(cluster: LiveCluster, pod: LivePod, spot: Spot) -> bool:
-    """Moves the pod if its new place is free."""
-    assert pod.home is not None, "a pod that moves has a home"
-    cluster.remove(pod, pod.home.node)
-    possible = cluster.holds(pod, spot)
-    cluster.put(pod, spot if possible else pod.home)
-    return possible
+        part.put(pod, spot)
+    return places[::-1]

@@ -43,7 +43,6 @@ class LivePod:
     rules: str
     requests: Resources
     request: PodRequest = NO_REQUEST
-    containers: tuple[str, ...] = ()
     policy: Policy | None = None
     home: Spot | None = None
     fixed: str = ""

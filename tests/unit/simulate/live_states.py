@@ -15,7 +15,7 @@ def live_node(state: NodeState, cpu: int = 8000, **more: Any) -> LiveNode:
 
 def live_pod(uid: str, cores: int, on: str | None = None, gpu: int = 0, *, cpu: int = 0, **more: Any) -> LivePod:
     """A share of `cores` without memory, or (0) no GPU."""
-    request = {"request": share(cores, 1), "containers": ("c0",)} if cores else {}
+    request = {"request": share(cores, 1)} if cores else {}
     shares = (((f"GPU-{on}-{gpu}", Amounts(cores, 256)),),) if cores else None
     made = {"name": f"team/{uid}", "spec": {}, "rules": "", "requests": {"cpu": cpu, "pods": 1}, **request}
     return LivePod(uid=uid, home=Spot(on, shares) if on else None, **{**made, **more})

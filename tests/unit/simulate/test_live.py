@@ -162,7 +162,7 @@ def test_an_agent_that_chooses_can_not_move_pods_within_its_node() -> None:
         (live_pod("new", 30), 8, 8),
         (live_pod("new", 30, cpu=4000), 4, 4),
         (live_pod("new", 100), 2, 2),
-        (live_pod("new", 0, request=request(("app", 50, 1), ("app", 50, 1)), containers=("a", "b")), 2, 2),
+        (live_pod("new", 0, request=request(("app", 50, 1), ("app", 50, 1))), 2, 2),
         (live_pod("new", 60, request=constrained(share(60, 1), use_uuids=("GPU-b-0",))), 1, 1),
         (live_pod("new", 60, policy="spread"), 3, 3),
     ],
@@ -175,6 +175,6 @@ def test_capacity(pod: LivePod, binpack: int, spread: int) -> None:
 
 def test_capacity_depends_on_the_policy_within_a_node() -> None:
     """The second pod's share is on the GPU of the first one's, or leaves no GPU entirely free."""
-    pod = live_pod("new", 0, request=request(("app", 50, 1), ("app", 100, 0)), containers=("a", "b"))
+    pod = live_pod("new", 0, request=request(("app", 50, 1), ("app", 100, 0)))
     counted = Capacity(cluster([], a=3))
     assert (counted.more(pod, "binpack"), counted.more(pod, "spread")) == (2, 1)
