@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.simulate_live import LiveGroup, answered, capacity, defrag, fit
+from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, times_csv
 from gpumgr.errors import InputError
 from gpumgr.simulate.inflate import Result, run
@@ -132,7 +132,3 @@ def _progress(found: Iterator[tuple[Result, list[int]]], total: int) -> Iterator
         return
     with click.progressbar(found, length=total, label="Simulations", show_eta=True, show_pos=True, file=sys.stderr) as bar:
         yield from bar
-
-
-for each in (fit, defrag, capacity):
-    command.add_command(each)

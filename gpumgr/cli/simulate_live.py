@@ -15,6 +15,7 @@ from gpumgr.cli.live_snapshot import anonymised, load, read_cluster, save
 from gpumgr.cli.options import default_kubeconfig
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.cli.rendering.tables import open_table, plain_text
+from gpumgr.cli.simulate_group import SOURCE
 from gpumgr.cluster.request import Policy
 from gpumgr.errors import InputError
 from gpumgr.scheduler.objects import parse_watched_pod
@@ -31,13 +32,6 @@ _EXIT_CODES: Final = {
     1: "the pod does not fit, no plan was found, or the cluster can't be read",
     2: "wrong usage or input",
 }
-_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-_SOURCE: Final = (
-    click.Option(["--from-cluster"], is_flag=True, help="Read nodes and pods through the API server."),
-    click.Option(["--kubeconfig"], type=_FILE, help="With --from-cluster.  [default: $KUBECONFIG, ~/.kube/config]"),
-    click.Option(["--snapshot"], type=_FILE, help="The file to read, or with --from-cluster to write."),
-    click.Option(["--anonymise"], is_flag=True, help="Write other names, and other values of labels."),
-)
 _POD: Final = click.Argument(["files"], metavar="POD.yaml", type=click.File("rb"), nargs=1, callback=lambda _, __, file: (file,))
 _PODS: Final = click.Argument(["files"], metavar="[POD.yaml]...", type=click.File("rb"), nargs=-1)
 _POLICY: Final = click.Option(
@@ -52,32 +46,12 @@ Json = dict[str, Any]
 Answer = tuple[Json, str, bool]
 
 
-class LiveGroup(ExitingCommand, click.Group):
-    """A group that may be called without a subcommand, to save a snapshot or for its own function."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, invoke_without_command=True, **options)
-        self.params += _SOURCE
-
-    def invoke(self, ctx: click.Context) -> Any:
-        ctx.obj = {str(each.name): ctx.params.pop(str(each.name)) for each in _SOURCE}
-        return super().invoke(ctx)
-
-
-def answered(context: click.Context) -> bool:
-    """Whether the call of the group is for a subcommand, or the snapshot that it asks for has been saved here."""
-    saves = context.invoked_subcommand is None and context.obj["from_cluster"] and context.obj["snapshot"] is not None
-    if saves:
-        _document(**context.obj)
-    return saves or context.invoked_subcommand is not None
-
-
 def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], click.Command]:
     def made(ask: Callable[..., Answer]) -> click.Command:
         def run(**given: Any) -> None:
             _run(ask, **given)
 
-        every = [*params, *_SOURCE, _OUTPUT]
+        every = [*params, *SOURCE, _OUTPUT]
         return ExitingCommand(ask.__name__, params=every, callback=run, help=ask.__doc__, exit_codes=_EXIT_CODES)
 
     return made
@@ -160,7 +134,7 @@ def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, 
     """Options about a snapshot may also be those of the group."""
     context = click.get_current_context()
     before: Json = context.obj
-    document = _document(**{name: given.pop(name) or of_group for name, of_group in before.items()})
+    document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
     cluster, problems = live_cluster(document, policy)
     if not cluster.nodes:
         raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
@@ -177,7 +151,7 @@ def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, 
     context.exit(0 if found else 1)
 
 
-def _document(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None, anonymise: bool) -> Json:
+def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None, anonymise: bool) -> Json:
     """Raises GpumgrError."""
     if (anonymise and not (from_cluster and snapshot)) or (kubeconfig and not from_cluster):
         raise click.UsageError("--kubeconfig needs --from-cluster; --anonymise needs --from-cluster and --snapshot")
