@@ -9,7 +9,7 @@ INTERPRETER ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test e2e lab bench bench-pods bench-docs hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
+.PHONY: help venv demo test e2e lab bench bench-pods bench-docs bench-placement hardware check lint format types imports proto proto-check docs prose sbom supply-check audit chart lock wheel image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ bench: venv ## measure; writes build/bench.json and prints its table (about 6 mi
 
 bench-pods: venv ## measure, with pods on a real kubelet and at a real kube-scheduler besides (root, as for e2e; about 20 minutes more)
 	@$(PYTHON) -m tests.bench --pods $(ARGS)
+
+bench-placement: venv ## compare placement policies on traces (TRACES=folder), into docs/benchmarks.md (about half an hour)
+	@$(PYTHON) -m tests.bench.bench_placement $(TRACES) --document docs/benchmarks.md $(ARGS)
 
 bench-docs: venv ## put the table of build/bench.json into docs/benchmarks.md
 	@$(PYTHON) -m tests.bench --document docs/benchmarks.md

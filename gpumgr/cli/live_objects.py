@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gpumgr.cluster.request import Policy
-from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, quantity_rounded_up
+from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, parse_milli
 from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
 from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.simulate.node_filters import selects
@@ -26,7 +26,7 @@ UNCHECKED: Final = (
 _NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
 
 
-def live_cluster(document: Json, policy: Policy) -> tuple[LiveCluster, list[str]]:
+def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
     """With the objects that are not used as they are, each with reason and consequence."""
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
@@ -52,7 +52,7 @@ def live_cluster(document: Json, policy: Policy) -> tuple[LiveCluster, list[str]
                 problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
         except BAD_OBJECT as error:
             problems.append(f"pod {_name(item)} is left out, and what it uses counts as free: it can't be read: {error!r}")
-    return LiveCluster(nodes.values(), pods, policy), problems
+    return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
 
 
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
@@ -138,7 +138,9 @@ def _wanted(holder: Json) -> dict[str, int]:
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
-    return {name: quantity_rounded_up(str(text), 1000 if name == "cpu" else 1) for name, text in quantities.items()}
+    return {
+        name: parse_milli(str(text)) if name == "cpu" else -(-parse_milli(str(text)) // 1000) for name, text in quantities.items()
+    }
 
 
 def _name(item: Any) -> str:

@@ -15,6 +15,7 @@ import click
 from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, times_csv
 from gpumgr.errors import InputError
+from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.simulate.inflate import Result, run
 from gpumgr.simulate.model import NodeSpec, Pod
 from gpumgr.simulate.policies import POLICIES
@@ -30,7 +31,7 @@ Examples:
 """
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
-_Task = tuple[list[NodeSpec], list[Pod], str, int]
+_Task = tuple[list[NodeSpec], list[Pod], str, int, int]
 
 
 def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -65,6 +66,13 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 )
 @click.option("--output", type=click.Choice(list(RENDERERS)), default="table", show_default=True)
 @click.option("--times", type=click.Path(dir_okay=False, path_type=Path), help="Writes decision times to this CSV file.")
+@click.option(
+    "--cpus-per-gpu",
+    type=click.FloatRange(0.1, 1000),
+    default=SchedulerSettings().cpus_per_gpu,
+    show_default=True,
+    help="The setting scheduler.cpus_per_gpu, for least-fragmentation.",
+)
 @click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
 def command(
     nodes_file: Path | None,
@@ -74,6 +82,7 @@ def command(
     seeds: tuple[int, ...],
     output: str,
     times: Path | None,
+    cpus_per_gpu: float,
     processes: int | None,
 ) -> None:
     """Compare placement policies, or ask where a pod would fit.
@@ -85,7 +94,7 @@ def command(
     if nodes_file is None or pods_file is None:
         raise click.UsageError("give --nodes and --pods, or --from-cluster with --snapshot, or one of the commands")
     nodes, pods = _read(nodes_file, pods_file)
-    tasks = [(nodes, pods, policy, seed) for policy in policies for seed in dict.fromkeys(seeds)]
+    tasks = [(nodes, pods, policy, round(1000 * cpus_per_gpu), seed) for policy in policies for seed in dict.fromkeys(seeds)]
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
     found = list(_progress(_simulated(tasks, workers), len(tasks)))
     click.echo(RENDERERS[output]([result for result, _ in found]), nl=False)
@@ -115,9 +124,10 @@ def _simulated(tasks: list[_Task], workers: int) -> Iterator[tuple[Result, list[
 
 def _simulate(task: _Task) -> tuple[Result, list[int]]:
     """With the time of each decision in nanoseconds."""
-    nodes, pods, policy, seed = task
+    nodes, pods, policy, cpu_per_gpu_milli, seed = task
     moments: list[int] = []
-    result = run(nodes, pods, policy, seed, random=random.Random, decided=_stopwatch(moments))
+    decided = _stopwatch(moments)
+    result = run(nodes, pods, policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_per_gpu_milli, decided=decided)
     return result, [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)]
 
 

@@ -16,11 +16,11 @@ from gpumgr.cli.options import default_kubeconfig
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.cli.rendering.tables import open_table, plain_text
 from gpumgr.cli.simulate_group import SOURCE
-from gpumgr.cluster.request import Policy
 from gpumgr.errors import InputError
 from gpumgr.scheduler.objects import parse_watched_pod
 from gpumgr.scheduler.reasons import request_text
 from gpumgr.scheduler.selection import POLICIES
+from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.simulate.capacity import Capacity
 from gpumgr.simulate.defrag import Defrag
 from gpumgr.simulate.live import LiveCluster, LivePod, Spot
@@ -34,8 +34,12 @@ _EXIT_CODES: Final = {
 }
 _POD: Final = click.Argument(["files"], metavar="POD.yaml", type=click.File("rb"), nargs=1, callback=lambda _, __, file: (file,))
 _PODS: Final = click.Argument(["files"], metavar="[POD.yaml]...", type=click.File("rb"), nargs=-1)
+_DEFAULTS: Final = SchedulerSettings()
 _POLICY: Final = click.Option(
-    ["--policy"], type=click.Choice(POLICIES), default="binpack", show_default=True, help="The setting scheduler.policy."
+    ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
+)
+_CPUS: Final = click.Option(
+    ["--cpus-per-gpu"], type=float, default=_DEFAULTS.cpus_per_gpu, show_default=True, help="The setting scheduler.cpus_per_gpu."
 )
 _OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"]), default="table", show_default=True)
 _MOST_MOVES: Final = click.Option(
@@ -57,7 +61,7 @@ def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], cli
     return made
 
 
-@_question(_POD, _POLICY)
+@_question(_POD, _POLICY, _CPUS)
 def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     """Print the node and the GPUs that a pod would get, or the reason of every node.
 
@@ -76,7 +80,7 @@ def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     return {"pod": pod.name, "fits": spot is not None, **place, "reasons": reasons}, text, spot is not None
 
 
-@_question(_POD, _POLICY, _MOST_MOVES)
+@_question(_POD, _POLICY, _CPUS, _MOST_MOVES)
 def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> Answer:
     """Print the fewest moves of other pods after which a pod fits. Nothing is moved.
 
@@ -130,12 +134,13 @@ def capacity(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     return {"shapes": rows}, _table(["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)], cells), True
 
 
-def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, policy: Policy = "binpack", **given: Any) -> None:
+def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, **given: Any) -> None:
     """Options about a snapshot may also be those of the group."""
     context = click.get_current_context()
     before: Json = context.obj
     document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
-    cluster, problems = live_cluster(document, policy)
+    policy, cpus = given.pop("policy", _DEFAULTS.policy), given.pop("cpus_per_gpu", _DEFAULTS.cpus_per_gpu)
+    cluster, problems = live_cluster(document, policy, cpus)
     if not cluster.nodes:
         raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
     pods = [_read_pod(file, cluster) for file in files]

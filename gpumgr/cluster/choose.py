@@ -3,6 +3,9 @@
 binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
 left on the GPUs that it shares. spread prefers the opposite. Of equal nodes the one with the better joined GPUs comes first. topology
 prefers the node with the best joined GPUs; of equal ones, and for pods without several whole GPUs in a container, it is binpack.
+
+least-fragmentation prefers the node on which the pod strands the fewest cores of GPUs: free cores without the CPU of the node, or the
+memory of their GPU, that the pods which could use them need. On the node it chooses as binpack; of equal nodes it takes binpack's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +26,38 @@ Rank = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChoice:
-    """`shares` has the GPUs of each container of the request."""
+    """`shares` has the GPUs of each container of the request. `cores`, of the policy least-fragmentation: the node before and after."""
 
     shares: tuple[Shares, ...]
     rank: Rank
+    cores: tuple["FreeCores", "FreeCores"] | None = None
+
+    def rank_with(self, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> Rank:
+        """The rank on a node with `cpu_free` thousandths of CPU (None: not known) for a pod that requests `cpu_milli`. `cpu_per_core`: what
+        an average pod requests beside one core of a GPU."""
+        if self.cores is None:
+            return self.rank
+        before, after = self.cores
+        left = None if cpu_free is None else max(0, cpu_free - cpu_milli)
+        stranded = after.stranded(left, cpu_per_core) - before.stranded(cpu_free, cpu_per_core)
+        return (stranded, *self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCores:
+    """Of all GPUs of a node that are offered: the free cores, and those of them that have memory, as their GPU's share of free memory.
+    `tight`: cores that are counted as used well, or (negative) as left over, on the GPUs that a pod shares."""
+
+    free: int
+    usable: int
+    tight: int = 0
+
+    def stranded(self, cpu_free: int | None, cpu_per_core: int) -> int:
+        """Cores times `cpu_per_core`, which makes it an integer."""
+        usable = self.usable * cpu_per_core
+        if cpu_free is not None:
+            usable = min(usable, cpu_free)
+        return max(0, self.free * cpu_per_core - usable) - self.tight * cpu_per_core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +77,11 @@ class Misfit:
     constraints: Constraints = UNCONSTRAINED
     none_allowed: bool = False
     agent_chooses: bool = False
+
+    @property
+    def reason(self) -> tuple[object, ...]:
+        """Equal for misfits that can be compared by their distance."""
+        return self.container, self.not_offered, self.constraints, self.none_allowed, self.agent_chooses
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
@@ -68,7 +104,13 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
         chosen.append(shares)
         score += placement.score or 0
     after = added(used, use.taken)
-    return NodeChoice(shares=tuple(chosen), rank=_rank(node, after, request, chosen, policy, score))
+    rank = _rank(node, after, request, chosen, policy, score)
+    if policy != "least-fragmentation":
+        return NodeChoice(shares=tuple(chosen), rank=rank)
+    shared = _shared(request, chosen)
+    tight = sum(_tight(used[gpu], after[gpu]) for gpu in shared)
+    free_cores = FreeCores(*_free_cores(node, used)), FreeCores(*_free_cores(node, after), tight)
+    return NodeChoice(shares=tuple(chosen), rank=rank, cores=free_cores)
 
 
 def _find(
@@ -117,7 +159,7 @@ def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
     """Compares NUMA nodes with `free` entirely free GPUs."""
     score = placement.score or 0
-    return (-score, free) if policy == "topology" else (free if policy == "binpack" else -free, -score)
+    return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
 
 
 def _free(capacities: Iterable[GpuCapacity]) -> int:
@@ -161,9 +203,7 @@ def _rank(
     node: NodeState, after: Used, request: PodRequest, chosen: Iterable[Shares], policy: Policy, score: int
 ) -> tuple[int, ...]:
     sign = -1 if policy == "spread" else 1
-    shared = {
-        gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares
-    }
+    shared = _shared(request, chosen)
     cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
     memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
     free = sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, after, strict=True))
@@ -171,6 +211,27 @@ def _rank(
     order = (free, cores, memory) if whole else (cores, memory, free)
     ordered = tuple(sign * each for each in order)
     return (-score, *ordered) if policy == "topology" else (*ordered, -score)
+
+
+def _shared(request: PodRequest, chosen: Iterable[Shares]) -> set[int]:
+    return {gpu for container, shares in zip(request.containers, chosen, strict=True) if not container.whole for gpu, _ in shares}
+
+
+def _tight(before: Amounts, after: Amounts) -> int:
+    """A share is better the less it leaves of its GPU, and is on a GPU in use rather than on an entirely free one."""
+    left = CORES_PER_GPU - after.cores
+    return -left if before == NOTHING else after.cores - before.cores - left
+
+
+def _free_cores(node: NodeState, used: Used) -> tuple[int, int]:
+    free = usable = 0
+    for gpu, held in zip(node.gpus, used, strict=True):
+        if gpu.offered:
+            cores = max(0, CORES_PER_GPU - held.cores)
+            memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
+            free += cores
+            usable += min(cores, memory * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores
+    return free, usable
 
 
 def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], constraints: Constraints) -> Misfit:
@@ -192,8 +253,10 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
         return Misfit(
             container=container, free_gpus=free, distance=-float(free), not_offered=not_offered, constraints=constraints
         )
-    lacks = {each.index: _lack(each, container) for each in capacities if each.healthy}
-    not_offered = any(_lack(each, container) == 0 for each in capacities if not each.healthy)
+    lacks = {each.index: _lack(each, container.cores, container.memory_blocks) for each in capacities if each.healthy}
+    not_offered = len(lacks) < len(capacities) and any(
+        _lack(each, container.cores, container.memory_blocks) == 0 for each in capacities if not each.healthy
+    )
     if not lacks:
         return Misfit(container=container, not_offered=not_offered, distance=float("inf"), constraints=constraints)
     gpu = min(lacks, key=lambda index: (lacks[index], index))
@@ -210,8 +273,11 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
     )
 
 
-def _lack(capacity: GpuCapacity, container: ContainerRequest) -> float:
+def _lack(capacity: GpuCapacity, cores: int, memory_blocks: int) -> float:
     """The share of the request that is missing on this GPU, of both resources together."""
-    cores = max(0, container.cores - capacity.cores_free) / container.cores
-    memory = max(0, container.memory_blocks - capacity.memory_blocks_free) / max(1, container.memory_blocks)
-    return cores + memory
+    lack = 0.0
+    if cores > capacity.cores_free:
+        lack = (cores - capacity.cores_free) / cores
+    if memory_blocks > capacity.memory_blocks_free:
+        lack += (memory_blocks - capacity.memory_blocks_free) / memory_blocks
+    return lack

@@ -7,7 +7,7 @@ and bound pods in any order gives the same answers.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import merge
 from itertools import islice
@@ -58,15 +58,29 @@ class _Node:
     state: NodeState
     pods: dict[str, PlacedPod] = field(default_factory=dict)
     used: Used | None = None
+    #: The CPU of all pods on the node, in thousandths.
+    cpu_milli: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is known of it."""
+        return not (self.pods or self.state.gpus or self.cpu_milli or self.state.cpu_milli)
+
+    @property
+    def cpu_free(self) -> int | None:
+        return None if self.state.cpu_milli is None else max(0, self.state.cpu_milli - self.cpu_milli)
 
 
 class ClusterIndex:
-    """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends)."""
+    """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends).
+    `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
 
-    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
-        self._listeners = tuple(listeners)
+    def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
+        self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
+        #: Pods without GPUs: (node, thousandths of CPU), by UID.
+        self._cpu_pods: dict[str, tuple[str, int]] = {}
         #: The node of each GPU, by UUID.
         self._node_of_gpu: dict[str, str] = {}
         self._assumed: dict[str, float] = {}
@@ -98,7 +112,7 @@ class ClusterIndex:
     def remove_node(self, name: str) -> None:
         """Its pods stay on record until they are removed, too: the node may come back before."""
         self.set_node(NodeState(name=name))
-        if not self._nodes[name].pods:
+        if self._nodes[name].empty:
             self._drop(name)
 
     def bind(self, pod: PlacedPod) -> None:
@@ -120,12 +134,27 @@ class ClusterIndex:
         if name is None:
             return
         node = self._nodes[name]
-        del node.pods[uid]
+        node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
         for listener in self._listeners:
             listener.pod_removed(uid)
         self._changed(name)
-        if not node.pods and not node.state.gpus:
+        if node.empty:
             self._drop(name)
+
+    def use_cpu(self, uid: str, node: str, cpu_milli: int) -> None:
+        """A pod without GPUs is on the node."""
+        if self._cpu_pods.get(uid) != (node, cpu_milli):
+            self.free_cpu(uid)
+            self._cpu_pods[uid] = (node, cpu_milli)
+            self._count_cpu(node, cpu_milli)
+
+    def free_cpu(self, uid: str) -> None:
+        """The pod has ended. It need not be one of them."""
+        if (known := self._cpu_pods.pop(uid, None)) is not None:
+            node, cpu_milli = known
+            self._count_cpu(node, -cpu_milli)
+            if self._nodes[node].empty:
+                self._drop(node)
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Drops assumed placements that have ended, and returns the UIDs of their pods."""
@@ -142,7 +171,7 @@ class ClusterIndex:
         self._version += bool(self._stale)
         for name in self._stale:
             if name in self._nodes:
-                self._profiles.put(self._nodes[name].state, self.used(name))
+                self._profiles.put(self._nodes[name].state, self.used(name), self._nodes[name].cpu_free)
             else:
                 self._profiles.remove(name)
         self._stale.clear()
@@ -200,7 +229,8 @@ class ClusterIndex:
         alike = offered - named if named else offered
         fitting = shape.fitting(alike)
         if found:
-            fitting = merge(fitting, sorted((each.rank, name) for name, each in found if isinstance(each, NodeChoice)))
+            ranks = [(shape.rank(each, self._nodes[name].cpu_free), name) for name, each in found if isinstance(each, NodeChoice)]
+            fitting = merge(fitting, sorted(ranks))
         if ordered := [name for _, name in islice(fitting, most)]:
             return ordered
         closest = [(count, name, self._found(name, shape)) for count, name in shape.misfits(alike)]
@@ -255,7 +285,9 @@ class ClusterIndex:
 
     def _put(self, pod: PlacedPod) -> None:
         self.remove(pod.uid)
-        self._node(pod.node).pods[pod.uid] = pod
+        node = self._node(pod.node)
+        node.pods[pod.uid] = pod
+        node.cpu_milli += pod.request.cpu_milli
         self._node_of[pod.uid] = pod.node
         for listener in self._listeners:
             listener.pod_placed(pod, self._nodes[pod.node].state)
@@ -273,15 +305,21 @@ class ClusterIndex:
         self.changed.add(name)
         self._stale[name] = None
 
+    def _count_cpu(self, name: str, cpu_milli: int) -> None:
+        self._node(name).cpu_milli += cpu_milli
+        self._stale[name] = None
+
     def _shape(self, request: PodRequest, policy: Policy) -> Shape:
         """With results that are up to date."""
         self.settle()
+        if policy != "least-fragmentation" and request.cpu_milli:
+            request = replace(request, cpu_milli=0)
         key = (request, policy)
         if (shape := self._shapes.get(key)) is not None:
             self._shapes.move_to_end(key)
             shape.update(self._profiles)
             return shape
-        shape = self._shapes[key] = Shape(request, policy)
+        shape = self._shapes[key] = Shape(request, policy, self._cpu_per_core)
         shape.update(self._profiles)
         while len(self._shapes) > 1 and sum(map(len, self._shapes.values())) > MAX_RESULTS:
             self._shapes.popitem(last=False)

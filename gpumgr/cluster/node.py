@@ -42,6 +42,7 @@ class NodeState:
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `other`: pod UID -> what the node
     itself reports for a pod; it replaces what the pod's annotations say. `model_label`, `pool`: labels of the node that quotas refer to.
+    `cpu_milli`: the CPU for pods, in thousandths; None: not known.
     """
 
     name: str
@@ -51,6 +52,7 @@ class NodeState:
     other: Mapping[str, Shares] = field(default_factory=dict)
     model_label: str = ""
     pool: str = ""
+    cpu_milli: int | None = None
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU
 
 #: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.choose`.
-Policy = Literal["binpack", "spread", "topology"]
+Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,12 @@ class ContainerRequest:
 class PodRequest:
     """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
 
-    Names are not part of it: pods with equal requests share every result.
+    `cpu_milli` is the CPU of the whole pod, in thousandths. Names are not part of it: pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
     constraints: Constraints = UNCONSTRAINED
+    cpu_milli: int = 0
 
 
 NO_REQUEST: Final = PodRequest()

@@ -1,10 +1,10 @@
 """Parses a pod's JSON into what the allocator needs."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from math import ceil
 from typing import Any, Final
 
 from gpumgr.allocator.pods import ContainerSpec, PodView
@@ -79,22 +79,23 @@ def parse_quantity(text: str) -> int:
     """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative and other texts."""
     if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
         return int(text)
-    if (value := _quantity(text)) != int(value):
+    value = _decimal(text)
+    if value != int(value):
         raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
     return int(value)
 
 
-def quantity_rounded_up(text: str, scale: int = 1) -> int:
-    """A quantity in parts of 1 / `scale`, as kube-scheduler compares it. Raises ValueError for negative and other texts."""
-    return math.ceil(_quantity(text) * scale)
+def parse_milli(text: str) -> int:
+    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative and other texts."""
+    return ceil(_decimal(text) * 1000)
 
 
-def _quantity(text: str) -> Decimal:
+def _decimal(text: str) -> Decimal:
     suffix = next((suffix for suffix in (text[-2:], text[-1:]) if suffix in _FACTORS), "")
     try:
         value = Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
         if not 0 <= value < _MAX_QUANTITY:
-            raise ValueError(f"quantity {text!r} is not a number of 0 or more, or too large")
+            raise ValueError(f"quantity {text!r} is not a whole number of 0 or more")
     except ArithmeticError as error:
         raise ValueError(f"quantity {text!r} can't be read") from error
     return value

@@ -97,7 +97,7 @@ async def run_scheduler(
     replica = this_replica(wanted) if wanted.leader_election else None
     server = await ApiServer.connect(kubeconfig or settings.kubernetes.kubeconfig, remedy=_REMEDY)
     quotas = Quotas()
-    index = ClusterIndex([quotas])
+    index = ClusterIndex([quotas], cpu_per_gpu_milli=round(1000 * wanted.cpus_per_gpu))
     watches = ClusterWatches(server, index, quotas, wanted)
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     extender = Extender(server, index, quotas, watches, wanted, leadership=leadership)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import UNSET
 
 from gpumgr.allocator.annotations import PREDICATE_INDEX, PREDICATE_NODE
@@ -21,7 +22,8 @@ from gpumgr.kubeapi.cluster_annotations import (
     decode_inventory,
     decode_placement,
 )
-from gpumgr.kubeapi.pods import parse_pod, parse_quantity
+from gpumgr.kubeapi.pods import parse_milli, parse_pod, parse_quantity
+from gpumgr.scheduler.pod_spec import PodSpec
 from gpumgr.scheduler.selection import constraints_of, policy_of
 from gpumgr.topology.matrix import MAX_GPUS
 from gpumgr.units import BLOCK_MEBIBYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, Amounts
@@ -106,7 +108,15 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = QuotaLabels()) -> 
     found = _parse_node(item)
     there: Mapping[str, object] = item["metadata"].get("labels") or {}
     model, pool = str(there.get(labels.model, "")), str(there.get(labels.pool, ""))
-    return replace(found, state=replace(found.state, model_label=model, pool=pool)) if model or pool else found
+    return replace(found, state=replace(found.state, model_label=model, pool=pool, cpu_milli=_cpu_milli(item)))
+
+
+def _cpu_milli(item: Mapping[str, Any]) -> int | None:
+    cpu = ((item.get("status") or {}).get("allocatable") or {}).get("cpu")
+    try:
+        return None if cpu is None else parse_milli(str(cpu))
+    except ValueError:
+        return None
 
 
 def _parse_node(item: Mapping[str, Any]) -> WatchedNode:
@@ -203,7 +213,8 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         ]
         made["request"] = vcuda_request(asked)
         made["policy"] = policy_of(annotations)
-        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
+        cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
+        made["request"] = replace(made["request"], constraints=constraints_of(annotations), cpu_milli=cpu_milli)
     except Refusal as error:
         made["refusal"] = str(error)
     promised = annotations.get(PREDICATE_NODE) if node is None else None

@@ -15,39 +15,14 @@ from gpumgr.cluster.quota import NamespaceQuota, Quotas
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import Reflector, WatchTimes
 from gpumgr.scheduler.objects import QuotaLabels, WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.scheduler.pod_spec import CpuPod, decode_pod
 from gpumgr.scheduler.quota_configmap import WatchedQuotas, parse_quotas
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
 
 _log = structlog.get_logger(__name__)
 
 #: Ended pods hold nothing: for this watch they are deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
-
-
-class _Resources(msgspec.Struct):
-    requests: dict[str, Any] | None = None
-    limits: dict[str, Any] | None = None
-
-
-class _Container(msgspec.Struct):
-    resources: _Resources | None = None
-
-    @property
-    def wants_gpu(self) -> bool:
-        found = self.resources
-        return found is not None and any(
-            name in wanted for wanted in (found.requests, found.limits) if wanted for name in (CORE_RESOURCE, MEMORY_RESOURCE)
-        )
-
-
-class _PodSpec(msgspec.Struct, rename="camel"):
-    containers: list[_Container] | None = None
-    init_containers: list[_Container] | None = None
-
-
-class _Pod(msgspec.Struct):
-    spec: _PodSpec | None = None
 
 
 class _NodeMetadata(TypedDict, total=False):
@@ -59,6 +34,7 @@ class _NodeMetadata(TypedDict, total=False):
 
 class _NodeStatus(TypedDict, total=False):
     capacity: dict[str, Any] | None
+    allocatable: dict[str, Any] | None
     conditions: Any
 
 
@@ -67,14 +43,6 @@ class _Node(TypedDict, total=False):
 
     metadata: _NodeMetadata
     status: _NodeStatus | None
-
-
-def decode_gpu_pod(item: msgspec.Raw) -> dict[str, Any] | None:
-    """None for a pod without GPU requests. Most pods of a cluster are such; their objects are not decoded."""
-    spec = msgspec.json.decode(item, type=_Pod).spec
-    containers = [*(spec.containers or ()), *(spec.init_containers or ())] if spec is not None else []
-    found: dict[str, Any] | None = msgspec.json.decode(item) if any(each.wants_gpu for each in containers) else None
-    return found
 
 
 class ClusterWatches:
@@ -121,12 +89,12 @@ class ClusterWatches:
                 on_change=self._quotas_changed,
                 watch_times=watch_times,
             )
-        self._pods: Reflector[WatchedPod] = Reflector(
+        self._pods: Reflector[WatchedPod | CpuPod] = Reflector(
             server,
             "/api/v1/pods",
             {"fieldSelector": _RUNNING},
-            parse=parse_watched_pod,
-            decode=decode_gpu_pod,
+            parse=lambda item: item if isinstance(item, CpuPod) else parse_watched_pod(item),
+            decode=decode_pod,
             on_change=self._pod_changed,
             watch_times=watch_times,
         )
@@ -180,7 +148,13 @@ class ClusterWatches:
             used = "its capacity" if after.state.gpus else "none of its GPUs"
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
 
-    def _pod_changed(self, before: WatchedPod | None, after: WatchedPod | None) -> None:
+    def _pod_changed(self, before: WatchedPod | CpuPod | None, after: WatchedPod | CpuPod | None) -> None:
+        if isinstance(after, CpuPod):
+            self._index.use_cpu(after.uid, after.node, after.cpu_milli)
+            return
+        if isinstance(before, CpuPod):
+            self._index.free_cpu(before.uid)
+            before = None
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)

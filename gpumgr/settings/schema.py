@@ -232,8 +232,11 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the nodes and GPUs that fit, take the fullest, the emptiest, or the best joined GPUs. Pods may choose another policy.
-    policy: Literal["binpack", "spread", "topology"] = "binpack"
+    #: Of the nodes and GPUs that fit, take those where the least is left without use, the fullest, the emptiest, or the best joined GPUs.
+    #: Pods may choose another policy.
+    policy: Literal["least-fragmentation", "binpack", "spread", "topology"] = "least-fragmentation"
+    #: CPUs that an average pod requests beside one GPU, for the policy least-fragmentation.
+    cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
     #: How many nodes filter answers with. With 1 the GPUs are assumed for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
     #: How long assumed GPUs are kept for a pod that is not bound.

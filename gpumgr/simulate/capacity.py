@@ -13,7 +13,7 @@ class Capacity:
     def __init__(self, cluster: LiveCluster) -> None:
         self._cluster, self._profiles = cluster, Profiles()
         for name, node in cluster.nodes.items():
-            self._profiles.put(node.state, cluster.index.used(name))
+            self._profiles.put(node.state, cluster.index.used(name), None)
 
     def more(self, pod: LivePod, policy: Policy) -> int:
         """More pods like this one, with this setting; the pod's own policy has precedence."""

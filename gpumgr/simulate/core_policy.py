@@ -12,22 +12,23 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 def request_of(shape: Shape) -> PodRequest:
     """A pod with one container. Cores are rounded up."""
     if not shape.gpus:
-        return PodRequest()
+        return PodRequest(cpu_milli=shape.cpu_milli)
     container = ContainerRequest(
         gpus=shape.gpus,
         cores_per_gpu=-(-shape.gpu_milli * CORES_PER_GPU // GPU_MILLI),
         memory_mebibytes=shape.memory_blocks * BLOCK_MEBIBYTES,
     )
-    return PodRequest((container,), Constraints(use_models=shape.use_models, avoid_models=shape.avoid_models))
+    constraints = Constraints(use_models=shape.use_models, avoid_models=shape.avoid_models)
+    return PodRequest((container,), constraints, shape.cpu_milli)
 
 
 def state_of(spec: NodeSpec) -> NodeState:
     """GPUs that are equally far from each other."""
     if not spec.gpus:
-        return NodeState(name=spec.name)
+        return NodeState(name=spec.name, cpu_milli=spec.cpu_milli)
     even = homogeneous(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
     gpu = GpuState(memory_mebibytes=spec.memory_blocks * BLOCK_MEBIBYTES, model=spec.model)
-    return NodeState(name=spec.name, gpus=(gpu,) * spec.gpus, topology=even.topology, naming="index")
+    return NodeState(name=spec.name, gpus=(gpu,) * spec.gpus, topology=even.topology, naming="index", cpu_milli=spec.cpu_milli)
 
 
 class _Offered:
@@ -60,9 +61,9 @@ class _Offered:
 class CorePolicy:
     """A policy of the scheduler."""
 
-    def __init__(self, cluster: Cluster, policy: Policy) -> None:
+    def __init__(self, cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> None:
         self._cluster, self._policy = cluster, policy
-        self._index = ClusterIndex()
+        self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
         self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
         self._offered: dict[tuple[int, int], _Offered] = {}
         for node in cluster.nodes:
@@ -81,6 +82,7 @@ class CorePolicy:
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None:
         if not shape.gpus:
+            self._index.use_cpu(uid, self._cluster.nodes[where.node].spec.name, shape.cpu_milli)
             return
         spec, request = self._cluster.nodes[where.node].spec, request_of(shape)
         memory = shape.memory_blocks if shape.share else spec.memory_blocks
@@ -89,4 +91,5 @@ class CorePolicy:
         self._index.bind(PlacedPod(uid=uid, node=spec.name, request=request, shares=shares))
 
     def removed(self, uid: str) -> None:
+        self._index.free_cpu(uid)
         self._index.remove(uid)

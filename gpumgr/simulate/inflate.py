@@ -66,13 +66,15 @@ def run(
     seed: int,
     *,
     random: Callable[[int], Shuffler],
+    cpu_per_gpu_milli: int = 8000,
     decided: Callable[[], None] = lambda: None,
 ) -> Result:
-    """One policy and one seed. `random` makes a source of random numbers from a seed; `decided` is called before and after a decision."""
+    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
+    cpus_per_gpu, in thousandths. `decided` is called before and after a decision."""
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
-    placer = POLICIES[policy](cluster, pods, fragmentation, random(seed))
+    placer = POLICIES[policy](cluster, cpu_per_gpu_milli, fragmentation, random(seed))
     marks = _Marks(cluster, fragmentation)
     failed: Counter[str] = Counter()
     for number, pod in enumerate(arriving):

@@ -53,13 +53,16 @@ class LivePod:
 
 
 class LiveCluster:
-    """Begins with all pods at home; the home of a pod is one of the nodes. `policy` is the setting `scheduler.policy`."""
+    """Begins with all pods at home; the home of a pod is one of the nodes. `policy` and `cpu_per_gpu_milli` are settings of the
+    scheduler."""
 
-    def __init__(self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy) -> None:
-        self.policy = policy
+    def __init__(
+        self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000
+    ) -> None:
+        self.policy, self._cpu_per_gpu_milli = policy, cpu_per_gpu_milli
         self.nodes = {node.state.name: node for node in sorted(nodes, key=lambda each: each.state.name)}
         self.pods = {pod.uid: pod for pod in pods}
-        self.index = ClusterIndex()
+        self.index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
         self._there: dict[str, dict[str, LivePod]] = {name: {} for name in self.nodes}
         self._used: dict[str, Counter[str]] = {name: Counter() for name in self.nodes}
         self._names: dict[str, tuple[str, ...]] = {}
@@ -72,17 +75,20 @@ class LiveCluster:
     def part(self, names: Collection[str]) -> "LiveCluster":
         """These nodes alone, with the pods that are at home there."""
         pods = (pod for pod in self.pods.values() if pod.home is not None and pod.home.node in names)
-        return LiveCluster((self.nodes[name] for name in names), pods, self.policy)
+        return LiveCluster((self.nodes[name] for name in names), pods, self.policy, cpu_per_gpu_milli=self._cpu_per_gpu_milli)
 
     def put(self, pod: LivePod, spot: Spot) -> None:
         if pod.request.containers:
             self._report(pod, there=spot is pod.home)
             self.index.bind(pod.on(spot))
+        else:
+            self.index.use_cpu(pod.uid, spot.node, pod.requests.get("cpu", 0))
         self._there[spot.node][pod.uid] = pod
         self._used[spot.node].update(pod.requests)
 
     def remove(self, pod: LivePod, node: str) -> None:
         self.index.remove(pod.uid)
+        self.index.free_cpu(pod.uid)
         self._report(pod, there=False)
         del self._there[node][pod.uid]
         self._used[node].subtract(pod.requests)

@@ -8,7 +8,7 @@ from gpumgr.simulate import scores
 from gpumgr.simulate.core_policy import CorePolicy
 from gpumgr.simulate.dra import DraPolicy, least_allocated, most_allocated
 from gpumgr.simulate.fragmentation import Fragmentation
-from gpumgr.simulate.model import Cluster, Gpus, Node, Placement, Pod, Shape
+from gpumgr.simulate.model import Cluster, Gpus, Node, Placement, Shape
 from gpumgr.simulate.ranking import Order, Ranking, Score
 from gpumgr.simulate.scores import Choice
 
@@ -49,8 +49,9 @@ class ScorePolicy:
     def removed(self, uid: str) -> None: ...
 
 
-#: From the cluster, the pods of the trace, the fragmentation by their typical requests, and a source of random numbers.
-_Make = Callable[[Cluster, Sequence[Pod], Fragmentation, Random], Placer]
+#: From the cluster, thousandths of a CPU that an average pod requests beside one GPU, the fragmentation by typical requests, and a source
+#: of random numbers.
+_Make = Callable[[Cluster, int, Fragmentation, Random], Placer]
 
 
 def _fixed(cluster: Cluster, random: Random) -> Order:
@@ -61,10 +62,12 @@ def _fixed(cluster: Cluster, random: Random) -> Order:
 
 
 def _scored(score: Score) -> _Make:
-    return lambda cluster, _pods, _fragmentation, random: ScorePolicy(cluster, score, Node.tightest, _fixed(cluster, random))
+    return lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: ScorePolicy(
+        cluster, score, Node.tightest, _fixed(cluster, random)
+    )
 
 
-def _random(cluster: Cluster, _pods: Sequence[Pod], _fragmentation: Fragmentation, random: Random) -> Placer:
+def _random(cluster: Cluster, _cpu_per_gpu_milli: int, _fragmentation: Fragmentation, random: Random) -> Placer:
     def any_gpu(node: Node, shape: Shape) -> Gpus:
         return (random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape)
 
@@ -73,31 +76,23 @@ def _random(cluster: Cluster, _pods: Sequence[Pod], _fragmentation: Fragmentatio
     return ScorePolicy(cluster, scores.none, any_gpu, lambda _position, last: last + random.expovariate(1.0))
 
 
-def _fgd(cluster: Cluster, _pods: Sequence[Pod], fragmentation: Fragmentation, random: Random) -> Placer:
+def _fgd(cluster: Cluster, _cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
     rule = scores.Fgd(fragmentation)
     return ScorePolicy(cluster, rule.score, rule.choice, _fixed(cluster, random))
 
 
-def _least_fragmentation(cluster: Cluster, pods: Sequence[Pod], _fragmentation: Fragmentation, _random: Random) -> Placer:
-    with_gpus = [pod.shape for pod in pods if pod.shape.gpus]
-    milli = sum(shape.total_milli for shape in with_gpus)
-    cpu_per_gpu = max(1, round(1000 * sum(shape.cpu_milli for shape in with_gpus) / milli)) if milli else 1
-    return ScorePolicy(cluster, scores.LeastFragmentation(cpu_per_gpu).score, Node.tightest, lambda position, _last: position)
-
-
 def _core(policy: Policy) -> _Make:
-    return lambda cluster, _pods, _fragmentation, _random: CorePolicy(cluster, policy)
+    return lambda cluster, cpu_per_gpu_milli, _fragmentation, _random: CorePolicy(cluster, policy, cpu_per_gpu_milli)
 
 
 POLICIES: Final[Mapping[str, _Make]] = {
     **{policy: _core(policy) for policy in get_args(Policy)},
-    "least-fragmentation": _least_fragmentation,
     "random": _random,
     "best-fit": _scored(scores.best_fit),
     "dot-product": _scored(scores.dot_product),
     "packing": _scored(scores.packing),
     "clustering": _scored(scores.clustering),
     "fgd": _fgd,
-    "dra": lambda cluster, _pods, _fragmentation, random: DraPolicy(cluster, least_allocated, random),
-    "dra-most-allocated": lambda cluster, _pods, _fragmentation, random: DraPolicy(cluster, most_allocated, random),
+    "dra": lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, least_allocated, random),
+    "dra-most-allocated": lambda cluster, _cpu_per_gpu_milli, _fragmentation, random: DraPolicy(cluster, most_allocated, random),
 }

@@ -1,4 +1,4 @@
-"""The reference policies as scores of nodes, and the rule least-fragmentation.
+"""The reference policies as scores of nodes.
 
 random, best-fit, dot-product, packing, clustering and fgd follow the published simulator of FGD (USENIX ATC '23): integers from 0 to 100,
 computed from CPU and the sum of the free GPU-milli, which are relative to 128 CPUs and 8 GPUs.
@@ -85,40 +85,3 @@ class Fgd:
             after[gpu] -= shape.gpu_milli
         less = self._fragmentation.of(node) - self._fragmentation.amount(node.spec.model, node.cpu_milli - shape.cpu_milli, after)
         return int(100 / (1 + exp(-less / 1000)))
-
-
-class LeastFragmentation:
-    """The node on which the fewest GPU-milli are stranded: those without the CPU or the memory that the pods of the trace need beside them.
-
-    `cpu_per_gpu` is in thousandths of a CPU. For a share the leftover of the tightest GPU counts as well, and an idle GPU is broken last.
-    Amounts are multiplied by `cpu_per_gpu`, which makes them integers.
-    """
-
-    def __init__(self, cpu_per_gpu: int) -> None:
-        self._cpu_per_gpu = cpu_per_gpu
-
-    def score(self, node: Node, shape: Shape) -> float:
-        gpus = node.tightest(shape)
-        lost = self._stranded(node, shape, gpus) - self._stranded(node, shape, None)
-        if not shape.share:
-            return -lost
-        leftover = node.gpu_milli[gpus[0]] - shape.gpu_milli
-        bonus = -leftover if node.idle(gpus[0]) else shape.gpu_milli - leftover
-        return bonus * self._cpu_per_gpu - lost
-
-    def _stranded(self, node: Node, shape: Shape, gpus: Gpus | None) -> int:
-        """Before (None) or after the placement."""
-        cpu, free, usable = node.cpu_milli, node.free_milli, node.free_milli
-        if full := node.spec.memory_blocks:
-            pairs = zip(node.gpu_milli, node.blocks, strict=True)
-            usable = sum(min(milli, blocks * GPU_MILLI // full) for milli, blocks in pairs)
-        if gpus is not None:
-            cpu -= shape.cpu_milli
-            free -= shape.total_milli
-            for gpu in gpus:
-                left = node.blocks[gpu] - (shape.memory_blocks if shape.share else full)
-                milli = node.gpu_milli[gpu]
-                before = min(milli, node.blocks[gpu] * GPU_MILLI // full) if full else milli
-                after = min(milli - shape.gpu_milli, left * GPU_MILLI // full) if full else milli - shape.gpu_milli
-                usable += after - before
-        return max(free * self._cpu_per_gpu - min(usable * self._cpu_per_gpu, cpu * GPU_MILLI), 0)

@@ -70,8 +70,8 @@ def node(name: str) -> Json:
     }
 
 
-def pod(uid: str, node_name: str, wanted: dict[str, str], annotations: dict[str, str]) -> Json:
-    resources = {"limits": {"cpu": "1", **wanted}, "requests": {"cpu": "1", **wanted}}
+def pod(uid: str, node_name: str, wanted: dict[str, str], annotations: dict[str, str], cpu: str = "1") -> Json:
+    resources = {"limits": {"cpu": cpu, **wanted}, "requests": {"cpu": cpu, **wanted}}
     environment = [{"name": f"VARIABLE_{number}", "value": "some text of usual length"} for number in range(12)]
     container = {"name": "main", "image": "registry.invalid/work:1", "resources": resources, "env": environment}
     return {
@@ -107,14 +107,15 @@ class Cluster:
         self.counts = {"nodes": nodes, "pods": len(self._pods) + cpu_pods, "configmaps": 0}
         self._nodes = nodes
         self.bound: dict[str, Json] = {}
-        self._cpu = json.dumps(pod("uid-cpu-NUMBER", "NODE", {}, {}))
+        self._cpu = json.dumps(pod("uid-cpu-NUMBER", "NODE", {}, {}, "CPU"))
 
     def text(self, kind: str, number: int) -> str:
         if kind == "nodes":
             return json.dumps(node(name_of(number)))
         if number < len(self._pods):
             return json.dumps(gpu_pod(f"uid-gpu-{number}", *self._pods[number]))
-        return self._cpu.replace("NUMBER", str(number)).replace("NODE", name_of(number % self._nodes))
+        made = self._cpu.replace("NUMBER", str(number)).replace("NODE", name_of(number % self._nodes))
+        return made.replace('"CPU"', f'"{number * 7 % 1993 + 1}m"')
 
 
 def _placements(nodes: int, pods: int) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:

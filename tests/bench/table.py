@@ -49,13 +49,13 @@ def markdown(figures: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def put_into(document: Path, text: str) -> None:
+def put_into(document: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Replaces what stands between the two marks. Raises ValueError without them."""
-    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{document} lacks the marks {BEGIN} and {END}")
-    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    before, found, rest = document.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not found or not last:
+        raise ValueError(f"{document} lacks the marks {begin} and {end}")
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def _machine(machine: Mapping[str, Any]) -> list[str]:

@@ -253,7 +253,7 @@ def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) ->
     pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
     pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
     assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
-    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use binpack, spread, topology, " in pods.rejection("no-policy")
+    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use least-fragmentation, " in pods.rejection("no-policy")
 
 
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:

@@ -2,6 +2,7 @@
 that a pod may have are chosen for it, and the index equals one that is filled from the nodes and the bound pods alone."""
 
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,15 +18,17 @@ from tests.cluster_states import constrained, node_state, request, share
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
 NODES = (
-    node_state("a", 2, models=(T4, T4), numa=(0, 0)),
+    replace(node_state("a", 2, models=(T4, T4), numa=(0, 0)), cpu_milli=8000),
     node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)),
     homogeneous("c", 200, 2 * 16384),
-    node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"),
+    replace(node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"), cpu_milli=4000),
 )
 REQUESTS: tuple[PodRequest, ...] = (
     share(10, 4),
     share(60, 20),
     share(50, 40),
+    replace(share(50, 40), cpu_milli=3000),
+    replace(request(("app", 100, 0)), cpu_milli=500),
     request(("app", 100, 0)),
     request(("app", 200, 100)),
     request(("app", 40, 8), ("app", 30, 8)),
@@ -39,7 +42,7 @@ REQUESTS: tuple[PodRequest, ...] = (
     constrained(request(("app", 200, 0)), same_numa_node=True),
     constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True, use_models=("a100",)),
 )
-POLICIES: tuple[Policy, ...] = ("binpack", "spread", "topology")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 NAMES = [node.name for node in NODES]
 ASSUME_SECONDS = 60.0
 
@@ -53,6 +56,7 @@ class Cluster(RuleBasedStateMachine):
         self.nodes: dict[str, NodeState] = {}
         self.bound: dict[str, PlacedPod] = {}
         self.pending: dict[str, PodRequest] = {}
+        self.without_gpus: dict[str, tuple[str, int]] = {}
         self.now, self.created = 0.0, 0
         for node in NODES:
             self._set(node)
@@ -136,6 +140,16 @@ class Cluster(RuleBasedStateMachine):
         del self.pending[uid]
         self.index.remove(uid)
 
+    @rule(name=st.sampled_from([*NAMES, "e"]), uid=st.sampled_from(["cpu-1", "cpu-2"]), cpu_milli=st.sampled_from([100, 5000]))
+    def use_cpu(self, name: str, uid: str, cpu_milli: int) -> None:
+        self.without_gpus[uid] = (name, cpu_milli)
+        self.index.use_cpu(uid, name, cpu_milli)
+
+    @rule(uid=st.sampled_from(["cpu-1", "cpu-2"]))
+    def free_cpu(self, uid: str) -> None:
+        self.without_gpus.pop(uid, None)
+        self.index.free_cpu(uid)
+
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def change_health(self, name: str, data: st.DataObject) -> None:
         node = self.nodes[name]
@@ -190,6 +204,8 @@ class Cluster(RuleBasedStateMachine):
         again = ClusterIndex()
         for pod in reversed(self.bound.values()):
             again.bind(pod)
+        for uid, (name, cpu_milli) in self.without_gpus.items():
+            again.use_cpu(uid, name, cpu_milli)
         for node in self.nodes.values():
             again.set_node(node)
         for uid in self.pending:

@@ -90,7 +90,7 @@ def after_one_move(pods: Sequence[LivePod]) -> list[list[LivePod]]:
     return found
 
 
-@given(pods_at_home(), NEW, st.sampled_from(["binpack", "spread", "topology"]))
+@given(pods_at_home(), NEW, st.sampled_from(["least-fragmentation", "binpack", "spread", "topology"]))
 def test_capacity_is_what_the_scheduler_places(pods: list[LivePod], new: LivePod, policy: Policy) -> None:
     made = cluster(pods, **COUNTS)
     found = LiveCluster(made.nodes.values(), pods, policy)

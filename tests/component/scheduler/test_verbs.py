@@ -8,7 +8,7 @@ import pytest
 from gpumgr.kubeapi.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.sim.apiserver import SimApiServer
 
-from .conftest import GPU_MEBIBYTES, Stage, inventory, node, pod, until
+from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, until
 
 
 async def test_one_node_is_answered_and_the_binding_names_its_gpus(stage: Stage) -> None:
@@ -103,7 +103,7 @@ async def test_gpu_managers_indices_are_those_of_nvml(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "reason"),
     [
-        ("gpumgr.io/policy", "packed", "'packed' is no policy; use binpack, spread, topology"),
+        ("gpumgr.io/policy", "packed", "'packed' is no policy; use least-fragmentation, binpack, spread, topology"),
         ("gpumgr.io/same-numa-node", "yes", '\'yes\' is neither "true" nor "false"'),
         ("nvidia.com/use-gpuuuid", "3", "'3' is no UUID of a GPU; `nvidia-smi -L` prints them, for example GPU-5a0ce3bd-..."),
     ],
@@ -362,3 +362,29 @@ async def test_an_absurd_quantity_is_answered_with_an_error(stage: Stage, quanti
 async def test_a_request_beyond_the_limit_is_answered_with_the_remedy(soft: Stage) -> None:
     names = [f"node-{number:08}" for number in range(100_000)]
     assert "scheduler.max_request_mebibytes" in (await soft.filter(pod("one", ("app", 60, 16)), names))["Error"]
+
+
+async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
+    """By default a pod goes where the fewest GPUs are left without CPU: on node a there are 8 CPUs or more for the second GPU, or none."""
+
+    def cpu(item: Json, cpus: int) -> Json:
+        item["spec"]["containers"] = item["spec"]["containers"] or [{"name": "c0", "resources": {}}]
+        item["spec"]["containers"][0]["resources"]["requests"] = {"cpu": str(cpus)}
+        return item
+
+    async def goes_to(name: str) -> None:
+        wanted = cpu(pod("one", ("app", 100, 0)), 16)
+        async with asyncio.timeout(30):
+            while (await stage.filter(wanted))["NodeNames"] != [name]:  # noqa: ASYNC110 (an answer over HTTP)
+                await asyncio.sleep(0.01)
+
+    for name, count, cpus in (("a", 2, "32"), ("b", 4, "64")):
+        item = node(name, count, inventory(name, count))
+        item["status"]["allocatable"] = {"cpu": cpus}
+        stage.sim.put_node(item)
+    await goes_to("a")
+    for cpus, name in ((16, "b"), (8, "a"), (16, "b")):
+        stage.sim.put_document(cpu(pod("other", on="a"), cpus))
+        await goes_to(name)
+    stage.sim.remove("uid-other")
+    await goes_to("a")

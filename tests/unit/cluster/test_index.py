@@ -1,7 +1,8 @@
 """The index: which node is offered, what is assumed, and what is computed again."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +23,7 @@ from tests.cluster_states import node_state, request, share
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
 NAMES = ("a", "b")
-POLICIES: tuple[Policy, ...] = ("binpack", "spread", "topology")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @pytest.fixture
@@ -172,13 +173,21 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
     assert len(computed) == 2
 
 
-def brute_force(index: ClusterIndex, wanted: PodRequest, policy: Policy, names: Iterable[str]) -> tuple[list[str], str]:
-    """All nodes that fit in their order, or the reasons why none does, computed node by node."""
+def cpu_free(index: ClusterIndex, name: str, without_gpus: Mapping[str, int]) -> int | None:
+    cpu_milli = state.cpu_milli if (state := index.node(name)) is not None else None
+    used = sum(pod.request.cpu_milli for pod in index.pods_on(name).values()) + without_gpus.get(name, 0)
+    return None if cpu_milli is None else max(0, cpu_milli - used)
+
+
+def brute_force(
+    index: ClusterIndex, wanted: PodRequest, policy: Policy, names: Iterable[str], without_gpus: Mapping[str, int]
+) -> tuple[list[str], str]:
+    """All nodes that fit in their order, or the reasons why none does, computed node by node. `without_gpus`: CPU of other pods."""
     fits, misfits = [], []
     for name in names:
         found = index.choose_on(name, "", wanted, policy)
         if isinstance(found, NodeChoice):
-            fits.append((found.rank, name))
+            fits.append((found.rank_with(cpu_free(index, name, without_gpus), wanted.cpu_milli, 80), name))
         else:
             misfits.append((name, found))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
@@ -194,15 +203,24 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
         share(60, 30),
         request(("app", 100, 0)),
         request(("app", 200, 0)),
+        replace(share(30, 8), cpu_milli=5000),
+        replace(request(("app", 100, 0)), cpu_milli=20_000),
         replace(share(60, 30), constraints=Constraints(use_uuids=("GPU-a-1", "GPU-c-0"))),
         replace(share(60, 30), constraints=Constraints(avoid_uuids=("GPU-b-0", "GPU-b-1"))),
     )
+    without_gpus: dict[str, int] = {}
     for step in range(data.draw(st.integers(1, 16))):
         name = data.draw(st.sampled_from(names))
-        match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "ask"])):
+        match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "cpu", "ask", "ask"])):
             case "node":
                 cordoned = data.draw(st.sampled_from([(), (1,)]))
-                index.set_node(node_state(name, data.draw(st.sampled_from([2, 3])), cordoned=cordoned))
+                cpu_milli = data.draw(st.sampled_from([None, 9000, 30_000]))
+                index.set_node(
+                    replace(node_state(name, data.draw(st.sampled_from([2, 3])), cordoned=cordoned), cpu_milli=cpu_milli)
+                )
+            case "cpu":
+                without_gpus[name] = data.draw(st.sampled_from([0, 1000, 12_000]))
+                index.use_cpu(f"cpu-{name}", name, without_gpus[name])
             case "no node" if index.node(name) is not None:
                 index.remove_node(name)
             case "bind":
@@ -217,5 +235,5 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
                 wanted, policy = data.draw(st.sampled_from(shapes)), data.draw(st.sampled_from(POLICIES))
                 offered = data.draw(st.lists(st.sampled_from((*names, "unknown")), min_size=1, unique=True))
                 found = index.order(wanted, policy, offered)
-                fits, text = brute_force(index, wanted, policy, offered)
+                fits, text = brute_force(index, wanted, policy, offered, without_gpus)
                 assert found == (fits or Rejection(text))

@@ -81,6 +81,8 @@ def test_policy(annotations: dict[str, str], expected: str | None) -> None:
 
 @pytest.mark.parametrize("text", ["packed", "topology-aware", "Binpack", "x" * 9999])
 def test_an_unknown_policy_is_refused(text: str) -> None:
-    with pytest.raises(Refusal, match=r"^annotation gpumgr.io/policy: .* is no policy; use binpack, spread, topology$") as caught:
+    with pytest.raises(
+        Refusal, match=r"^annotation gpumgr.io/policy: .* is no policy; use least-fragmentation, .*, topology$"
+    ) as caught:
         policy_of({"gpumgr.io/policy": text})
     assert len(str(caught.value)) <= 300

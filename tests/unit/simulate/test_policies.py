@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpumgr.simulate.dra import sample_size
 from gpumgr.simulate.fragmentation import Fragmentation, typical_shapes
-from gpumgr.simulate.model import Cluster, NodeSpec, Placement, Pod, Shape
+from gpumgr.simulate.model import Cluster, NodeSpec, Placement, Shape
 from gpumgr.simulate.policies import POLICIES, Placer
 
 
@@ -31,9 +31,8 @@ class Run:
 
     def __init__(self, policy: str, specs: list[NodeSpec], trace: list[Shape], seed: int = 1) -> None:
         self.cluster = Cluster(specs)
-        pods = [Pod(name=str(number), shape=shape) for number, shape in enumerate(trace)]
         fragmentation = Fragmentation(typical_shapes(trace))
-        self.placer: Placer = POLICIES[policy](self.cluster, pods, fragmentation, random.Random(seed))
+        self.placer: Placer = POLICIES[policy](self.cluster, 8000, fragmentation, random.Random(seed))
         self.pods: dict[str, tuple[Shape, Placement]] = {}
 
     def add(self, shape: Shape) -> Placement | None:

@@ -1,0 +1,95 @@
+"""The parts of a pod's JSON that are decoded for every pod of the cluster: whether it requests GPUs, and its CPU."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.kubeapi.pods import parse_milli
+from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE
+
+_Amounts = dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPod:
+    """A pod without GPU requests on its node. `cpu_milli` is in thousandths."""
+
+    uid: str
+    node: str
+    cpu_milli: int
+
+
+class _Resources(msgspec.Struct):
+    requests: _Amounts = None
+    limits: _Amounts = None
+
+
+_NONE: Final = _Resources()
+
+
+class _Container(msgspec.Struct, rename="camel"):
+    resources: _Resources | None = None
+    restart_policy: str | None = None
+
+    @property
+    def wants_gpu(self) -> bool:
+        found = self.resources or _NONE
+        wanted = (found.requests or {}).keys() | (found.limits or {}).keys()
+        return CORE_RESOURCE in wanted or MEMORY_RESOURCE in wanted
+
+
+class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
+    node_name: str | None = None
+    containers: list[_Container] | None = None
+    init_containers: list[_Container] | None = None
+    resources: _Resources | None = None
+    overhead: _Amounts = None
+
+    @property
+    def wants_gpu(self) -> bool:
+        return any(each.wants_gpu for each in [*(self.containers or ()), *(self.init_containers or ())])
+
+    @property
+    def cpu_milli(self) -> int:
+        """What kube-scheduler counts: app containers and sidecars together, or more while an init container runs; the pod's own request
+        replaces it."""
+        most = sidecars = 0
+        for each in self.init_containers or ():
+            cpu = _cpu(each.resources)
+            most = max(most, sidecars + cpu)
+            sidecars += cpu if each.restart_policy == "Always" else 0
+        total = max(most, sidecars + sum(_cpu(each.resources) for each in self.containers or ()))
+        return (_cpu(self.resources) or total) + _milli(self.overhead)
+
+
+class _Metadata(msgspec.Struct):
+    uid: str
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Metadata
+    spec: PodSpec = PodSpec()
+
+
+def decode_pod(item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
+    """The whole object only of a pod with GPU requests. Most pods of a cluster have none: of these the CPU counts, on their nodes. Raises
+    ValueError."""
+    pod = msgspec.json.decode(item, type=_Pod)
+    if pod.spec.wants_gpu:
+        found: dict[str, Any] = msgspec.json.decode(item)
+        return found
+    node = pod.spec.node_name
+    return CpuPod(pod.metadata.uid, node, pod.spec.cpu_milli) if node else None
+
+
+def _cpu(resources: _Resources | None) -> int:
+    return _milli(resources.requests) if resources is not None else 0
+
+
+def _milli(amounts: _Amounts) -> int:
+    return _cached_milli(str(amounts["cpu"])) if amounts and "cpu" in amounts else 0
+
+
+_cached_milli = lru_cache(maxsize=4096)(parse_milli)
