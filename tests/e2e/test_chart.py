@@ -388,7 +388,7 @@ def test_the_images_own_client_may_be_named() -> None:
     assert "gpu-client" in settings_file(render({"settings": {"vcuda": {"client_path": str(client)}}}))
 
 
-def test_the_notes_name_the_node_labels_and_gpu_manager(tmp_path: Path) -> None:
+def test_the_notes_name_the_node_labels_gpu_manager_and_the_scheduler(tmp_path: Path) -> None:
     """Without a cluster helm prints no notes, so they are made an object here."""
     chart = tmp_path / "gpumgr"
     shutil.copytree(CHART, chart)
@@ -404,6 +404,13 @@ def test_the_notes_name_the_node_labels_and_gpu_manager(tmp_path: Path) -> None:
     assert "gpumgr.io/node" not in notes({"affinity": None})
     assert "For nodes that ran gpu-manager, set gpuManager.takeOver" in notes({})
     assert "ran gpu-manager" not in notes({"gpuManager": {"takeOver": True}})
+    assert "schedulerName" not in notes({})
+    assert "for pods with schedulerName: gpus.\n" in notes(
+        {"scheduler": {"enabled": True, "kubeScheduler": {"schedulerName": "gpus"}}}
+    )
+    merged = notes({"scheduler": {"enabled": True, "kubeScheduler": {"enabled": False}}})
+    assert "the ConfigMap gpumgr-kube-scheduler into yours.\nCheck it" in merged
+    assert "status deployment/gpumgr-scheduler\n" in merged
 
 
 # -- what comes beside the agent -------------------------------------------------------------------------------------------

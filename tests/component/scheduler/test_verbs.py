@@ -383,8 +383,8 @@ async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
         item["status"]["allocatable"] = {"cpu": cpus}
         stage.sim.put_node(item)
     await goes_to("a")
-    for cpus, name in ((16, "b"), (8, "a"), (16, "b")):
-        stage.sim.put_document(cpu(pod("other", on="a"), cpus))
+    for used, name in ((16, "b"), (8, "a"), (16, "b")):
+        stage.sim.put_document(cpu(pod("other", on="a"), used))
         await goes_to(name)
     stage.sim.remove("uid-other")
     await goes_to("a")
