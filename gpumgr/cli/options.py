@@ -73,3 +73,10 @@ def effective_settings(
     if file is None and DEFAULT_CONFIG.exists():
         file = DEFAULT_CONFIG
     return load_settings(file, environ=os.environ, overrides=overrides)
+
+
+def default_kubeconfig() -> Path | None:
+    """Only a file that exists."""
+    named = os.environ.get("KUBECONFIG", "").partition(":")[0]
+    path = Path(named) if named else Path.home() / ".kube" / "config"
+    return path if path.is_file() else None

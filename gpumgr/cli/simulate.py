@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, times_csv
 from gpumgr.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
@@ -26,6 +26,8 @@ _EXAMPLES = """
 Examples:
   gpumgr simulate --nodes nodes.csv --pods pods.csv
   gpumgr simulate --nodes nodes.csv --pods pods.csv --policy best-fit,least-fragmentation --seed 42 --seed 43 --output json
+  gpumgr simulate --from-cluster --snapshot cluster.json --anonymise
+  gpumgr simulate fit pod.yaml --from-cluster
 """
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
@@ -40,9 +42,9 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     return list(dict.fromkeys(names))
 
 
-@click.command("simulate", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
-@click.option("--nodes", "nodes_file", type=_FILE, required=True, help="CSV or JSON (*.json) of the nodes.")
-@click.option("--pods", "pods_file", type=_FILE, required=True, help="CSV or JSON (*.json) of the pods.")
+@click.group("simulate", cls=LiveGroup, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
+@click.option("--nodes", "nodes_file", type=_FILE, help="CSV or JSON (*.json) of the nodes.")
+@click.option("--pods", "pods_file", type=_FILE, help="CSV or JSON (*.json) of the pods.")
 @click.option(
     "--method",
     type=click.Choice(["inflate"]),
@@ -73,8 +75,8 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 )
 @click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
 def command(
-    nodes_file: Path,
-    pods_file: Path,
+    nodes_file: Path | None,
+    pods_file: Path | None,
     method: str,  # noqa: ARG001 (there is one so far)
     policies: list[str],
     seeds: tuple[int, ...],
@@ -83,10 +85,14 @@ def command(
     cpus_per_gpu: float,
     processes: int | None,
 ) -> None:
-    """Compare placement policies on a described cluster.
+    """Compare placement policies, or ask where a pod would fit.
 
     The same files and seeds give the same output. docs/simulate.md describes files, policies and measures.
     """
+    if answered(click.get_current_context()):
+        return
+    if nodes_file is None or pods_file is None:
+        raise click.UsageError("give --nodes and --pods, or --from-cluster with --snapshot, or one of the commands")
     nodes, pods = _read(nodes_file, pods_file)
     tasks = [(nodes, pods, policy, round(1000 * cpus_per_gpu), seed) for policy in policies for seed in dict.fromkeys(seeds)]
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))

@@ -1,7 +1,6 @@
 """`gpumgr why`: what is known of a pod, from its request to its GPUs or its refusal, or why it waits."""
 
 import asyncio
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from gpumgr.checkpoint.files import NAME
 from gpumgr.cli.client.node_data import Document, open_node_data
 from gpumgr.cli.client.schema import read_pod, read_state
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.options import AgentLocation, agent_options, find_agent, output_option
+from gpumgr.cli.options import AgentLocation, agent_options, default_kubeconfig, find_agent, output_option
 from gpumgr.cli.parameters import sendable
 from gpumgr.cli.pod_name import PodName, unknown_pod_message
 from gpumgr.cli.printable import json_line
@@ -76,7 +75,7 @@ def command(
     read; what the pod uses now is then not known.
     """
     name = PodName.of(pod_name)
-    cluster = kubeconfig or (_default_kubeconfig() if file is None and socket is None else None)
+    cluster = kubeconfig or (default_kubeconfig() if file is None and socket is None else None)
     location = find_agent(file, socket) if kubeconfig is None and not (scheduler and cluster) else None
     if location is not None and (cluster is None or _has_agent(location)):
         try:
@@ -92,13 +91,6 @@ def command(
 
 class _UnknownPodError(GpumgrError):
     """The agent knows nothing of the pod."""
-
-
-def _default_kubeconfig() -> Path | None:
-    """Only a file that exists."""
-    named = os.environ.get("KUBECONFIG", "").partition(":")[0]
-    path = Path(named) if named else Path.home() / ".kube" / "config"
-    return path if path.is_file() else None
 
 
 def _has_agent(location: AgentLocation) -> bool:

@@ -14,7 +14,7 @@ from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 
 #: Source: Kubernetes' resource.Quantity.
 _FACTORS: Final = {
-    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** power for power, suffix in ((-3, "n"), (-2, "u"), (-1, "m"))},
     **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", start=1)},
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }

@@ -23,13 +23,14 @@ def commands_table() -> str:
 
 
 def exits() -> Mapping[str, Mapping[int, str]]:
-    """Every command that is not a group -> its exit codes, none if it does not define them."""
+    """Every command -> its exit codes, none if it does not define them; groups only if they are commands of their own."""
     return dict(_exits(click.Context(group, info_name="gpumgr"), group))
 
 
 def _exits(context: click.Context, command: click.Command) -> Iterator[tuple[str, Mapping[int, str]]]:
-    if not isinstance(command, click.Group):
+    if not isinstance(command, click.Group) or isinstance(command, ExitingCommand):
         yield context.command_path, command.exit_codes if isinstance(command, ExitingCommand) else {}
+    if not isinstance(command, click.Group):
         return
     for name in command.list_commands(context):
         below = command.get_command(context, name)

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,8 @@ def test_the_help_lists_all_policies() -> None:
         "dra-most-allocated",
     ):
         assert policy in text
+
+
+def test_a_process_of_a_simulation_does_not_load_the_client_of_the_api_server() -> None:
+    code = "import sys, gpumgr.cli.simulate; sys.exit('aiohttp' in sys.modules or 'gpumgr.scheduler' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

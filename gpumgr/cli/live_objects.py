@@ -1,0 +1,149 @@
+"""Nodes and pods of a snapshot as `gpumgr.simulate.live` needs them, by the scheduler's own decoding."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from gpumgr.cluster.request import Policy
+from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, parse_milli
+from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
+from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
+from gpumgr.simulate.node_filters import selects
+
+Json = Mapping[str, Any]
+#: What objects with another structure raise.
+BAD_OBJECT: Final = (ValueError, KeyError, TypeError, AttributeError)
+#: Demands of pods that are not modelled.
+UNCHECKED: Final = (
+    "pod affinities",
+    "topology spread constraints",
+    "volumes",
+    "host ports",
+    "resource claims",
+    "scheduling gates",
+)
+_NOT_READY: Final = {"True": "", "Unknown": "node.kubernetes.io/unreachable"}
+
+
+def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
+    """With the objects that are not used as they are, each with reason and consequence."""
+    problems: list[str] = []
+    nodes: dict[str, LiveNode] = {}
+    pods: list[LivePod] = []
+    budgets = document.get("poddisruptionbudgets")
+    if budgets is None:
+        problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
+    for item in document["nodes"]:
+        try:
+            node = parse_node(item)
+            nodes[node.state.name] = _live_node(item, node)
+            if node.problem is not None:
+                problems.append(
+                    f"node {_name(item)}: {node.problem}; its GPUs count by its capacity; use agent and command of one version"
+                )
+        except BAD_OBJECT as error:
+            problems.append(f"node {_name(item)} is left out: it can't be read: {error!r}")
+    for item in document["pods"]:
+        try:
+            pod = parse_watched_pod(item)
+            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets or ()))
+            if pod.problem is not None:
+                problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
+        except BAD_OBJECT as error:
+            problems.append(f"pod {_name(item)} is left out, and what it uses counts as free: it can't be read: {error!r}")
+    return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
+
+
+def _live_node(item: Json, node: WatchedNode) -> LiveNode:
+    """Raises BAD_OBJECT."""
+    spec, status = item.get("spec") or {}, item["status"]
+    ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
+    derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
+    derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
+    return LiveNode(
+        state=node.state,
+        labels=item["metadata"].get("labels") or {},
+        taints=(*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)),
+        allocatable=_amounts(status.get("allocatable") or status["capacity"]),
+    )
+
+
+def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets: Sequence[Json] = ()) -> LivePod:
+    """`node`: on which the pod is. Raises BAD_OBJECT."""
+    spec = item["spec"]
+    rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}
+    unchecked = tuple(_unchecked(spec))
+    fixed = _fixed(item, pod, node, budgets) or (f"has {unchecked[0]}, which are not checked" if unchecked else "")
+    return LivePod(
+        uid=pod.uid,
+        name=f"{pod.namespace}/{pod.name}",
+        spec=rules,
+        rules=json.dumps(rules, sort_keys=True),
+        requests=_requests(spec),
+        request=pod.request,
+        policy=pod.policy,
+        home=Spot(node.state.name, pod.shares) if node is not None else None,
+        fixed=fixed,
+        unchecked=unchecked,
+    )
+
+
+def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> str:
+    """Why the pod may not be moved, or ""."""
+    metadata = item["metadata"]
+    owners = [each["kind"] for each in metadata.get("ownerReferences") or () if each.get("controller")]
+    selectors = [each["spec"].get("selector") for each in budgets if each["metadata"]["namespace"] == pod.namespace]
+    known = pod.shares is not None or (node is not None and pod.uid in node.state.other)
+    reasons = {
+        "is a mirror pod": MIRROR_ANNOTATION in (metadata.get("annotations") or {}),
+        "belongs to a DaemonSet": "DaemonSet" in owners,
+        "has no controller": not owners,
+        "is being deleted": metadata.get("deletionTimestamp"),
+        "has a PodDisruptionBudget": any(selects(each, metadata.get("labels") or {}) for each in selectors),
+        "has GPUs that are not known": pod.wants_gpu and not known,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _unchecked(spec: Json) -> list[str]:
+    affinity, ports = spec.get("affinity") or {}, [port for each in spec["containers"] for port in each.get("ports") or ()]
+    found = (
+        affinity.get("podAffinity") or affinity.get("podAntiAffinity"),
+        spec.get("topologySpreadConstraints"),
+        any({"persistentVolumeClaim", "ephemeral"} & each.keys() for each in spec.get("volumes") or ()),
+        any(port.get("hostPort") for port in ports),
+        spec.get("resourceClaims"),
+        spec.get("schedulingGates"),
+    )
+    return [name for name, there in zip(UNCHECKED, found, strict=True) if there]
+
+
+def _requests(spec: Json) -> dict[str, int]:
+    """As kube-scheduler adds them up: init containers run one after another, each beside the sidecars before it."""
+    sidecars, peak = Counter[str](), Counter[str]()
+    for container in spec.get("initContainers") or ():
+        own = Counter(_wanted(container))
+        peak |= sidecars + own
+        sidecars += own if container.get("restartPolicy") == "Always" else Counter()
+    total = sum((Counter(_wanted(each)) for each in spec["containers"]), sidecars) | peak
+    pod_level = Counter({**total, **_wanted(spec)})
+    return {**pod_level + Counter(_amounts(spec.get("overhead") or {})), "pods": 1}
+
+
+def _wanted(holder: Json) -> dict[str, int]:
+    """The API server fills missing requests in from the limits."""
+    resources = holder.get("resources") or {}
+    return _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+
+
+def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
+    return {
+        name: parse_milli(str(text)) if name == "cpu" else -(-parse_milli(str(text)) // 1000) for name, text in quantities.items()
+    }
+
+
+def _name(item: Any) -> str:
+    metadata = item.get("metadata") if isinstance(item, Mapping) else None
+    texts = [metadata.get(key) for key in ("namespace", "name")] if isinstance(metadata, Mapping) else []
+    return "/".join(str(text) for text in texts if text) or "without a name"

@@ -1,0 +1,222 @@
+"""`gpumgr simulate fit`, `defrag` and `capacity`: questions about a live cluster, answered on a snapshot of it. Nothing is changed."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import click
+import yaml
+
+from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.live_objects import BAD_OBJECT, UNCHECKED, live_cluster, live_pod
+from gpumgr.cli.live_snapshot import anonymised, load, read_cluster, save
+from gpumgr.cli.options import default_kubeconfig
+from gpumgr.cli.printable import cleaned, printable
+from gpumgr.cli.rendering.tables import open_table, plain_text
+from gpumgr.cli.simulate_group import SOURCE
+from gpumgr.errors import InputError
+from gpumgr.scheduler.objects import parse_watched_pod
+from gpumgr.scheduler.reasons import request_text
+from gpumgr.scheduler.selection import POLICIES
+from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.simulate.capacity import Capacity
+from gpumgr.simulate.defrag import Defrag
+from gpumgr.simulate.live import LiveCluster, LivePod, Spot
+from gpumgr.simulate.node_filters import amount_text
+
+NOT_CHECKED: Final = f"{', '.join(UNCHECKED)}, quotas, admission, preemption"
+_EXIT_CODES: Final = {
+    0: "done",
+    1: "the pod does not fit, no plan was found, or the cluster can't be read",
+    2: "wrong usage or input",
+}
+_POD: Final = click.Argument(["files"], metavar="POD.yaml", type=click.File("rb"), nargs=1, callback=lambda _, __, file: (file,))
+_PODS: Final = click.Argument(["files"], metavar="[POD.yaml]...", type=click.File("rb"), nargs=-1)
+_DEFAULTS: Final = SchedulerSettings()
+_POLICY: Final = click.Option(
+    ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
+)
+_CPUS: Final = click.Option(
+    ["--cpus-per-gpu"], type=float, default=_DEFAULTS.cpus_per_gpu, show_default=True, help="The setting scheduler.cpus_per_gpu."
+)
+_OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"]), default="table", show_default=True)
+_MOST_MOVES: Final = click.Option(
+    ["--most-moves"], type=click.IntRange(0, 10), default=3, show_default=True, help="The longest plan to look for."
+)
+Json = dict[str, Any]
+#: As data, as text, and whether there is what was asked for.
+Answer = tuple[Json, str, bool]
+
+
+def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], click.Command]:
+    def made(ask: Callable[..., Answer]) -> click.Command:
+        def run(**given: Any) -> None:
+            _run(ask, **given)
+
+        every = [*params, *SOURCE, _OUTPUT]
+        return ExitingCommand(ask.__name__, params=every, callback=run, help=ask.__doc__, exit_codes=_EXIT_CODES)
+
+    return made
+
+
+@_question(_POD, _POLICY, _CPUS)
+def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
+    """Print the node and the GPUs that a pod would get, or the reason of every node.
+
+    \b
+    Examples:
+      gpumgr simulate fit pod.yaml --from-cluster
+      gpumgr simulate fit pod.yaml --snapshot cluster.json --policy spread
+    """
+    (pod,) = pods
+    spot = next(iter(cluster.spots(pod)), None)
+    reasons = {} if spot is not None else dict(cluster.reasons(pod))
+    place = _place(cluster, pod, spot)
+    text = f"Pod {pod.name} fits on node {_where(place)}.\n"
+    if spot is None:
+        text = f"Pod {pod.name} fits on none of {len(reasons)} nodes.\n{_table(['NODE', 'REASON'], reasons.items())}"
+    return {"pod": pod.name, "fits": spot is not None, **place, "reasons": reasons}, text, spot is not None
+
+
+@_question(_POD, _POLICY, _CPUS, _MOST_MOVES)
+def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> Answer:
+    """Print the fewest moves of other pods after which a pod fits. Nothing is moved.
+
+    \b
+    Examples:
+      gpumgr simulate defrag pod.yaml --from-cluster
+      gpumgr simulate defrag pod.yaml --snapshot cluster.json --most-moves 5 --output json
+    """
+    (pod,) = pods
+    search = Defrag(cluster, most_moves=most_moves)
+    plan = search.plan(pod) or []
+    moves: list[Json] = [
+        {"pod": each.name, "from": _place(cluster, each, each.home), "to": _place(cluster, each, spot)}
+        for each, spot in plan[:-1]
+    ]
+    place = _place(cluster, pod, plan[-1][1] if plan else None)
+    text = f"Found no plan with at most {most_moves} moves{f' in {search.tries} tries' if search.ended else ''}.\n"
+    if plan:
+        text = f"Pod {pod.name} fits on node {_where(place)} after {len(moves)} move{'s' * (len(moves) != 1)}.\n"
+        text += _table(["POD", "FROM", "TO"], ((each["pod"], _where(each["from"]), _where(each["to"])) for each in moves))
+    fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
+    text += "".join(f"Not moved: {count} pods, each {reason}.\n" for reason, count in sorted(fixed.items()))
+    answer = {"pod": pod.name, "found": bool(plan), "moves": moves, **place, "search_ended": search.ended, "not_moved": fixed}
+    return answer, text, bool(plan)
+
+
+@_question(_PODS)
+def capacity(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
+    """Print how many more pods of each shape fit, by the setting scheduler.policy. Without files: of each shape in the cluster.
+
+    \b
+    Examples:
+      gpumgr simulate capacity --from-cluster
+      gpumgr simulate capacity small.yaml large.yaml --snapshot cluster.json --output json
+    """
+    shapes: dict[object, list[LivePod]] = {}
+    for pod in pods or cluster.pods.values():
+        if pod.request.containers:
+            shapes.setdefault((pod.request, pod.policy, pod.rules, tuple(sorted(pod.requests.items()))), []).append(pod)
+    counted = Capacity(cluster)
+    rows: list[Json] = [
+        {
+            "shape": _shape(alike[0]),
+            "example": alike[0].name,
+            "pods": len(alike),
+            "more": {policy: counted.more(alike[0], policy) for policy in POLICIES},
+        }
+        for alike in sorted(shapes.values(), key=lambda alike: (-len(alike), alike[0].name))
+    ]
+    cells = ([each["shape"], each["example"], each["pods"], *each["more"].values()] for each in rows)
+    return {"shapes": rows}, _table(["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)], cells), True
+
+
+def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, **given: Any) -> None:
+    """Options about a snapshot may also be those of the group."""
+    context = click.get_current_context()
+    before: Json = context.obj
+    document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
+    policy, cpus = given.pop("policy", _DEFAULTS.policy), given.pop("cpus_per_gpu", _DEFAULTS.cpus_per_gpu)
+    cluster, problems = live_cluster(document, policy, cpus)
+    if not cluster.nodes:
+        raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
+    pods = [_read_pod(file, cluster) for file in files]
+    answer, text, found = ask(cluster, pods, **given)
+    if problems:
+        click.echo("\n".join(cleaned([f"{len(problems)} problems of the snapshot:", *problems])), err=True)
+    demands = sorted({each for pod in pods for each in pod.unchecked})
+    if output == "json":
+        limits = {"not_checked": NOT_CHECKED.split(", "), "not_checked_demands": demands, "problems": problems}
+        click.echo(json.dumps(cleaned({**answer, **limits}), indent=2))
+    else:
+        click.echo(f"{text}Not checked: {NOT_CHECKED}." + (f" The pod has {', '.join(demands)}." if demands else ""))
+    context.exit(0 if found else 1)
+
+
+def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None, anonymise: bool) -> Json:
+    """Raises GpumgrError."""
+    if (anonymise and not (from_cluster and snapshot)) or (kubeconfig and not from_cluster):
+        raise click.UsageError("--kubeconfig needs --from-cluster; --anonymise needs --from-cluster and --snapshot")
+    if not from_cluster:
+        if snapshot is None:
+            raise click.UsageError("give --from-cluster, or --snapshot FILE")
+        return load(snapshot)
+    if (kubeconfig := kubeconfig or default_kubeconfig()) is None:
+        raise InputError("there is no kubeconfig; give --kubeconfig FILE")
+    document = read_cluster(kubeconfig)
+    if snapshot is not None:
+        save(anonymised(document) if anonymise else document, snapshot)
+    return document
+
+
+def _read_pod(file: BinaryIO, cluster: LiveCluster) -> LivePod:
+    """Raises InputError."""
+    try:
+        (item,) = yaml.safe_load_all(file)
+        if item["kind"] != "Pod":
+            raise InputError(f"{file.name}: its kind is {item['kind']}; give a Pod, for example from the template in it")
+        names = {"namespace": "default", "name": item["metadata"].get("generateName", "")}
+        item = {**item, "metadata": {**names, **item["metadata"], "uid": f"file {file.name}"}, "status": {}}
+        watched = parse_watched_pod(item)
+        pod = live_pod(item, watched)
+        cluster.names(pod)
+        reasons = {
+            "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
+            watched.refusal: watched.refusal,
+            "it requests no GPU; set the limit tencent.com/vcuda-core in a container": not watched.wants_gpu,
+        }
+    except (*BAD_OBJECT, yaml.YAMLError) as error:
+        raise InputError(
+            f"{file.name}: it is not one Pod in YAML or JSON: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    if (reason := next((reason for reason, applies in reasons.items() if applies), None)) is not None:
+        raise InputError(f"{file.name}: {reason}")
+    return pod
+
+
+def _place(cluster: LiveCluster, pod: LivePod, spot: Spot | None) -> Json:
+    if spot is None:
+        return {"node": None, "gpus": []}
+    state = cluster.nodes[spot.node].state
+    gpus = [{"index": state.indices[each], "uuid": state.gpus[each].uuid} for each in cluster.gpus(pod, spot)]
+    return {"node": spot.node, "gpus": gpus}
+
+
+def _where(place: Json) -> str:
+    gpus = ",".join(str(gpu["index"]) for gpu in place["gpus"])
+    return f"{place['node']} GPU {gpus}" if gpus else str(place["node"])
+
+
+def _shape(pod: LivePod) -> str:
+    amounts = [f"{name} {amount_text(name, pod.requests[name])}" for name in ("cpu", "memory") if name in pod.requests]
+    return ", ".join([request_text(pod.request), *amounts])
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    table = open_table(*((heading, False) for heading in header))
+    for row in rows:
+        table.add_row(*(printable(str(cell)) for cell in row))
+    return f"{plain_text(table)}\n"

@@ -1,0 +1,239 @@
+"""`gpumgr simulate` on a snapshot of the simulated API server."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.sim.apiserver import SimApiServer
+from tests.component.scheduler import conftest as objects
+from tests.component.scheduler.conftest import inventory
+
+from .conftest import Ended, Gpumgr
+
+Json = dict[str, Any]
+OWNER = [{"kind": "ReplicaSet", "controller": True, "name": "secret-owner", "uid": "u", "apiVersion": "apps/v1"}]
+
+
+def node(name: str, count: int, *, text: str | None = None, labels: Mapping[str, str] | None = None, **spec: Any) -> Json:
+    made = objects.node(name, count, inventory(name, count) if text is None else text)
+    made["metadata"]["labels"] = {"kubernetes.io/hostname": name, **(labels or {})}
+    made["spec"] = spec
+    made["status"]["capacity"] |= {"cpu": "8", "memory": "32Gi", "pods": "10"}
+    made["status"]["allocatable"] = made["status"]["capacity"]
+    made["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    return made
+
+
+def pod(name: str, cores: int, on: str | None = None, gpu: int = 0, **spec: Any) -> Json:
+    """10 blocks, which are 2560 MiB."""
+    placement = {"version": 1, "node": on, "containers": {"c0": [[f"GPU-{on}-{gpu}", cores, 2560]]}}
+    made = objects.pod(name, ("app", cores, 10), on=on, annotations={PLACEMENT_ANNOTATION: json.dumps(placement)} if on else {})
+    made["metadata"]["ownerReferences"] = OWNER
+    made["metadata"]["labels"] = {"app": name}
+    made["spec"]["containers"][0]["env"] = [{"name": "TOKEN", "value": "hush-hush"}]
+    made["spec"] |= spec
+    return {"kind": "Pod", **made}
+
+
+async def budgets(_request: web.Request) -> web.Response:
+    """Protects the pods with a label."""
+    spec = {"selector": {"matchExpressions": [{"key": "protected", "operator": "Exists"}]}}
+    return web.json_response({"metadata": {}, "items": [{"metadata": {"namespace": "team", "name": "pdb"}, "spec": spec}]})
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[SimApiServer]:
+    """60 cores are free on each GPU of a, and 40 on that of b; c is for others."""
+    api = SimApiServer("a")
+    api.routes.append(web.get("/apis/policy/v1/poddisruptionbudgets", budgets))
+    async with api:
+        api.put_node(node("a", 2))
+        api.put_node(node("b", 1, labels={"disk": "ssd"}))
+        api.put_node(node("c", 4, taints=[{"key": "dedicated", "value": "x", "effect": "NoSchedule"}]))
+        for name, on, gpu, cores in (("one", "a", 0, 40), ("two", "a", 1, 40), ("three", "b", 0, 60)):
+            api.put_document(pod(name, cores, on, gpu))
+        yield api
+
+
+Given = Callable[[Json | str], Path]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Given:
+    """Writes the file of a pod."""
+
+    def write(made: Json | str) -> Path:
+        file = tmp_path / "pod.yaml"
+        file.write_text(made if isinstance(made, str) else yaml.safe_dump(made))
+        return file
+
+    return write
+
+
+async def simulate(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, *arguments: str | Path) -> Ended:
+    return await gpumgr_command("simulate", *arguments, "--from-cluster", "--kubeconfig", api.kubeconfig(tmp_path / "kubeconfig"))
+
+
+async def test_fit_names_node_and_gpus_or_each_reason(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    file = given(pod("new", 50, nodeSelector={"kubernetes.io/hostname": "a"}))
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert (found.code, found.out.splitlines()[0]) == (0, "Pod team/new fits on node a GPU 0."), found
+    assert "Not checked: pod affinities" in found.out
+    file = given(pod("new", 70))
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert found.code == 1
+    assert [line.split(maxsplit=1) for line in found.out.splitlines()[2:5]] == [
+        ["a", "has no GPU with 70 free cores and 2.5 GiB (closest: GPU 0, 60 cores and 13.5 GiB)"],
+        ["b", "has 40 of tencent.com/vcuda-core free; the pod requests 70"],
+        ["c", "has the taint dedicated=x:NoSchedule"],
+    ]
+    document = json.loads((await simulate(gpumgr_command, api, tmp_path, "fit", file, "--output", "json")).out)
+    assert (document["fits"], document["node"], set(document["reasons"])) == (False, None, {"a", "b", "c"})
+
+
+async def test_defrag_prints_the_fewest_moves(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given) -> None:
+    file = given(pod("new", 70))
+    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
+    assert (found.code, found.out.splitlines()[:3]) == (
+        0,
+        ["Pod team/new fits on node a GPU 0 after 1 move.", "POD       FROM     TO", "team/one  a GPU 0  b GPU 0"],
+    )
+    for name, on, gpu, cores in (("one", "a", 0, 40), ("two", "a", 1, 40), ("three", "b", 0, 60)):
+        bare = pod(name, cores, on, gpu)
+        del bare["metadata"]["ownerReferences"]
+        api.put_document(bare)
+    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
+    assert (found.code, found.out.splitlines()[:2]) == (
+        1,
+        ["Found no plan with at most 3 moves.", "Not moved: 3 pods, each has no controller."],
+    )
+
+
+async def test_capacity_of_the_shapes_in_the_cluster(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path) -> None:
+    found = await simulate(gpumgr_command, api, tmp_path, "capacity", "--output", "json")
+    assert [(each["shape"], each["pods"], each["more"]["binpack"]) for each in json.loads(found.out)["shapes"]] == [
+        ("40 cores and 2.5 GiB of one GPU", 2, 3),
+        ("60 cores and 2.5 GiB of one GPU", 1, 2),
+    ]
+
+
+async def test_a_snapshot_answers_as_the_cluster_and_has_no_secrets(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    file = given(pod("new", 50))
+    for more in ((), ("--anonymise",)):
+        snapshot = tmp_path / "snapshot.json"
+        saved = await simulate(gpumgr_command, api, tmp_path, "--snapshot", snapshot, *more)
+        assert (saved.code, saved.out, saved.err) == (0, "", "")
+        assert not re.search("hush|TOKEN|secret-owner", snapshot.read_text())
+        assert bool(re.search('"(team|one|a|ssd)"', snapshot.read_text())) == (not more)
+        found = await gpumgr_command("simulate", "fit", file, "--snapshot", snapshot)
+        assert found.out.splitlines()[0] == f"Pod team/new fits on node {'node-1' if more else 'a'} GPU 0."
+
+
+async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given) -> None:
+    protected = pod("one", 40, "a")
+    protected["metadata"]["labels"]["protected"] = "yes"
+    api.put_document(protected)
+    file = given(pod("new", 70))
+    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file, "--output", "json")
+    document = json.loads(found.out)
+    assert [move["pod"] for move in document["moves"]] == ["team/two"]
+    assert document["not_moved"] == {"has a PodDisruptionBudget": 1}
+
+
+async def test_what_can_not_be_read_is_counted_and_named(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    api.put_node(node("old", 1, text=json.dumps({"version": 9})))
+    api.put_node(
+        {"metadata": {"name": "broken", "uid": "uid-broken"}, "status": {"allocatable": {"cpu": "many"}, "capacity": {}}}
+    )
+    bad = pod("bad", 10, "a")
+    bad["spec"]["containers"][0]["resources"]["limits"]["cpu"] = "lots"
+    api.put_document(bad)
+    file = given(pod("new", 100, nodeSelector={"kubernetes.io/hostname": "old"}))
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert found.out.startswith("Pod team/new fits on node old GPU 0.\n")
+    lines = found.err.splitlines()
+    assert lines[0] == "3 problems of the snapshot:"
+    assert lines[1].startswith("node old: annotation gpumgr.io/inventory: version 9 is not supported")
+    assert lines[2].startswith("node broken is left out: it can't be read: ValueError(\"quantity 'many' can't be read\")")
+    assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "it is not one Pod in YAML or JSON: "),
+        ("kind: Pod\n---\nkind: Pod", "it is not one Pod in YAML or JSON: "),
+        ("kind: Deployment\nspec: {}", "its kind is Deployment; give a Pod"),
+        (
+            "kind: Pod\nmetadata: {name: x}\nspec: {nodeName: a, containers: [{name: c}]}",
+            "it has spec.nodeName, so no scheduler places it",
+        ),
+        (
+            "kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: c}]}",
+            "it requests no GPU; set the limit tencent.com/vcuda-core",
+        ),
+        (
+            "kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: c, resources: {limits: {tencent.com/vcuda-core: 150}}}]}",
+            "container c: ",
+        ),
+        (
+            "kind: Pod\nmetadata: {name: x}\nspec: {tolerations: 5, containers: [{name: c, resources: {limits: "
+            "{tencent.com/vcuda-core: 100}}}]}",
+            "it is not one Pod in YAML or JSON: TypeError: 'int' object is not iterable",
+        ),
+    ],
+)
+async def test_a_pod_that_can_not_be_used(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given, text: str, message: str
+) -> None:
+    file = given(text)
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert (found.code, found.out) == (2, "")
+    assert found.err.startswith(f"gpumgr: {file}: {message}")
+
+
+async def test_wrong_usage_and_clusters_that_can_not_be_read(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    file = given(pod("new", 50))
+    snapshot = tmp_path / "snapshot.json"
+    for content, arguments, code, message in (
+        (None, ("fit", file), 2, "give --from-cluster, or --snapshot FILE"),
+        (None, ("fit", file, "--from-cluster"), 2, "there is no kubeconfig; give --kubeconfig FILE"),
+        (None, ("fit", file, "--snapshot", snapshot, "--anonymise"), 2, "--anonymise needs --from-cluster and --snapshot"),
+        (None, ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: "),
+        ("{}", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it is no snapshot of version 1; make it with "),
+        ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: "),
+        (
+            json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": [], "poddisruptionbudgets": []}),
+            ("fit", file, "--snapshot", snapshot),
+            2,
+            "the snapshot has no node that can be used; node without a name is left out",
+        ),
+    ):
+        if content is not None:
+            snapshot.write_text(content)
+        found = await gpumgr_command("simulate", *arguments)
+        assert (found.code, found.out) == (code, "")
+        assert message in found.err
+    api.forbidden.add(("list", "pods"))
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert found.code == 1
+    assert "can't be read: HTTP 403" in found.err
+    await api.stop()
+    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    assert found.code == 1
+    assert "check its address, and the rights to list nodes and pods" in found.err

@@ -1,0 +1,102 @@
+"""Objects of the API as the what-if questions need them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumgr.cli.live_objects import live_cluster
+from gpumgr.simulate.live import LivePod
+from tests.component.scheduler.conftest import inventory, node
+
+Json = dict[str, Any]
+READY = [{"type": "Ready", "status": "True"}]
+
+
+def nodes(**changes: Any) -> list[Json]:
+    made = node("a", 1, inventory("a", 1, other={"uid-reported": ((0, 10, 256),)}))
+    made["status"] |= {"conditions": READY, "allocatable": {"cpu": "3900m", "memory": "1Gi", "pods": "5"}}
+    return [{**made, **changes}]
+
+
+def container(cpu: str | None = None, name: str = "c", limit: str | None = None, **more: Any) -> Json:
+    resources = {"requests": {"cpu": cpu} if cpu else {}, "limits": {"cpu": limit} if limit else {}}
+    return {"name": name, "resources": resources, **more}
+
+
+def live(metadata: Mapping[str, Any] | None = None, budgets: list[Json] | None = None, **spec: Any) -> LivePod:
+    owner = [{"kind": "ReplicaSet", "controller": True}]
+    named = {"namespace": "team", "name": "x", "uid": "uid-x", "labels": {"app": "x"}, "ownerReferences": owner}
+    item = {"metadata": {**named, **(metadata or {})}, "spec": {"nodeName": "a", "containers": [container()], **spec}}
+    found, problems = live_cluster({"nodes": nodes(), "pods": [item], "poddisruptionbudgets": budgets or []}, "binpack")
+    assert problems == []
+    (pod,) = found.pods.values()
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpu"),
+    [
+        ({"containers": [container("100m"), container("1.5")]}, 1600),
+        ({"containers": [container(limit="2")]}, 2000),
+        ({"containers": [container("1n")]}, 1),
+        ({"containers": [container("1")], "initContainers": [container("3"), container("2")]}, 3000),
+        ({"containers": [container("1")], "initContainers": [container("2", restartPolicy="Always"), container("500m")]}, 3000),
+        ({"containers": [container("1")], "initContainers": [container("2", restartPolicy="Always"), container("4")]}, 6000),
+        ({"containers": [container("1")], "initContainers": [container("4"), container("2", restartPolicy="Always")]}, 4000),
+        ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1250),
+        ({"containers": [container("1")], "resources": {"requests": {"cpu": "5"}}}, 5000),
+    ],
+)
+def test_requests_are_added_up_as_kube_scheduler_does(spec: Mapping[str, Any], cpu: int) -> None:
+    assert live(**spec).requests == {"cpu": cpu, "pods": 1}
+
+
+GPU = [{"name": "c", "resources": {"limits": {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "1"}}}]
+BUDGET = {"metadata": {"namespace": "team"}, "spec": {"selector": {"matchLabels": {"app": "x"}}}}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "budgets", "spec", "reason"),
+    [
+        ({}, [], {}, ""),
+        ({"annotations": {"kubernetes.io/config.mirror": "x"}}, [], {}, "is a mirror pod"),
+        ({"ownerReferences": [{"kind": "DaemonSet", "controller": True}]}, [], {}, "belongs to a DaemonSet"),
+        ({"ownerReferences": [{"kind": "ReplicaSet"}]}, [], {}, "has no controller"),
+        ({"deletionTimestamp": "2026-01-01T00:00:00Z"}, [], {}, "is being deleted"),
+        ({}, [BUDGET], {}, "has a PodDisruptionBudget"),
+        ({"namespace": "other"}, [BUDGET], {}, ""),
+        ({}, [{**BUDGET, "spec": {}}], {}, ""),
+        ({}, [], {"containers": GPU}, "has GPUs that are not known"),
+        ({"uid": "uid-reported"}, [], {"containers": GPU}, ""),
+        ({}, [], {"volumes": [{"persistentVolumeClaim": {}}]}, "has volumes, which are not checked"),
+        ({}, [], {"volumes": [{"emptyDir": {}}]}, ""),
+        ({}, [], {"affinity": {"podAntiAffinity": {"required": [{}]}}}, "has pod affinities, which are not checked"),
+        ({}, [], {"containers": [{"name": "c", "ports": [{"hostPort": 80}]}]}, "has host ports, which are not checked"),
+    ],
+)
+def test_pods_that_may_not_be_moved(metadata: Json, budgets: list[Json], spec: Json, reason: str) -> None:
+    assert live(metadata, budgets, **spec).fixed == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"spec": {"unschedulable": True}}, "is unschedulable (cordoned)"),
+        ({"status": {"capacity": {}, "conditions": [{"type": "Ready", "status": "False"}]}}, "is not Ready"),
+        ({"status": {"capacity": {}, "conditions": [{"type": "Ready", "status": "Unknown"}]}}, "is not Ready (unreachable)"),
+        ({"status": {"capacity": {}}}, "is not Ready"),
+    ],
+)
+def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None) -> None:
+    document = {"nodes": nodes(**changes), "pods": [], "poddisruptionbudgets": []}
+    pod = live(containers=GPU, nodeName=None)
+    assert dict(live_cluster(document, "binpack")[0].reasons(pod)).get("a") == reason or reason is None
+    assert live_cluster(document, "binpack")[0].names(pod) == (("a",) if reason is None else ())
+
+
+def test_missing_budgets_are_named() -> None:
+    assert live_cluster({"nodes": nodes(), "pods": []}, "binpack")[1] == [
+        "PodDisruptionBudgets can't be listed: no pod counts as protected by one"
+    ]
