@@ -4,7 +4,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Final
 import click
 
 from gpumgr.cli.simulate_group import LiveGroup, answered
-from gpumgr.cli.simulate_output import RENDERERS, times_csv
+from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
+from gpumgr.cli.simulate_report import report
 from gpumgr.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.simulate.inflate import Result, run
+from gpumgr.simulate import inflate, replay
 from gpumgr.simulate.model import NodeSpec, Pod
 from gpumgr.simulate.policies import POLICIES
 from gpumgr.simulate.tables import read_nodes, read_pods
@@ -31,7 +33,20 @@ Examples:
 """
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
-_Task = tuple[list[NodeSpec], list[Pod], str, int, int]
+_METHODS: Final[Mapping[str, Callable[..., AnyResult]]] = {"inflate": inflate.run, "replay": replay.run}
+#: Of all simulations; of one the method, policy, thousandths of a CPU beside one GPU, and seed.
+_Trace = tuple[list[NodeSpec], list[Pod]]
+_Task = tuple[str, str, int, int]
+
+
+def _writable(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
+    """Refused before the run, which may take long. click.Path has checked a file that exists."""
+    if path is not None and not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise click.BadParameter(f"'{path}' can't be written: '{path.parent}' is no folder in which files can be created")
+    return path
+
+
+_OUTPUT_FILE: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -47,10 +62,11 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 @click.option("--pods", "pods_file", type=_FILE, help="CSV or JSON (*.json) of the pods.")
 @click.option(
     "--method",
-    type=click.Choice(["inflate"]),
+    type=click.Choice(list(_METHODS)),
     default="inflate",
     show_default=True,
-    help="inflate: shuffled pods arrive until they ask for 130 % of the GPUs; none ends.",
+    help="inflate: shuffled pods arrive until they ask for 130 % of the GPUs; none ends. "
+    "replay: pods arrive and end at their times, and wait while they fit nowhere.",
 )
 @click.option(
     "--policy",
@@ -65,7 +81,10 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     "--seed", "seeds", type=click.IntRange(min=0), multiple=True, default=(42,), show_default=True, help="Can be repeated."
 )
 @click.option("--output", type=click.Choice(list(RENDERERS)), default="table", show_default=True)
-@click.option("--times", type=click.Path(dir_okay=False, path_type=Path), help="Writes decision times to this CSV file.")
+@click.option(
+    "--report", "report_file", type=_OUTPUT_FILE, callback=_writable, help="Writes charts and the table to this HTML file."
+)
+@click.option("--times", type=_OUTPUT_FILE, callback=_writable, help="Writes decision times to this CSV file.")
 @click.option(
     "--cpus-per-gpu",
     type=click.FloatRange(0.1, 1000),
@@ -77,10 +96,11 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 def command(
     nodes_file: Path | None,
     pods_file: Path | None,
-    method: str,  # noqa: ARG001 (there is one so far)
+    method: str,
     policies: list[str],
     seeds: tuple[int, ...],
     output: str,
+    report_file: Path | None,
     times: Path | None,
     cpus_per_gpu: float,
     processes: int | None,
@@ -93,16 +113,19 @@ def command(
         return
     if nodes_file is None or pods_file is None:
         raise click.UsageError("give --nodes and --pods, or --from-cluster with --snapshot, or one of the commands")
-    nodes, pods = _read(nodes_file, pods_file)
-    tasks = [(nodes, pods, policy, round(1000 * cpus_per_gpu), seed) for policy in policies for seed in dict.fromkeys(seeds)]
+    trace = _read(nodes_file, pods_file)
+    cpu_milli = round(1000 * cpus_per_gpu)
+    tasks = [(method, policy, cpu_milli, seed) for policy in policies for seed in dict.fromkeys(seeds)]
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
-    found = list(_progress(_simulated(tasks, workers), len(tasks)))
-    click.echo(RENDERERS[output]([result for result, _ in found]), nl=False)
+    found = list(_progress(_simulated(trace, tasks, workers), len(tasks)))
+    click.echo(RENDERERS[output](found), nl=False)
+    if report_file is not None:
+        report_file.write_text(report(found, *trace, nodes_file.name, pods_file.name), encoding="utf-8")
     if times is not None:
         times.write_text(times_csv(found), encoding="utf-8")
 
 
-def _read(nodes_file: Path, pods_file: Path) -> tuple[list[NodeSpec], list[Pod]]:
+def _read(nodes_file: Path, pods_file: Path) -> _Trace:
     try:
         with nodes_file.open(encoding="utf-8", newline="") as lines:
             nodes, skipped = read_nodes(str(nodes_file), lines)
@@ -114,28 +137,36 @@ def _read(nodes_file: Path, pods_file: Path) -> tuple[list[NodeSpec], list[Pod]]
         raise InputError(f"{nodes_file} or {pods_file}: it is not UTF-8 text: {error}") from error
 
 
-def _simulated(tasks: list[_Task], workers: int) -> Iterator[tuple[Result, list[int]]]:
+def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[Timed]:
     if workers == 1:
+        _receive(trace)
         yield from map(_simulate, tasks)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_receive, initargs=(trace,)) as pool:
         yield from pool.map(_simulate, tasks)
 
 
-def _simulate(task: _Task) -> tuple[Result, list[int]]:
-    """With the time of each decision in nanoseconds."""
-    nodes, pods, policy, cpu_per_gpu_milli, seed = task
-    moments: list[int] = []
+_received: list[_Trace] = []
+
+
+def _receive(trace: _Trace) -> None:
+    """Once in each process, because a trace may be large."""
+    _received[:] = [trace]
+
+
+def _simulate(task: _Task) -> Timed:
+    method, policy, cpu_milli, seed = task
+    moments = array("q")
     decided = _stopwatch(moments)
-    result = run(nodes, pods, policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_per_gpu_milli, decided=decided)
-    return result, [end - start for start, end in zip(moments[::2], moments[1::2], strict=True)]
+    result = _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli, decided=decided)
+    return result, array("q", (end - start for start, end in zip(moments[::2], moments[1::2], strict=True)))
 
 
-def _stopwatch(moments: list[int]) -> Callable[[], None]:
+def _stopwatch(moments: "array[int]") -> Callable[[], None]:
     return lambda: moments.append(time.perf_counter_ns())
 
 
-def _progress(found: Iterator[tuple[Result, list[int]]], total: int) -> Iterator[tuple[Result, list[int]]]:
+def _progress(found: Iterator[Timed], total: int) -> Iterator[Timed]:
     """With a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield from found

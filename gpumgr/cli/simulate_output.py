@@ -3,85 +3,132 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean, quantiles, stdev
-from typing import Any, Final
+from statistics import fmean, stdev
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from gpumgr.simulate.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS, Result
+from gpumgr.simulate.replay import ReplayResult, percentiles
+
+AnyResult = Result | ReplayResult
+FRAGMENTED: Final = "% of idle GPU capacity"
+QUEUE: Final = "pods that wait"
+#: A result with the time of each decision in nanoseconds.
+Timed = tuple[AnyResult, Sequence[int]]
 
 
-def as_json(results: Sequence[Result]) -> str:
+class Column(NamedTuple):
+    """A measure: a field of the results, with a key if it is a mapping. With `chart`, the title of its bars, the report shows them."""
+
+    title: str
+    field: str
+    key: int | str = ""
+    digits: int = 1
+    chart: str = ""
+    unit: str = "% of all GPUs"
+
+    @property
+    def name(self) -> str:
+        return f"{self.field}_{self.key}" if self.key else self.field
+
+    def value(self, result: AnyResult) -> float:
+        """0 for a kind of pods that the result does not have."""
+        found: float | Mapping[int | str, float] = getattr(result, self.field)
+        return found.get(self.key, 0) if isinstance(found, Mapping) else found
+
+
+_ARRIVED: Final = "% of arrived demand"
+_INFLATED: Final = (
+    *(Column(f"ALLOC@{each}%", "allocated_percent", each, 2, f"Allocation at {each} {_ARRIVED}") for each in ALLOCATED_AT),
+    *(
+        Column(f"FRAG@{each}%", "fragmentation_percent", each, 2, f"Fragmentation at {each} {_ARRIVED}", FRAGMENTED)
+        for each in FRAGMENTED_AT
+    ),
+)
+_REPLAYED: Final = (
+    Column("ALLOC mean %", "allocated_percent", "mean", 2, "Mean allocation"),
+    Column("max %", "allocated_percent", "max", 2),
+    Column("QUEUE mean", "queue_length", "mean", 1, "Mean queue length", QUEUE),
+    Column("max", "queue_length", "max", 0),
+    Column("WAIT mean s", "waiting_seconds", "mean", 1, "Mean waiting time of started pods", "seconds"),
+    Column("p50 s", "waiting_seconds", "p50"),
+    Column("p99 s", "waiting_seconds", "p99", 1, "99th percentile of the waiting time of started pods", "seconds"),
+)
+
+
+def as_json(found: Sequence[Timed]) -> str:
     """{"results": [...]}, percentages by the text of the percentage of arrived demand."""
-    entries = [
-        {
-            "policy": each.policy,
-            "seed": each.seed,
-            "allocated_percent": _by_text(each.allocated_percent),
-            "fragmentation_percent": _by_text(each.fragmentation_percent),
-            "failed_pods": each.failed_pods,
-        }
-        for each in results
-    ]
+    entries = [_entry(result) for result, _ in found]
     return msgspec.json.format(msgspec.json.encode({"results": entries}), indent=2).decode() + "\n"
 
 
-def as_csv(results: Sequence[Result]) -> str:
+def as_csv(found: Sequence[Timed]) -> str:
     """A row for each simulation."""
-    kinds = _kinds(results)
-    header = ["policy", "seed", *(f"allocated_percent_{mark}" for mark in ALLOCATED_AT)]
-    header += (
-        [f"fragmentation_percent_{mark}" for mark in FRAGMENTED_AT] + [f"failed_pods_{kind}" for kind in kinds] + ["idle_gpus"]
-    )
-    return _csv([header, *([each.policy, each.seed, *_numbers(each, kinds)] for each in results)])
+    columns = columns_of(found)
+    rows = [[result.policy, result.seed, *(column.value(result) for column in columns)] for result, _ in found]
+    return _csv([["policy", "seed", *(column.name for column in columns)], *rows])
 
 
-def as_table(results: Sequence[Result]) -> str:
-    """A row for each policy: means over the seeds, with the standard deviation if there are several seeds."""
-    kinds = _kinds(results)
-    header = ["POLICY", "SEEDS", *(f"ALLOC@{mark}%" for mark in ALLOCATED_AT), *(f"FRAG@{mark}%" for mark in FRAGMENTED_AT)]
-    header += [f"FAILED:{kind}" for kind in kinds] + ["IDLE GPUS"]
-    percentages = len(ALLOCATED_AT) + len(FRAGMENTED_AT)
-    rows = [header]
-    for policy in dict.fromkeys(each.policy for each in results):
-        of_policy = [each for each in results if each.policy == policy]
-        columns = zip(*(_numbers(each, kinds) for each in of_policy), strict=True)
-        cells = [_mean(column, 2 if place < percentages else 1) for place, column in enumerate(columns)]
+def as_table(found: Sequence[Timed]) -> str:
+    """The rows of `table_rows`, and the median and the 99th percentile of the decision times of all seeds."""
+    header, *rows = table_rows(found)
+    times = []
+    for policy, *_ in rows:
+        p50, p99 = percentiles([each for result, measured in found if result.policy == policy for each in measured])
+        times.append([f"{p50 / 1000:.0f} us", f"{p99 / 1000:.0f} us"])
+    lines = [[*header, "DECISION p50", "p99"], *(row + measured for row, measured in zip(rows, times, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "".join(f"{text}\n" for text in texts)
+
+
+def table_rows(found: Sequence[Timed]) -> list[list[str]]:
+    """The header and a row for each policy: means over the seeds, with the standard deviation if there are several seeds."""
+    columns = columns_of(found)
+    rows = [["POLICY", "SEEDS", *(column.title for column in columns)]]
+    for policy, of_policy in by_policy(found).items():
+        cells = [_mean([column.value(result) for result in of_policy], column.digits) for column in columns]
         rows.append([policy, str(len(of_policy)), *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "".join(f"{line}\n" for line in lines)
+    return rows
 
 
-def times_csv(found: Iterable[tuple[Result, Sequence[int]]]) -> str:
-    """The median and the 99th percentile of the decision times, given in nanoseconds, in microseconds."""
+def by_policy(found: Iterable[Timed]) -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {}
+    for result, _ in found:
+        results.setdefault(result.policy, []).append(result)
+    return results
+
+
+def times_csv(found: Iterable[Timed]) -> str:
+    """The median and the 99th percentile of the decision times in microseconds."""
     rows: list[list[Any]] = [["policy", "seed", "decisions", "p50_microseconds", "p99_microseconds"]]
     for result, nanoseconds in found:
-        cuts = quantiles(nanoseconds, n=100, method="inclusive") if len(nanoseconds) > 1 else [*nanoseconds] * 99
-        rows.append([result.policy, result.seed, len(nanoseconds), round(cuts[49] / 1000, 1), round(cuts[98] / 1000, 1)])
+        rows.append([result.policy, result.seed, len(nanoseconds), *(round(each / 1000, 1) for each in percentiles(nanoseconds))])
     return _csv(rows)
 
 
-RENDERERS: Final[Mapping[str, Callable[[Sequence[Result]], str]]] = {"table": as_table, "json": as_json, "csv": as_csv}
+RENDERERS: Final[Mapping[str, Callable[[Sequence[Timed]], str]]] = {"table": as_table, "json": as_json, "csv": as_csv}
 
 
-def _kinds(results: Iterable[Result]) -> list[str]:
-    others = {kind for each in results for kind in each.failed_pods} - set(KINDS)
-    return [*KINDS, *sorted(others, key=int)]
+def columns_of(found: Sequence[Timed]) -> list[Column]:
+    """Of the method that gave the results."""
+    others = {kind for result, _ in found for kind in result.failed_pods} - set(KINDS)
+    failed = [Column(f"FAILED:{kind}", "failed_pods", kind) for kind in [*KINDS, *sorted(others, key=int)]]
+    if isinstance(found[0][0], ReplayResult):
+        return [*_REPLAYED, *failed]
+    return [*_INFLATED, *failed, Column("IDLE GPUS", "idle_gpus")]
 
 
-def _numbers(result: Result, kinds: Iterable[str]) -> list[float]:
-    measured = [*result.allocated_percent.values(), *result.fragmentation_percent.values()]
-    return [*measured, *(result.failed_pods.get(kind, 0) for kind in kinds), result.idle_gpus]
+def _entry(result: AnyResult) -> dict[str, Any]:
+    replayed = ("queue_length", "waiting_seconds", "failed_pods", "over_time")
+    names = replayed if isinstance(result, ReplayResult) else ("fragmentation_percent", "failed_pods")
+    return {name: getattr(result, name) for name in ("policy", "seed", "allocated_percent", *names)}
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
     mean = f"{fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ±{stdev(values):.{digits}f}"
-
-
-def _by_text(measured: Mapping[int, float]) -> dict[str, float]:
-    return {str(mark): value for mark, value in measured.items()}
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> str:

@@ -1,11 +1,13 @@
 """The policies of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here: in a cluster, kube-scheduler does it."""
 
+from functools import lru_cache
+
 from gpumgr.cluster.constraints import Constraints
 from gpumgr.cluster.index import ClusterIndex, PlacedPod
 from gpumgr.cluster.node import GpuState, NodeState, homogeneous
 from gpumgr.cluster.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.shape import Rejection
-from gpumgr.simulate.model import GPU_MILLI, Cluster, NodeSpec, Placement, Shape
+from gpumgr.simulate.model import GPU_MILLI, MAX_SHAPES, Cluster, NodeSpec, Placement, Shape
 from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 
@@ -34,8 +36,8 @@ def state_of(spec: NodeSpec) -> NodeState:
 class _Offered:
     """Names of the nodes with enough CPU and RAM for a request."""
 
-    def __init__(self, cluster: Cluster, shape: Shape) -> None:
-        self._cluster, self._cpu_milli, self._ram_mebibytes = cluster, shape.cpu_milli, shape.ram_mebibytes
+    def __init__(self, cluster: Cluster, cpu_milli: int, ram_mebibytes: int) -> None:
+        self._cluster, self._cpu_milli, self._ram_mebibytes = cluster, cpu_milli, ram_mebibytes
         self._names = {node.spec.name for position, node in enumerate(cluster.nodes) if self._has_room(position)}
         self._frozen: frozenset[str] | None = None
         self._seen = len(cluster.changes)
@@ -65,15 +67,12 @@ class CorePolicy:
         self._cluster, self._policy = cluster, policy
         self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
         self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
-        self._offered: dict[tuple[int, int], _Offered] = {}
+        self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, cpu_milli, ram_mebibytes))
         for node in cluster.nodes:
             self._index.set_node(state_of(node.spec))
 
     def find(self, shape: Shape) -> Placement | None:
-        key = (shape.cpu_milli, shape.ram_mebibytes)
-        if key not in self._offered:
-            self._offered[key] = _Offered(self._cluster, shape)
-        names = self._offered[key].names()
+        names = self._offered(shape.cpu_milli, shape.ram_mebibytes).names()
         found = self._index.rank(request_of(shape), self._policy, names) if names else Rejection("no node has enough CPU and RAM")
         if isinstance(found, Rejection):
             return None

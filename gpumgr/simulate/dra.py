@@ -8,7 +8,7 @@ NodeResourcesBalancedAllocation with their default weights) and takes a random o
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from gpumgr.simulate.model import Cluster, Node, Placement, Shape
+from gpumgr.simulate.model import MAX_SHAPES, Cluster, Node, Placement, Shape
 
 _T = TypeVar("_T")
 _NO_FIT = -1
@@ -65,9 +65,11 @@ class DraPolicy:
 
     def _scores(self, shape: Shape) -> list[int]:
         nodes, changes = self._cluster.nodes, self._cluster.changes
-        known, seen = self._known.get(shape, ([_NO_FIT] * len(nodes), None))
+        known, seen = self._known.pop(shape, ([_NO_FIT] * len(nodes), None))
         for position in range(len(nodes)) if seen is None else dict.fromkeys(changes[seen:]):
             node = nodes[position]
             known[position] = self._score(node, shape) if node.hosts(shape) else _NO_FIT
         self._known[shape] = (known, len(changes))
+        if len(self._known) > MAX_SHAPES:
+            del self._known[next(iter(self._known))]
         return known

@@ -5,7 +5,7 @@ none is tried twice.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -31,7 +31,10 @@ class Shuffler(Random, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli."""
+    """Percentages by percentages of arrived demand: granted of all GPU-milli, and fragmented of idle GPU-milli.
+
+    `over_demand`: arrived, granted and fragmented percent at each whole percent of arrived demand, from 1.
+    """
 
     policy: str
     seed: int
@@ -39,6 +42,7 @@ class Result:
     fragmentation_percent: dict[int, float]
     failed_pods: dict[str, int]
     idle_gpus: int
+    over_demand: tuple[tuple[int, float, float], ...]
 
 
 def inflated(pods: Sequence[Pod], capacity_milli: int, random: Shuffler) -> list[Pod]:
@@ -90,35 +94,34 @@ def run(
     return Result(
         policy=policy,
         seed=seed,
-        allocated_percent=marks.allocated,
-        fragmentation_percent=marks.fragmented,
-        failed_pods={kind: failed[kind] for kind in (*KINDS, *sorted(failed.keys() - set(KINDS), key=int))},
+        allocated_percent={mark: marks.measured[mark - 1][1] for mark in ALLOCATED_AT},
+        fragmentation_percent={mark: marks.measured[mark - 1][2] for mark in FRAGMENTED_AT},
+        failed_pods=by_kind(failed),
         idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
+        over_demand=tuple(marks.measured),
     )
 
 
+def by_kind(pods: Counter[str]) -> dict[str, int]:
+    return {kind: pods[kind] for kind in (*KINDS, *sorted(pods.keys() - set(KINDS), key=int))}
+
+
 class _Marks:
-    """The measures at each mark of arrived demand."""
+    """The measures at each whole percent of arrived demand."""
 
     def __init__(self, cluster: Cluster, fragmentation: Fragmentation) -> None:
         self._cluster, self._fragmentation = cluster, fragmentation
-        self._demand = 0
-        self._left: Iterator[int] = iter(sorted({*ALLOCATED_AT, *FRAGMENTED_AT}))
-        self._next: int | None = next(self._left)
-        self.allocated: dict[int, float] = {}
-        self.fragmented: dict[int, float] = {}
+        self._demand = self._seen = 0
+        self._amounts = list(map(fragmentation.of, cluster.nodes))
+        self.measured: list[tuple[int, float, float]] = []
 
     def arrived(self, pod: Pod) -> None:
         self._demand += pod.shape.total_milli
-        while self._next is not None and self._demand * 100 >= self._next * self._cluster.capacity_milli:
-            self._measure(self._next)
-            self._next = next(self._left, None)
-
-    def _measure(self, mark: int) -> None:
-        capacity = self._cluster.capacity_milli
-        free = sum(node.free_milli for node in self._cluster.nodes)
-        if mark in ALLOCATED_AT:
-            self.allocated[mark] = round(100 * (capacity - free) / capacity, 4)
-        if mark in FRAGMENTED_AT:
-            amount = sum(map(self._fragmentation.of, self._cluster.nodes))
-            self.fragmented[mark] = round(100 * amount / free, 4) if free else 0.0
+        capacity, nodes = self._cluster.capacity_milli, self._cluster.nodes
+        while (mark := len(self.measured) + 1) <= DEMAND_PERCENT and self._demand * 100 >= mark * capacity:
+            for position in set(self._cluster.changes[self._seen :]):
+                self._amounts[position] = self._fragmentation.of(nodes[position])
+            self._seen = len(self._cluster.changes)
+            free = sum(node.free_milli for node in nodes)
+            fragmented = 100 * sum(self._amounts) / free if free else 0.0
+            self.measured.append((mark, round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)))

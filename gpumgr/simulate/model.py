@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 GPU_MILLI: Final = 1000
+#: The requests, used last, of which a policy keeps the state of all nodes: a trace of many different ones would fill the memory.
+MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.
 Gpus = tuple[int, ...]

@@ -1,6 +1,7 @@
 """The policies by name. Each one decides where a pod goes; the GPUs of the node are part of the decision."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, Protocol, TypeVar, get_args
 
 from gpumgr.cluster.request import Policy
@@ -8,7 +9,7 @@ from gpumgr.simulate import scores
 from gpumgr.simulate.core_policy import CorePolicy
 from gpumgr.simulate.dra import DraPolicy, least_allocated, most_allocated
 from gpumgr.simulate.fragmentation import Fragmentation
-from gpumgr.simulate.model import Cluster, Gpus, Node, Placement, Shape
+from gpumgr.simulate.model import MAX_SHAPES, Cluster, Gpus, Node, Placement, Shape
 from gpumgr.simulate.ranking import Order, Ranking, Score
 from gpumgr.simulate.scores import Choice
 
@@ -36,17 +37,17 @@ class ScorePolicy:
 
     def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Order) -> None:
         self._cluster, self._score, self._choice, self._order = cluster, score, choice, order
-        self._rankings: dict[Shape, Ranking] = {}
+        self._ranking = lru_cache(MAX_SHAPES)(self._ranked)
 
     def find(self, shape: Shape) -> Placement | None:
-        ranking = self._rankings.get(shape)
-        if ranking is None:
-            ranking = self._rankings[shape] = Ranking(self._cluster, shape, self._score, self._order)
-        best = ranking.best()
+        best = self._ranking(shape).best()
         return None if best is None else Placement(best, self._choice(self._cluster.nodes[best], shape))
 
     def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
     def removed(self, uid: str) -> None: ...
+
+    def _ranked(self, shape: Shape) -> Ranking:
+        return Ranking(self._cluster, shape, self._score, self._order)
 
 
 #: From the cluster, thousandths of a CPU that an average pod requests beside one GPU, the fragmentation by typical requests, and a source

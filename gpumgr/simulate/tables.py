@@ -101,7 +101,7 @@ def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], Skipped
         else:
             skipped.names.append(node.name)
     if not nodes:
-        raise InputError(f"{file}: no node has a GPU")
+        raise InputError(f"{file}: no node has a GPU" if skipped.names else f"{file}: it has no nodes")
     return list(nodes.values()), skipped
 
 
@@ -122,7 +122,12 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
         if duration is None and (end := row.seconds("deletion_time")) is not None:
             if end < arrival:
                 raise row.error("deletion_time", f"{end:g} is before the pod's arrival at {arrival:g}")
-            duration = end - arrival
+            start = row.seconds("scheduled_time")
+            if start is not None and not arrival <= start <= end:
+                raise row.error(
+                    "scheduled_time", f"{start:g} is not between the pod's arrival at {arrival:g} and its end at {end:g}"
+                )
+            duration = end - (arrival if start is None else start)
         pods.append(
             Pod(
                 name=row.text("name"),

@@ -56,7 +56,8 @@ def test_table_and_csv(files: tuple[str, str]) -> None:
     options = ("--policy", "best-fit", "--seed", "1", "--seed", "2")
     header, row = simulate(files, *options).stdout.splitlines()
     assert header.split()[:4] == ["POLICY", "SEEDS", "ALLOC@100%", "ALLOC@130%"]
-    assert header.endswith("IDLE GPUS")
+    assert header.endswith("IDLE GPUS  DECISION p50  p99")
+    assert row.endswith(" us")
     assert row.split()[:2] == ["best-fit", "2"]
     assert row.count("±") == 12
     rows = list(csv.DictReader(io.StringIO(simulate(files, *options, "--output", "csv").stdout)))
@@ -70,10 +71,58 @@ def test_wrong_usage_and_input(files: tuple[str, str], tmp_path: Path) -> None:
     no_gpus, binary = tmp_path / "none.csv", tmp_path / "binary.csv"
     no_gpus.write_text("name,gpus,cpu_milli,ram_mebibytes\nx,0,1,1\n")
     binary.write_bytes(b"name\xff\n")
+    error = simulate(files, "--method", "replay").exception
+    assert isinstance(error, InputError)
+    assert "no pod has an arrival or a duration" in str(error)
     for pods, message in ((no_gpus, "no pod of the trace requests a GPU"), (binary, "it is not UTF-8 text")):
         error = simulate((nodes, str(pods))).exception
         assert isinstance(error, InputError)
         assert message in str(error)
+
+
+def test_replay_in_all_outputs(files: tuple[str, str], tmp_path: Path) -> None:
+    """Sixteen pods that each hold 4 GPUs for 100 s arrive at once on 16 GPUs, and one that never fits."""
+    pods, reports = tmp_path / "replayed.csv", [tmp_path / "1.html", tmp_path / "2.html"]
+    pods.write_text(
+        "name,gpus,cpu_milli,ram_mebibytes,arrival_seconds,duration_seconds\n"
+        + "".join(f"<b>p{n},4,1,1,50,100\n" for n in range(16))
+        + "large,8,1,1,50,100\n"
+    )
+    options = ("--method", "replay", "--policy", "binpack,random", "--seed", "3")
+    found = [simulate((files[0], str(pods)), *options, "--output", "json", "--report", str(path)) for path in reports]
+    assert found[0].stdout == found[1].stdout
+    assert reports[0].read_bytes() == reports[1].read_bytes()
+    for result in json.loads(found[0].stdout)["results"]:
+        assert result.pop("over_time")[-1] == [300, 100, 1]
+        assert result.pop("failed_pods") == {"none": 0, "share": 0, "1": 0, "2": 0, "4": 0, "8": 1}
+        assert result == {
+            "policy": result["policy"],
+            "seed": 3,
+            "allocated_percent": {"mean": 100, "max": 100},
+            "queue_length": {"mean": 9, "max": 13},
+            "waiting_seconds": {"mean": 150, "p50": 150, "p99": 300},
+        }
+    rows = list(csv.DictReader(io.StringIO(simulate((files[0], str(pods)), *options, "--output", "csv").stdout)))
+    assert [(row["policy"], row["waiting_seconds_p99"], row["failed_pods_8"]) for row in rows] == [
+        ("binpack", "300.0", "1"),
+        ("random", "300.0", "1"),
+    ]
+    header, *_ = simulate((files[0], str(pods)), *options).stdout.splitlines()
+    assert "WAIT mean s" in header
+
+
+@pytest.mark.parametrize("option", ["--times", "--report"])
+def test_an_unwritable_file_is_refused_before_the_run(
+    files: tuple[str, str], tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpumgr.cli.simulate._simulated", None)
+    for path in (tmp_path / "none" / "x", tmp_path / "nodes.csv" / "x", tmp_path):
+        found = simulate(files, option, str(path))
+        assert (found.exit_code, found.stdout) == (2, "")
+        assert str(path) in found.stderr
+    fresh = tmp_path / "fresh"
+    assert isinstance(simulate(files, option, str(fresh)).exception, TypeError)  # it runs
+    assert not fresh.exists()
 
 
 def test_the_help_lists_all_policies() -> None:

@@ -107,6 +107,19 @@ def test_models_and_memory() -> None:
     assert run.add(whole(1)) is None
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_not_kept_of_a_request_is_computed_again(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for bound in (512, 2):
+        for module in ("policies", "dra", "core_policy"):
+            monkeypatch.setattr(f"gpumgr.simulate.{module}.MAX_SHAPES", bound)
+        run = Run(policy, [spec("a", 4), spec("b", 4, cpus=8)], TRACE)
+        found.append([where and len(where.gpus) for where in map(run.add, [share(300, cpus) for cpus in (1, 2, 3, 4)] * 7)])
+    assert found[0].count(None) == found[1].count(None) > 0
+    if policy != "random":
+        assert found[0] == found[1]
+
+
 def test_random_takes_each_node_equally_often() -> None:
     counts: Counter[int] = Counter()
     run = Run("random", [spec(name, 64) for name in "abcd"], TRACE)

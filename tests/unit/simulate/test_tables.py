@@ -32,7 +32,7 @@ def test_alibabas_columns() -> None:
         "p.csv", lines(ALIBABA, "x,500,16,1,460,A100|T4,LS,Running,5,25,6", "y,1,2,2,1000,,,,,,", "z,1,2,0,0,,,,,,"), nodes
     )
     assert share.shape == Shape(gpus=1, gpu_milli=460, cpu_milli=500, ram_mebibytes=16, use_models=("A100", "T4"))
-    assert (share.arrival_seconds, share.duration_seconds, share.shape.kind) == (5, 20, "share")
+    assert (share.arrival_seconds, share.duration_seconds, share.shape.kind) == (5, 19, "share")
     assert (whole.shape.total_milli, whole.shape.kind, whole.duration_seconds) == (2000, "2", None)
     assert none.shape.kind == "none"
 
@@ -60,6 +60,10 @@ def test_alibabas_columns() -> None:
         ([POD_HEADER, "x,1,50"], "p.csv, line 2: 3 columns, and the header has 8"),
         (["name,name", "x,y"], "p.csv, line 1: the column name is there twice"),
         ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "p.csv, line 2, column deletion_time: 5 is before the pod's arrival at 9"),
+        (
+            [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
+            "p.csv, line 2, column scheduled_time: 6 is not between the pod's arrival at 1 and its end",
+        ),
     ],
 )
 def test_bad_pods(rows: list[str], message: str) -> None:
@@ -72,6 +76,8 @@ def test_bad_pods(rows: list[str], message: str) -> None:
     ("rows", "message"),
     [
         (["name,gpus,cpu_milli,ram_mebibytes", "a,0,1,1"], "n.csv: no node has a GPU"),
+        (["name,gpus,cpu_milli,ram_mebibytes"], "n.csv: it has no nodes"),
+        ([], "n.csv: it has no nodes"),
         (["name,gpus,cpu_milli,ram_mebibytes", "a,65,1,1"], "n.csv, line 2, column gpus: 65 is not between 0 and 64"),
         (["name,gpus,cpu_milli,ram_mebibytes", "a,1,1,1", "a,1,1,1"], "n.csv, line 3, column name: the name 'a' is there twice"),
         (["name,gpus,cpu_milli,ram_mebibytes", ",1,1,1"], "n.csv, line 2, column name: the name is empty"),
