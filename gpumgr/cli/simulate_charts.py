@@ -82,7 +82,7 @@ def _text(x: float, y: float, text: str, style: str = "start") -> str:
 
 
 def _stroke(number: int) -> str:
-    """Bars that touch differ in dashes too, because lines may cover each other."""
+    """Dashes of adjacent lines differ too, because lines may cover each other."""
     dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
     return f'class="line" stroke="{_COLOURS[number % len(_COLOURS)]}" stroke-dasharray="{dash}"'
 

@@ -65,7 +65,8 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Calla
             placer.removed(str(number))
             freed.add(where.node)
             yield Event(now, "ended", number, where)
-        tried = {shape for shape in waiting if any(cluster.nodes[position].hosts(shape) for position in freed)}
+        retried = {shape for shape in waiting if _hosted(cluster, shape, freed)}
+        tried = set(retried)
         while arriving and pods[arriving[-1]].arrival_seconds <= now:
             number = arriving.pop()
             pod = pods[number]
@@ -77,6 +78,9 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod], decided: Calla
         heapify(heads)
         while heads:
             (_, _, number), shape = heads[0]
+            if shape in retried and not _hosted(cluster, shape, freed):  # taken by a pod before it; cheaper than a decision
+                heappop(heads)
+                continue
             decided()
             found = placer.find(shape)
             decided()
@@ -149,6 +153,10 @@ def run(
         failed_pods=by_kind(failed),
         over_time=tuple((round(mark - times[0], 3), round(percent[at], 4), queue[at]) for mark, at in shown),
     )
+
+
+def _hosted(cluster: Cluster, shape: Shape, positions: set[int]) -> bool:
+    return any(cluster.nodes[position].hosts(shape) for position in positions)
 
 
 def _mean_and_max(values: Sequence[float], spans: Sequence[float]) -> dict[str, float]:
