@@ -162,13 +162,16 @@ class Leadership:
         own, pods = self._replica.pod, f"/api/v1/namespaces/{self._replica.namespace}/pods"
         if own is None:
             return
-        values = {own: "true" if leads else None}
-        if leads:
-            found = await self._server.read("GET", pods, query={"labelSelector": LEADER_LABEL})
-            labelled = [str(each["metadata"]["name"]) for each in found.get("items") or ()]
-            values |= {name: None for name in labelled if name != own}
-        for name, value in values.items():
+
+        async def set_label(name: str, value: str | None) -> None:
             await self._server.send("PATCH", f"{pods}/{name}", {"metadata": {"labels": {LEADER_LABEL: value}}}, but=(404,))
+
+        await set_label(own, "true" if leads else None)
+        if leads:  # a leader before may have ended without removing its label
+            found = await self._server.read("GET", pods, query={"labelSelector": LEADER_LABEL})
+            for name in (str(each["metadata"]["name"]) for each in found.get("items") or ()):
+                if name != own:
+                    await set_label(name, None)
 
     def _log_once(self, error: BaseException) -> None:
         """A failure, once for each text until a step succeeds."""
