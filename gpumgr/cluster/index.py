@@ -7,7 +7,7 @@ and bound pods in any order gives the same answers.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import merge
 from itertools import islice
@@ -221,6 +221,11 @@ class ClusterIndex:
 
     def order(self, request: PodRequest, policy: Policy, names: Iterable[str], most: int | None = None) -> list[str] | Rejection:
         """The names of `rank`; without `most` all that fit."""
+        if request.cpu_milli and (request, policy) not in self._shapes:
+            # Waiting pods may have many different requests of CPU, and no results are computed for those that fit nowhere.
+            first = self.order(request.without_cpu, policy, names, 1)
+            if isinstance(first, Rejection):
+                return first
         shape, offered = self._shape(request, policy), _set_of(names) if isinstance(names, tuple) else frozenset(names)
         if (kept := shape.rejection) is not None and kept[0] == self._version and kept[1] is offered:
             return kept[2]
@@ -312,8 +317,8 @@ class ClusterIndex:
     def _shape(self, request: PodRequest, policy: Policy) -> Shape:
         """With results that are up to date."""
         self.settle()
-        if policy != "least-fragmentation" and request.cpu_milli:
-            request = replace(request, cpu_milli=0)
+        if policy != "least-fragmentation":
+            request = request.without_cpu
         key = (request, policy)
         if (shape := self._shapes.get(key)) is not None:
             self._shapes.move_to_end(key)

@@ -1,7 +1,7 @@
 """The request of a pod: amounts per GPU for each container that wants GPUs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
@@ -47,6 +47,11 @@ class PodRequest:
     containers: tuple[ContainerRequest, ...] = ()
     constraints: Constraints = UNCONSTRAINED
     cpu_milli: int = 0
+
+    @property
+    def without_cpu(self) -> "PodRequest":
+        """CPU decides which of the nodes that fit is the best, not whether a node fits: kube-scheduler checks that."""
+        return replace(self, cpu_milli=0) if self.cpu_milli else self
 
 
 NO_REQUEST: Final = PodRequest()

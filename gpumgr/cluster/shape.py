@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from gpumgr.cluster.choose import Misfit, NodeChoice, Rank, choose
@@ -42,7 +42,7 @@ class Shape:
     def __init__(self, request: PodRequest, policy: Policy, cpu_per_core: int) -> None:
         self.request, self.policy, self._cpu_per_core = request, policy, cpu_per_core
         self._by_cpu = policy == "least-fragmentation"
-        self._gpu_request = replace(request, cpu_milli=0)
+        self._gpu_request = request.without_cpu
         self.rejection: tuple[int, Set[str], Rejection] | None = None
         self._version = -1
         self._group_of: dict[str, _Group] = {}

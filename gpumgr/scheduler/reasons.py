@@ -43,11 +43,12 @@ class Reasons:
             return "quota", self._quotas.problem
         known = {} if known is None else known
         policy = pod.policy or self._policy
-        if (kind := known.get((pod.request, policy))) is None:
-            kind = known[pod.request, policy] = await self._without_quota(pod.request, policy)
+        request = pod.request.without_cpu
+        if (kind := known.get((request, policy))) is None:
+            kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
             names = list(self._overview.names)
-            within = rank_within_quota(self._index, self._quotas, pod.namespace, pod.request, policy, names)
+            within = rank_within_quota(self._index, self._quotas, pod.namespace, request, policy, names)
             if isinstance(within, Rejection):
                 return "quota", within.text
         return kind, ""
@@ -83,7 +84,11 @@ class Reasons:
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         found: list[tuple[WatchedPod, Kind | None, str]] = []
         for pod in list(pods):
-            full = len(known) == MAX_REQUESTS and pod.refusal is None and (pod.request, pod.policy or self._policy) not in known
+            full = (
+                len(known) == MAX_REQUESTS
+                and pod.refusal is None
+                and (pod.request.without_cpu, pod.policy or self._policy) not in known
+            )
             found.append((pod, None, "") if full else (pod, *await self.kind(pod, known)))
         return found
 

@@ -81,15 +81,14 @@ class Rejections:
         for each in sorted(waiting, key=lambda each: -each.pod.priority):
             if each.state == self._state:
                 continue
-            key = (each.pod.namespace, each.pod.request, each.policy, id(each.names))
+            request = each.pod.request.without_cpu
+            key = (each.pod.namespace, request, each.policy, id(each.names))
             if key not in seen:
                 if len(seen) == _MAX_REQUESTS:
                     break
                 seen.add(key)
                 await asyncio.sleep(0)
-                found = rank_within_quota(
-                    self._index, self._quotas, each.pod.namespace, each.pod.request, each.policy, each.names
-                )
+                found = rank_within_quota(self._index, self._quotas, each.pod.namespace, request, each.policy, each.names)
                 if not isinstance(found, Rejection):
                     each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
                     return each.pod

@@ -173,6 +173,14 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
     assert len(computed) == 2
 
 
+def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
+    texts = {
+        index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES) for cpu in range(1000, 3000, 100)
+    }
+    assert len(texts) == 1
+    assert sorted(computed) == [2, 4]
+
+
 def cpu_free(index: ClusterIndex, name: str, without_gpus: Mapping[str, int]) -> int | None:
     cpu_milli = state.cpu_milli if (state := index.node(name)) is not None else None
     used = sum(pod.request.cpu_milli for pod in index.pods_on(name).values()) + without_gpus.get(name, 0)
