@@ -175,7 +175,8 @@ def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) 
 
 def test_requests_that_differ_by_cpu_and_fit_nowhere_are_computed_once(index: ClusterIndex, computed: list[int]) -> None:
     texts = {
-        index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES) for cpu in range(1000, 3000, 100)
+        index.order(replace(request(("app", 800, 0)), cpu_milli=cpu), "least-fragmentation", NAMES)
+        for cpu in range(1000, 3000, 100)
     }
     assert len(texts) == 1
     assert sorted(computed) == [2, 4]
