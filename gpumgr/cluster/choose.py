@@ -11,6 +11,7 @@ memory of their GPU, that the pods which could use them need. On the node it cho
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 
 from gpumgr.cluster.constraints import UNCONSTRAINED, Constraints
 from gpumgr.cluster.node import NOTHING, NodeState, PodUse, Shares, Used, added
@@ -22,6 +23,7 @@ from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 #: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
 Rank = tuple[int, ...]
+_LAST: Final = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,9 @@ class NodeChoice:
         if self.cores is None:
             return self.rank
         before, after = self.cores
-        left = None if cpu_free is None else max(0, cpu_free - cpu_milli)
+        left = None if cpu_free is None else cpu_free - cpu_milli
+        if left is not None and left < 0:  # kube-scheduler offers no such node, as a rule
+            return (_LAST, *self.rank)
         stranded = after.stranded(left, cpu_per_core) - before.stranded(cpu_free, cpu_per_core)
         return (stranded, *self.rank)
 

@@ -90,6 +90,12 @@ def test_cores_without_memory_are_stranded() -> None:
     assert best(index, share(10, 16)) == "a", "on b 40 cores without memory would be left"
 
 
+def test_a_node_without_enough_cpu_is_the_last() -> None:
+    """kube-scheduler may know of CPU that has become free before the index does."""
+    index = filled(gpu_node("a", 2, 4), gpu_node("b", 8, 8))
+    assert index.order(with_cpus(WHOLE, 6), "least-fragmentation", ["a", "b"]) == ["b", "a"]
+
+
 def test_without_cpu_of_the_node_only_the_gpus_count() -> None:
     assert best(filled(gpu_node("a", 2), gpu_node("b", 1)), with_cpus(WHOLE, 100)) == "b"
 
