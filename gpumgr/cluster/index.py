@@ -75,8 +75,11 @@ class ClusterIndex:
     """`assumed` are placements that were answered and are not known to be bound yet: pod UID -> (placement, time at which it ends).
     `cpu_per_gpu_milli`: what an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation."""
 
-    def __init__(self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000) -> None:
+    def __init__(
+        self, listeners: Iterable[Listener] = (), *, cpu_per_gpu_milli: int = 8000, max_results: int = MAX_RESULTS
+    ) -> None:
         self._listeners, self._cpu_per_core = tuple(listeners), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
+        self._max_results = max_results
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
@@ -326,7 +329,7 @@ class ClusterIndex:
             return shape
         shape = self._shapes[key] = Shape(request, policy, self._cpu_per_core)
         shape.update(self._profiles)
-        while len(self._shapes) > 1 and sum(map(len, self._shapes.values())) > MAX_RESULTS:
+        while len(self._shapes) > 1 and sum(map(len, self._shapes.values())) > self._max_results:
             self._shapes.popitem(last=False)
         return shape
 

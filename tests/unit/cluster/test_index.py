@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumgr.cluster import index as module
 from gpumgr.cluster import shape
 from gpumgr.cluster.choose import NodeChoice, choose
 from gpumgr.cluster.constraints import Constraints
@@ -150,8 +149,10 @@ def test_a_placement_is_validated_without_itself(index: ClusterIndex) -> None:
     assert not index.fits(pod)
 
 
-def test_kept_results_are_bounded(index: ClusterIndex, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_RESULTS", 100)
+def test_kept_results_are_bounded(computed: list[int]) -> None:
+    index = ClusterIndex(max_results=100)
+    for node in NODES:
+        index.set_node(node)
     for cores in range(1, 100):
         best(index, share(cores, 4))
     computed.clear()
