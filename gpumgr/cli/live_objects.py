@@ -37,6 +37,8 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
     for item in document["nodes"]:
         try:
             node = parse_node(item)
+            if node.state.name in nodes:
+                problems.append(f"node {_name(item)} is there twice; only the last one counts")
             nodes[node.state.name] = _live_node(item, node)
             if node.problem is not None:
                 problems.append(
@@ -64,7 +66,10 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
     return LiveNode(
         state=node.state,
         labels=item["metadata"].get("labels") or {},
-        taints=(*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)),
+        taints=tuple(
+            {"key": each["key"], "effect": each["effect"], "value": each.get("value")} for each in spec.get("taints") or ()
+        )
+        + tuple({"key": key, "effect": "NoSchedule"} for key in derived if key),
         allocatable=_amounts(status.get("allocatable") or status["capacity"]),
     )
 
@@ -93,7 +98,7 @@ def _fixed(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence
     """Why the pod may not be moved, or ""."""
     metadata = item["metadata"]
     owners = [each["kind"] for each in metadata.get("ownerReferences") or () if each.get("controller")]
-    selectors = [each["spec"].get("selector") for each in budgets if each["metadata"]["namespace"] == pod.namespace]
+    selectors = [(each.get("spec") or {}).get("selector") for each in budgets if each["metadata"]["namespace"] == pod.namespace]
     known = pod.shares is not None or (node is not None and pod.uid in node.state.other)
     reasons = {
         "is a mirror pod": MIRROR_ANNOTATION in (metadata.get("annotations") or {}),
@@ -127,7 +132,8 @@ def _requests(spec: Json) -> dict[str, int]:
         peak |= sidecars + own
         sidecars += own if container.get("restartPolicy") == "Always" else Counter()
     total = sum((Counter(_wanted(each)) for each in spec["containers"]), sidecars) | peak
-    pod_level = Counter({**total, **_wanted(spec)})
+    whole = spec.get("resources") or {}
+    pod_level = Counter({**_amounts(whole.get("limits") or {}), **total, **_amounts(whole.get("requests") or {})})
     return {**pod_level + Counter(_amounts(spec.get("overhead") or {})), "pods": 1}
 
 

@@ -81,7 +81,9 @@ async def _read(kubeconfig: Path) -> Document:
         pods = await _items(server, "/api/v1/pods", fieldSelector="status.phase!=Succeeded,status.phase!=Failed")
         try:
             budgets: list[Any] | None = await _items(server, "/apis/policy/v1/poddisruptionbudgets")
-        except AnswerError:
+        except AnswerError as error:
+            if error.status != 403:
+                raise
             budgets = None
     except API_FAILURES as error:
         remedy = "check its address, and the rights to list nodes and pods"

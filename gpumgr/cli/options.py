@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -13,6 +14,17 @@ from gpumgr.errors import InputError
 from gpumgr.settings import Settings, load_settings
 
 DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
+
+
+class FiniteRange(click.FloatRange):
+    """Without "nan", which is in every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
 
 F = TypeVar("F", bound=Callable[..., object])
 

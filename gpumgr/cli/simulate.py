@@ -7,12 +7,14 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import click
 
+from gpumgr.cli.options import FiniteRange
 from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
 from gpumgr.cli.simulate_report import report
@@ -87,7 +89,7 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
 @click.option("--times", type=_OUTPUT_FILE, callback=_writable, help="Writes decision times to this CSV file.")
 @click.option(
     "--cpus-per-gpu",
-    type=click.FloatRange(0.1, 1000),
+    type=FiniteRange(0.1, 1000),
     default=SchedulerSettings().cpus_per_gpu,
     show_default=True,
     help="The setting scheduler.cpus_per_gpu, for least-fragmentation.",
@@ -120,21 +122,38 @@ def command(
     found = list(_progress(_simulated(trace, tasks, workers), len(tasks)))
     click.echo(RENDERERS[output](found), nl=False)
     if report_file is not None:
-        report_file.write_text(report(found, *trace, nodes_file.name, pods_file.name), encoding="utf-8")
+        # A file's name need not be UTF-8.
+        report_file.write_text(report(found, *trace, nodes_file.name, pods_file.name), encoding="utf-8", errors="replace")
     if times is not None:
         times.write_text(times_csv(found), encoding="utf-8")
 
 
 def _read(nodes_file: Path, pods_file: Path) -> _Trace:
+    with _text(nodes_file) as lines:
+        nodes, skipped = read_nodes(str(nodes_file), lines)
+    if skipped.names:
+        click.echo(f"{nodes_file}: {skipped.text}", err=True)
+    with _text(pods_file) as lines:
+        return nodes, read_pods(str(pods_file), lines, nodes)
+
+
+@contextmanager
+def _text(file: Path) -> Iterator[TextIO]:
     try:
-        with nodes_file.open(encoding="utf-8", newline="") as lines:
-            nodes, skipped = read_nodes(str(nodes_file), lines)
-        if skipped.names:
-            click.echo(f"{nodes_file}: {skipped.text}", err=True)
-        with pods_file.open(encoding="utf-8", newline="") as lines:
-            return nodes, read_pods(str(pods_file), lines, nodes)
+        with file.open(encoding="utf-8", newline="") as lines:
+            yield lines
     except UnicodeDecodeError as error:
-        raise InputError(f"{nodes_file} or {pods_file}: it is not UTF-8 text: {error}") from error
+        with file.open("rb") as raw:
+            bad = next((number for number, line in enumerate(raw, start=1) if not _is_utf8(line)), 0)
+        raise InputError(f"{file}, line {bad}: it is not UTF-8 text: {error.reason}") from error
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[Timed]:

@@ -12,7 +12,7 @@ import yaml
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.live_objects import BAD_OBJECT, UNCHECKED, live_cluster, live_pod
 from gpumgr.cli.live_snapshot import anonymised, load, read_cluster, save
-from gpumgr.cli.options import default_kubeconfig
+from gpumgr.cli.options import FiniteRange, default_kubeconfig
 from gpumgr.cli.printable import cleaned, printable
 from gpumgr.cli.rendering.tables import open_table, plain_text
 from gpumgr.cli.simulate_group import SOURCE
@@ -39,7 +39,11 @@ _POLICY: Final = click.Option(
     ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
 )
 _CPUS: Final = click.Option(
-    ["--cpus-per-gpu"], type=float, default=_DEFAULTS.cpus_per_gpu, show_default=True, help="The setting scheduler.cpus_per_gpu."
+    ["--cpus-per-gpu"],
+    type=FiniteRange(0.1, 1000),
+    default=_DEFAULTS.cpus_per_gpu,
+    show_default=True,
+    help="The setting scheduler.cpus_per_gpu.",
 )
 _OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"]), default="table", show_default=True)
 _MOST_MOVES: Final = click.Option(
@@ -102,7 +106,9 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
         text = f"Pod {pod.name} fits on node {_where(place)} after {len(moves)} move{'s' * (len(moves) != 1)}.\n"
         text += _table(["POD", "FROM", "TO"], ((each["pod"], _where(each["from"]), _where(each["to"])) for each in moves))
     fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
-    text += "".join(f"Not moved: {count} pods, each {reason}.\n" for reason, count in sorted(fixed.items()))
+    text += "".join(
+        f"Not moved: {count} pod{'s, each' if count > 1 else ', which'} {reason}.\n" for reason, count in sorted(fixed.items())
+    )
     answer = {"pod": pod.name, "found": bool(plan), "moves": moves, **place, "search_ended": search.ended, "not_moved": fixed}
     return answer, text, bool(plan)
 

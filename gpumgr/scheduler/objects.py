@@ -201,11 +201,13 @@ def parse_watched_pod(item: Mapping[str, Any]) -> WatchedPod:
         "places": tuple(apps.get(each.name) for each in wanted),
         "annotation_bytes": sum(len(str(text).encode()) for pair in annotations.items() for text in pair),
     }
+    cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
+    made["request"] = PodRequest(cpu_milli=cpu_milli)
     try:
-        made["request"] = vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+        request = vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
+        made["request"] = replace(request, cpu_milli=cpu_milli)
         made["policy"] = policy_of(annotations)
-        cpu_milli = msgspec.convert(spec, PodSpec).cpu_milli
-        made["request"] = replace(made["request"], constraints=constraints_of(annotations), cpu_milli=cpu_milli)
+        made["request"] = replace(made["request"], constraints=constraints_of(annotations))
     except Refusal as error:
         made["refusal"] = str(error)
     promised = annotations.get(PREDICATE_NODE) if node is None else None

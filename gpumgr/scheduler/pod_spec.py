@@ -35,9 +35,8 @@ class _Container(msgspec.Struct, rename="camel"):
 
     @property
     def wants_gpu(self) -> bool:
-        found = self.resources or _NONE
-        wanted = (found.requests or {}).keys() | (found.limits or {}).keys()
-        return CORE_RESOURCE in wanted or MEMORY_RESOURCE in wanted
+        wanted = _wanted(self.resources)
+        return any(str(wanted.get(name, "0")) != "0" for name in (CORE_RESOURCE, MEMORY_RESOURCE))
 
 
 class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
@@ -54,14 +53,15 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def cpu_milli(self) -> int:
         """What kube-scheduler counts: app containers and sidecars together, or more while an init container runs; the pod's own request
-        replaces it."""
+        replaces it. The API server fills missing requests in from limits."""
         most = sidecars = 0
         for each in self.init_containers or ():
             cpu = _cpu(each.resources)
             most = max(most, sidecars + cpu)
             sidecars += cpu if each.restart_policy == "Always" else 0
         total = max(most, sidecars + sum(_cpu(each.resources) for each in self.containers or ()))
-        return (_cpu(self.resources) or total) + _milli(self.overhead)
+        whole = self.resources or _NONE
+        return (_milli(whole.requests) or total or _milli(whole.limits)) + _milli(self.overhead)
 
 
 class _Metadata(msgspec.Struct):
@@ -84,8 +84,13 @@ def decode_pod(item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
     return CpuPod(pod.metadata.uid, node, pod.spec.cpu_milli) if node else None
 
 
+def _wanted(resources: _Resources | None) -> dict[str, Any]:
+    found = resources or _NONE
+    return {**(found.limits or {}), **(found.requests or {})}
+
+
 def _cpu(resources: _Resources | None) -> int:
-    return _milli(resources.requests) if resources is not None else 0
+    return _milli(_wanted(resources))
 
 
 def _milli(amounts: _Amounts) -> int:

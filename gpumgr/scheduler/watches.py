@@ -152,9 +152,9 @@ class ClusterWatches:
         if isinstance(after, CpuPod):
             self._index.use_cpu(after.uid, after.node, after.cpu_milli)
             return
-        if isinstance(before, CpuPod):
+        if before is not None and (after is None or after.placed is not None or after.node is None):
             self._index.free_cpu(before.uid)
-            before = None
+        before = None if isinstance(before, CpuPod) else before
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)
@@ -166,8 +166,9 @@ class ClusterWatches:
             _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
         if after.placed is not None:
             self._index.bind(after.placed)
-        elif after.node is not None:
+        elif after.node is not None:  # it can hold no GPU
             self._index.remove(after.uid)
+            self._index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         if after.node is None and after.wants_gpu:
             self.pending[after.uid] = after
             if self._promises:

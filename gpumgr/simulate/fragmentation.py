@@ -33,9 +33,9 @@ def typical_shapes(shapes: Iterable[Shape]) -> list[tuple[Shape, float]]:
         counts.items(), key=lambda pair: (-pair[1], pair[0].cpu_milli, pair[0].gpus, pair[0].gpu_milli, repr(pair[0]))
     )
     chosen: list[tuple[Shape, int]] = []
-    total = 0
+    total, enough = 0, _POPULARITY * counts.total()
     for shape, count in ordered:
-        if total >= _POPULARITY * counts.total():
+        if total >= enough:
             break
         chosen.append((shape, count))
         total += count

@@ -3,6 +3,7 @@
 Objects with another structure raise ValueError, KeyError, TypeError or AttributeError.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from gpumgr.cluster.explain import memory_text
 Json = Mapping[str, Any]
 #: Amounts by the name of the resource: CPU in thousandths, everything else in whole units. A pod requests one of "pods".
 Resources = Mapping[str, int]
+_WHOLE: Final = re.compile("[+-]?[0-9]{1,18}")
 _SAID: Final = {
     "node.kubernetes.io/unschedulable": "is unschedulable (cordoned)",
     "node.kubernetes.io/not-ready": "is not Ready",
@@ -59,8 +61,14 @@ def _tolerates(toleration: Json, taint: Json) -> bool:
     return (
         (toleration.get("key") or taint["key"]) == taint["key"]
         and (toleration.get("effect") or taint["effect"]) == taint["effect"]
-        and (toleration.get("operator") == "Exists" or (toleration.get("value") or "") == (taint.get("value") or ""))
+        and _value_tolerated(toleration.get("operator"), toleration.get("value") or "", taint.get("value") or "")
     )
+
+
+def _value_tolerated(operator: str | None, wanted: str, value: str) -> bool:
+    if operator in ("Gt", "Lt"):
+        return _compared(operator, value, wanted)
+    return operator == "Exists" or wanted == value
 
 
 def _term(term: Json, labels: Mapping[str, str], fields: Mapping[str, str]) -> bool:
@@ -82,11 +90,16 @@ def _met(requirement: Json, labels: Mapping[str, str]) -> bool:
         case "DoesNotExist":
             return value is None
         case "Gt" | "Lt" as operator:
-            try:
-                return (int(value or "") - int(values[0])) * (1 if operator == "Gt" else -1) > 0
-            except ValueError:
-                return False
+            return _compared(operator, value, values[0])
     raise ValueError(f"the operator {requirement['operator']} is not known")
+
+
+def _compared(operator: str, left: str | None, right: str | None) -> bool:
+    """Texts that are not whole numbers compare as false."""
+    if not (_WHOLE.fullmatch(left or "") and _WHOLE.fullmatch(right or "")):
+        return False
+    difference = int(left or 0) - int(right or 0)
+    return difference > 0 if operator == "Gt" else difference < 0
 
 
 def amount_text(name: str, amount: int) -> str:

@@ -77,7 +77,7 @@ class Skipped:
 
     @property
     def text(self) -> str:
-        shown = ", ".join(self.names[:5]) + (", ..." if len(self.names) > 5 else "")
+        shown = ", ".join(map(_short, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
         return f"{len(self.names)} {'row' if len(self.names) == 1 else 'rows'} skipped, {self.reason}: {shown}"
 
 
@@ -177,6 +177,13 @@ def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: S
         if number > MAX_ROWS:
             raise InputError(f"{place}: more than {MAX_ROWS:,} rows")
         named = {renamed.get(column, column): text for column, text in values.items()}
+        if len(named) < len(values) or ("cores" in named and "gpu_milli" in named):
+            both = [
+                f"{ours} and {theirs}"
+                for theirs, ours in {**renamed, "gpu_milli": "cores"}.items()
+                if {ours, theirs} <= values.keys()
+            ]
+            raise InputError(f"{place}: the columns {both[0]} have one meaning; keep one of them")
         for column in needed:
             if column not in named:
                 other = f" (or {alibaba[column]})" if column in alibaba else ""

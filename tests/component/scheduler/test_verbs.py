@@ -388,3 +388,8 @@ async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
         await goes_to(name)
     stage.sim.remove("uid-other")
     await goes_to("a")
+    # Its agent refuses the pod, so it holds no GPU; its CPU counts all the same until it ends.
+    stage.sim.put_document(cpu(pod("other", ("app", 150, 0), on="a"), 16))
+    await goes_to("b")
+    stage.sim.remove("uid-other")
+    await goes_to("a")

@@ -46,6 +46,8 @@ def live(metadata: Mapping[str, Any] | None = None, budgets: list[Json] | None =
         ({"containers": [container("1")], "initContainers": [container("4"), container("2", restartPolicy="Always")]}, 4000),
         ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1250),
         ({"containers": [container("1")], "resources": {"requests": {"cpu": "5"}}}, 5000),
+        ({"containers": [container("1")], "resources": {"limits": {"cpu": "40"}}}, 1000),
+        ({"containers": [container()], "resources": {"limits": {"cpu": "4"}}}, 4000),
     ],
 )
 def test_requests_are_added_up_as_kube_scheduler_does(spec: Mapping[str, Any], cpu: int) -> None:
@@ -67,6 +69,7 @@ BUDGET = {"metadata": {"namespace": "team"}, "spec": {"selector": {"matchLabels"
         ({}, [BUDGET], {}, "has a PodDisruptionBudget"),
         ({"namespace": "other"}, [BUDGET], {}, ""),
         ({}, [{**BUDGET, "spec": {}}], {}, ""),
+        ({}, [{"metadata": {"namespace": "team"}}], {}, ""),
         ({}, [], {"containers": GPU}, "has GPUs that are not known"),
         ({"uid": "uid-reported"}, [], {"containers": GPU}, ""),
         ({}, [], {"volumes": [{"persistentVolumeClaim": {}}]}, "has volumes, which are not checked"),
@@ -94,6 +97,11 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
     pod = live(containers=GPU, nodeName=None)
     assert dict(live_cluster(document, "binpack")[0].reasons(pod)).get("a") == reason or reason is None
     assert live_cluster(document, "binpack")[0].names(pod) == (("a",) if reason is None else ())
+
+
+def test_a_second_node_of_one_name_is_named() -> None:
+    document = {"nodes": nodes() + nodes(), "pods": [], "poddisruptionbudgets": []}
+    assert live_cluster(document, "binpack")[1] == ["node a is there twice; only the last one counts"]
 
 
 def test_missing_budgets_are_named() -> None:

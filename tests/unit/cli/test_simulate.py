@@ -70,11 +70,15 @@ def test_wrong_usage_and_input(files: tuple[str, str], tmp_path: Path) -> None:
     nodes, _ = files
     no_gpus, binary = tmp_path / "none.csv", tmp_path / "binary.csv"
     no_gpus.write_text("name,gpus,cpu_milli,ram_mebibytes\nx,0,1,1\n")
-    binary.write_bytes(b"name\xff\n")
+    binary.write_bytes(b"name,gpus,cpu_milli,ram_mebibytes\nx\xff,0,1,1\n")
+    assert "'nan' is not a number" in simulate(files, "--cpus-per-gpu", "nan").stderr
     error = simulate(files, "--method", "replay").exception
     assert isinstance(error, InputError)
     assert "no pod has an arrival or a duration" in str(error)
-    for pods, message in ((no_gpus, "no pod of the trace requests a GPU"), (binary, "it is not UTF-8 text")):
+    for pods, message in (
+        (no_gpus, "no pod of the trace requests a GPU"),
+        (binary, "binary.csv, line 2: it is not UTF-8 text: invalid"),
+    ):
         error = simulate((nodes, str(pods))).exception
         assert isinstance(error, InputError)
         assert message in str(error)

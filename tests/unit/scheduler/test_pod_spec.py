@@ -33,6 +33,10 @@ SIDECAR = {"restartPolicy": "Always"}
         ({"containers": [container("1")], "resources": {"requests": {"cpu": "4"}}, "overhead": {"cpu": "1"}}, 5000),
         ({"containers": [{"name": "c"}, {"name": "d", "resources": {}}, {"name": "e", "resources": {"requests": None}}]}, 0),
         ({"containers": None, "initContainers": None}, 0),
+        ({"containers": [{"name": "c", "resources": {"limits": {"cpu": "2"}}}, container("1")]}, 3000),
+        ({"containers": [container("1")], "resources": {"limits": {"cpu": "4"}}}, 1000),
+        ({"containers": [{"name": "c"}], "resources": {"limits": {"cpu": "4"}}}, 4000),
+        ({"containers": [{"name": "c", "resources": {"requests": {"cpu": "1", "tencent.com/vcuda-core": "0"}}}]}, 1000),
     ],
 )
 def test_the_cpu_of_a_pod_without_gpus(spec: dict[str, Any], cpu_milli: int) -> None:

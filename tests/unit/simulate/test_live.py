@@ -70,12 +70,16 @@ TAINT = {"key": "team", "value": "x", "effect": "NoSchedule"}
         (TAINT, {"key": "team", "value": "x"}, True),
         (TAINT, {"key": "team", "operator": "Equal", "value": "y"}, False),
         ({"key": "team", "effect": "NoSchedule"}, {"key": "team"}, True),
+        ({**TAINT, "value": "950"}, {"key": "team", "operator": "Gt", "value": "900"}, True),
+        ({**TAINT, "value": "950"}, {"key": "team", "operator": "Gt", "value": "950"}, False),
+        ({**TAINT, "value": "950"}, {"key": "team", "operator": "Lt", "value": "960"}, True),
+        ({**TAINT, "value": "9_5"}, {"key": "team", "operator": "Lt", "value": "960"}, False),
     ],
 )
 def test_taints(taint: Mapping[str, str], toleration: Mapping[str, str] | None, fits: bool) -> None:
     found = refusal({"tolerations": [toleration] if toleration else None}, "n", {}, [taint])
     assert (found is None) == fits
-    assert found is None or found.startswith("has the taint team=x:No")
+    assert found is None or found.startswith("has the taint team")
 
 
 def test_selectors_of_labels_and_resources() -> None:

@@ -45,6 +45,14 @@ def test_alibabas_columns() -> None:
             ["name,gpus,cpu_milli", "x,1,1"],
             "p.csv, line 2: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus",
         ),
+        (
+            ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
+            "p.csv, line 2: the columns gpus and num_gpu have one meaning; keep one of them",
+        ),
+        (
+            ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
+            "p.csv, line 2: the columns cores and gpu_milli have one meaning; keep one of them",
+        ),
         ([POD_HEADER, "x,1,50,1,-5,1,,"], "p.csv, line 2, column cpu_milli: -5 is not between 0 and"),
         ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "p.csv, line 2, column ram_mebibytes: 1000000"),
         ([POD_HEADER, "x,one,50,1,1,1,,"], "p.csv, line 2, column gpus: 'one' is not a whole number"),
