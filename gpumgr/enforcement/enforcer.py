@@ -129,7 +129,7 @@ class Enforcer:
                     for backend in self._of(allocation.mechanisms):
                         await backend.start(tenant)
                 if allocation.cdi:
-                    text = cdi.spec(allocation.id, self._full(base, allocation, tenant, RESOURCES))
+                    text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
                     await asyncio.to_thread(self._write_spec, allocation.id, text)
             except OSError as error:
                 where = f" {error.filename}" if error.filename else ""

@@ -53,6 +53,8 @@ def _this_host() -> str:
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the Node object. $NODE_NAME (set by DaemonSets) counts as an environment variable of this key.
     name: NodeName = msgspec.field(default_factory=_this_host)
+    #: How the node offers its GPUs: by the device plugin API, or by Dynamic Resource Allocation (Kubernetes 1.36 or later).
+    mode: Literal["plugin", "dra"] = "plugin"
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
