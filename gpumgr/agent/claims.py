@@ -125,9 +125,7 @@ class NodeClaims:
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share)
 
-        granted = grant_claim(
-            node, state.ledger, claim, users=users, terms=terms, new_id=self._new_id, now=self._wall_clock()
-        )
+        granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, new_id=self._new_id, now=self._wall_clock())
         free = candidates(node, state.ledger)
         ledger, entries = state.ledger, list[HistoryEntry]()
         for allocation in granted:
@@ -154,9 +152,7 @@ class NodeClaims:
     async def _users(self, claim: AllocatedClaim) -> Mapping[str, ClaimUser]:
         """Request -> one of the containers that use it, an app container if there is one."""
         views = [(pod, uid, await self._view(pod, uid)) for pod, uid in claim.pods]
-        return {
-            request: _user(claim.ref.name, request, views) for request in {share.request for share in claim.shares}
-        }
+        return {request: _user(claim.ref.name, request, views) for request in {share.request for share in claim.shares}}
 
     async def _view(self, pod: PodKey, uid: str) -> PodView | None:
         view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, POD_SECONDS)

@@ -20,6 +20,7 @@ from gpumgr.units import Resource
 
 log = structlog.get_logger(__name__)
 
+
 class PreStart:
     def __init__(self, *, agent_state: AgentState, reconciler: Reconciler, pods: Pods, starts: ContainerStarts) -> None:
         self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, pods, starts

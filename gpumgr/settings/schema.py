@@ -62,6 +62,10 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     #: Socket of the kubelet's PodResources API.
     pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    #: With node.mode dra: the folder of the kubelet's plugins, where our socket is made.
+    plugins_dir: Path = Path("/var/lib/kubelet/plugins")
+    #: With node.mode dra: the folder of the sockets of plugins to register.
+    plugins_registry_dir: Path = Path("/var/lib/kubelet/plugins_registry")
     #: The kubelet's topologyManagerPolicy. With another one than none the scheduler chooses only the node.
     topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
 

@@ -64,7 +64,9 @@ class Node:
     def gpu(self, position: int) -> str:
         return self.world.agent_state.ledger.gpu_registry.gpus[position].name
 
-    def share(self, gpu: int, cores: int, mebibytes: int, *, request: str = "gpu", number: int = 1, admin: bool = False) -> ClaimShare:
+    def share(
+        self, gpu: int, cores: int, mebibytes: int, *, request: str = "gpu", number: int = 1, admin: bool = False
+    ) -> ClaimShare:
         return ClaimShare(
             request=request,
             device=device_name(self.gpu(gpu)),
