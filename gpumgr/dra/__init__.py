@@ -1,1 +1,1 @@
-"""The driver for Dynamic Resource Allocation: the kubelet's calls for ResourceClaims, registration, health, and the node's ResourceSlice."""
+"""The driver for Dynamic Resource Allocation (DRA): the kubelet's calls for ResourceClaims, and what the node offers."""

@@ -1,8 +1,8 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
 One file for each allocation, with one device, or for an allocation of a ResourceClaim one device for each GPU. It is written at
-container start, when Allocate of both resources was answered, or when the claim is prepared, and depends on the allocation alone. Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name
-that it does not have.
+container start, when Allocate of both resources was answered, or when the claim is prepared, and depends on the allocation alone.
+Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not have.
 """
 
 import json

@@ -2,6 +2,7 @@
 prepared claim one answer, and ends empty."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Literal
 
 from hypothesis import given, settings
@@ -59,23 +60,27 @@ async def _play(claims: list[list[tuple[int, int, int]]], steps: list[list[Call]
 
     node.reader.before_answer = pause
     for step in steps:
-        if step == "restart":
+        if isinstance(step, list):
+            await asyncio.gather(*(call(what, refs[number]) for what, number in step))
+        elif step == "restart":
             await node.world.restart()
             node.start()
-        elif step == "disk full":
-            node.world.checkpoint.full = not node.world.checkpoint.full
         else:
-            await asyncio.gather(*(call(what, refs[number]) for what, number in step))
-        ledger = node.world.ledger  # checks the invariants
-        assert dict(ledger.allocations) == node.world.checkpoint.allocations
-        for gpu in ledger.gpu_registry.gpus:
-            used = ledger.used(gpu.name)
-            assert used.cores <= 100
-            assert used.memory_mebibytes <= MEBIBYTES
-        for uid in answers:
-            assert ledger.of_claim(uid)
+            node.world.checkpoint.full = not node.world.checkpoint.full
+        _check(node, answers)
     node.world.checkpoint.full = False
     for ref in refs:
         await node.claims.unprepare(ref)
     assert not node.world.checkpoint.allocations
     assert all(node.world.ledger.used(gpu.name) == Amounts() for gpu in node.world.ledger.gpu_registry.gpus)
+
+
+def _check(node: Node, answers: Collection[str]) -> None:
+    ledger = node.world.ledger  # checks the invariants
+    assert dict(ledger.allocations) == node.world.checkpoint.allocations
+    for gpu in ledger.gpu_registry.gpus:
+        used = ledger.used(gpu.name)
+        assert used.cores <= 100
+        assert used.memory_mebibytes <= MEBIBYTES
+    for uid in answers:
+        assert ledger.of_claim(uid)

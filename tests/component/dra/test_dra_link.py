@@ -46,7 +46,7 @@ class Driver:
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(20):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 (files and the link's state have no event)
                 await asyncio.sleep(0.01)
 
 
