@@ -88,9 +88,11 @@ class NodeClaims:
                 raise Refusal("internal", f"the end of claim {claim} can't be saved: {error}") from error
             state.publish()
 
-    async def restore(self) -> None:
-        """After a start: writes the CDI specs of all prepared claims again, since a container restart makes no Prepare call."""
+    async def restore(self, is_due: Callable[[AllocationId], bool] = lambda _: True) -> None:
+        """Puts the limits and CDI specs of prepared claims in place again: a restart of a container makes no Prepare call."""
         for allocation in self._prepared():
+            if not is_due(allocation.id):
+                continue
             try:
                 self._starts.make_folders([allocation])
                 await self._starts.start(allocation)
