@@ -7,7 +7,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -88,10 +88,11 @@ class NodeClaims:
                 raise Refusal("internal", f"the end of claim {claim} can't be saved: {error}") from error
             state.publish()
 
-    async def restore(self, is_due: Callable[[AllocationId], bool] = lambda _: True) -> None:
-        """Puts the limits and CDI specs of prepared claims in place again: a restart of a container makes no Prepare call."""
+    async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
+        """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
+        container makes no Prepare call."""
         for allocation in self._prepared():
-            if not is_due(allocation.id):
+            if allocation.id in unless:
                 continue
             try:
                 self._starts.make_folders([allocation])

@@ -65,8 +65,8 @@ class Hardware:
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
-    `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or a timeout
-    has passed.
+    `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or
+    a timeout has passed.
     """
 
     def __init__(

@@ -135,8 +135,8 @@ class DraSide:
         """A container restart makes no Prepare call, so lost CDI specs are written again."""
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
-            there = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
-            await self.claims.restore(lambda allocation: cdi.file_name(allocation) not in there)
+            names = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
+            await self.claims.restore(unless={found for name in names if (found := cdi.allocation_of(name)) is not None})
 
     def _link_changed(self, state: DraLinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)
