@@ -126,7 +126,7 @@ class NodeClaims:
         node = state.node()
 
         def terms(user: ClaimUser, share: bool) -> Terms:
-            return self._enforcement.terms(user.view, share=share)
+            return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
 
         granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, new_id=self._new_id, now=self._wall_clock())
         free = candidates(node, state.ledger)

@@ -15,7 +15,7 @@ import yaml
 from gpumgr.errors import GpumgrError, SettingsError
 from gpumgr.kubeapi.library import load_library
 
-Method = Literal["GET", "POST", "PATCH", "DELETE"]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 #: JSON merge patch (RFC 7386), or Kubernetes' strategic merge patch, which merges some lists by key.
 PatchKind = Literal["merge", "strategic"]
 

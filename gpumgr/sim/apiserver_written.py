@@ -102,6 +102,7 @@ class Written:
             "apiVersion": "v1",
             "metadata": {
                 "name": self._node_name,
+                "uid": f"uid-{self._node_name}",
                 "annotations": dict(self.annotations),
                 "labels": dict(self.labels),
                 "managedFields": managed,

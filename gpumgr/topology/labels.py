@@ -71,6 +71,11 @@ def capability_of(model: str | None) -> tuple[int, int] | None:
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 
 
+def architecture_of(capability: tuple[int, int]) -> str | None:
+    """The name that gpu-feature-discovery has for GPUs of this compute capability, such as ampere; None: it is not in the table."""
+    return _OWN_NAMES.get(capability) or _FAMILIES.get(capability[0])
+
+
 def _described(gpu: Gpu, count: int, snapshot: NodeSnapshot) -> Iterator[tuple[str, str]]:
     yield f"{NVIDIA}gpu.count", str(count)
     yield f"{NVIDIA}gpu.memory", str(gpu.memory_bytes >> 20)
@@ -79,7 +84,8 @@ def _described(gpu: Gpu, count: int, snapshot: NodeSnapshot) -> Iterator[tuple[s
         yield f"{NVIDIA}gpu.product", product
     if capability := capability_of(gpu.model):
         major, minor = capability
-        yield f"{NVIDIA}gpu.family", _OWN_NAMES.get(capability) or _FAMILIES[major]
+        if architecture := architecture_of(capability):
+            yield f"{NVIDIA}gpu.family", architecture
         yield f"{NVIDIA}gpu.compute.major", str(major)
         yield f"{NVIDIA}gpu.compute.minor", str(minor)
     yield from _version("cuda.driver-version", snapshot.driver_version, ("major", "minor", "revision"))

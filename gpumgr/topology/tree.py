@@ -68,13 +68,22 @@ def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
     return node
 
 
+def fragment_order(root: Group) -> dict[int, int]:
+    """The position, from 1, in which fragment takes each GPU of an empty node."""
+    free, turns = root.mask, dict[int, int]()
+    while (gpu := fragment_choice(root, free, free)) is not None:
+        turns[gpu] = len(turns) + 1
+        free ^= 1 << gpu
+    return turns
+
+
 def access_costs(root: Group) -> dict[int, int]:
     """Each GPU's access cost: the rank, from 1, in which its parent group would be used up by fragment on an empty node.
 
     Groups that are used up by the same GPU (one inside the other) share a rank.
     """
     parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
-    turns = _fragment_order(root)
+    turns = fragment_order(root)
     used_up = [max(turns[gpu] for gpu in indices(group.mask)) for group in parents]
     rank = {turn: position for position, turn in enumerate(sorted(set(used_up)), start=1)}
     costs: dict[int, int] = {}
@@ -120,15 +129,6 @@ def _joined(level: Level, family: list[Group | int]) -> Group | int:
         return family[0]
     family = sorted(family, key=lambda node: _room(_mask(node))[1])
     return Group(level=level, mask=_union(family), children=tuple(family))
-
-
-def _fragment_order(root: Group) -> dict[int, int]:
-    """The position, from 1, in which fragment takes each GPU of an empty node."""
-    free, turns = root.mask, dict[int, int]()
-    while (gpu := fragment_choice(root, free, free)) is not None:
-        turns[gpu] = len(turns) + 1
-        free ^= 1 << gpu
-    return turns
 
 
 def _mask(node: Group | int) -> int:

@@ -187,6 +187,17 @@ MEANINGS: Final = {
     "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
+    # DRA: the node's ResourceSlice
+    "slice_published": "The ResourceSlice of this node was written with this number of devices.",
+    "slice_deleted": "The ResourceSlice was deleted: a starting kubelet does that, and any operator may. It is written again.",
+    "slice_not_published": "The ResourceSlice can't be written, for the given reason, and kube-scheduler does not see the node's GPUs, or "
+    "their previous state. It is tried again. HTTP 403: the agent's account lacks rights (chart value `mode: dra`), or its token names "
+    "no node. HTTP 422: report the API server's sentence.",
+    "slice_fields_dropped": "The API server does not store parts of the ResourceSlice; `reason` names the feature gate, and what to do.",
+    "slice_removed": "A ResourceSlice of the driver on this node had another name and was deleted.",
+    "slice_withdrawn": "The agent stops in order and has deleted its ResourceSlice, so that no further pods are scheduled to it.",
+    "slice_not_withdrawn": "The agent stopped and could not delete its ResourceSlice. Pods that are scheduled to the node before the "
+    "kubelet deletes the slice, 30 s later, wait for a minute or longer.",
     # over HTTP
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); pods are scheduled.",
     "web_listening": "The page and the metrics are served at this address.",

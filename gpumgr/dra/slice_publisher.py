@@ -1,0 +1,282 @@
+"""Keeps the ResourceSlice of this node in the API server.
+
+Invariants:
+
+1. Nothing is written before the kubelet has registered the driver: pods on a node without it wait for more than a minute.
+2. A starting kubelet deletes the slices of its node, a moment before or after it registers the driver. A deletion is therefore undone at
+   once if the driver was registered lately, else at the next registration, but no later than `notify_seconds`: others delete slices too.
+3. A change of the devices is written at once, and the next one `change_seconds` later. The last state is always written.
+4. What the API server stored for a given slice counts as that slice, however it is spelled: no write is repeated without a change.
+5. A server that drops what sharing needs gets an empty list of devices, which a request with dryRun finds out before anything is offered.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, NoReturn, TypeVar
+
+import structlog
+
+from gpumgr.aio import LatestValue, forever
+from gpumgr.dra.slices import (
+    DRIVER,
+    SLICES,
+    Dropped,
+    Json,
+    SliceDevice,
+    StoredSlice,
+    comparable,
+    dropped,
+    offered,
+    probe_slice,
+    resource_slice,
+    slice_name,
+    stored_slice,
+)
+from gpumgr.errors import GpumgrError
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
+from gpumgr.kubeapi.reflector import Reflector, WatchTimes
+
+_log = structlog.get_logger(__name__)
+
+_FAILED: Final = (*API_FAILURES, *UNREADABLE)
+_NEVER: Final = float("-inf")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTimes:
+    """`change_seconds`: between two writes of changes. `notify_seconds`: how long a registration is waited for after a deletion, and
+    how long it counts as recent. Pauses after failures grow from the first to the longest of `retry_seconds`. `probe_seconds`: the
+    interval of the requests that show whether a server still drops fields."""
+
+    change_seconds: float = 2.0
+    notify_seconds: float = 2.0
+    retry_seconds: tuple[float, float] = (0.5, 10.0)
+    probe_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherState:
+    """`published`: the API server has the slice with the present devices. `devices`: how many it contains. `error`: the last failure
+    since. `dropped`: what the API server does not store, and what to do."""
+
+    published: bool = False
+    devices: int = 0
+    error: str | None = None
+    dropped: str | None = None
+
+
+class SlicePublisher:
+    """`run` it as a daemon. `withdraw` deletes the slice, while `run` still runs or after that.
+
+    `devices`: None until the hardware is known. `registrations` counts how often the kubelet has registered the driver; 0: it is not
+    registered. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        node: str,
+        devices: LatestValue[tuple[SliceDevice, ...] | None],
+        registrations: LatestValue[int],
+        *,
+        times: PublishTimes | None = None,
+        watch_times: WatchTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._node, self._devices, self._registrations = server, node, devices, registrations
+        self._times, self._clock = times or PublishTimes(), clock
+        self._name = slice_name(node)
+        self._reflector: Reflector[StoredSlice] = Reflector(
+            server,
+            SLICES,
+            {"fieldSelector": f"spec.nodeName={node},spec.driver={DRIVER}"},
+            parse=stored_slice,
+            on_change=self._seen,
+            watch_times=watch_times,
+        )
+        self._wake, self._writing = asyncio.Event(), asyncio.Lock()
+        #: By UID: slices of the driver on this node; others than ours are left over.
+        self._stored: dict[str, StoredSlice] = {}
+        #: What was sent last, and what the API server made of it; both comparable.
+        self._last: tuple[Json, Json] | None = None
+        self._node_uid = ""
+        self._loss: Dropped | None = None
+        self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
+        self._retry_at, self._pause = _NEVER, self._times.retry_seconds[0]
+        self._withdrawn = False
+        self.state = PublisherState()
+
+    async def run(self) -> NoReturn:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forever("slice_watch", self._reflector.run), name="slice_watch")
+            group.create_task(self._follow(self._devices, lambda: None), name="slice_devices")
+            group.create_task(self._follow(self._registrations, self._registered), name="slice_registrations")
+            group.create_task(forever("slice_writes", self._keep), name="slice_writes")
+        raise AssertionError("all daemons run until they are cancelled")
+
+    async def withdraw(self, *, timeout_seconds: float = 5.0) -> bool:
+        """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
+        self._withdrawn = True
+        self.state = replace(self.state, published=False)
+        try:
+            async with asyncio.timeout(timeout_seconds), self._writing:
+                await self._server.send("DELETE", f"{SLICES}/{self._name}", {}, but=(404,))
+        except _FAILED as error:
+            _log.warning(
+                "slice_not_withdrawn", error=_text(error), consequence="the kubelet deletes it 30 s after the driver's end"
+            )
+            return False
+        _log.info("slice_withdrawn", slice=self._name)
+        return True
+
+    # -- what happens ------------------------------------------------------------------------------------------------------
+
+    async def _follow(self, latest: LatestValue[_T], then: Callable[[], None]) -> None:
+        with latest.subscribe() as values:
+            async for _ in values:
+                then()
+                self._wake.set()
+
+    def _registered(self) -> None:
+        if self._registrations.value:
+            self._registered_at = self._clock()
+
+    def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
+        if before is not None:
+            self._stored.pop(before.uid, None)
+        if after is not None:
+            self._stored[after.uid] = after
+        elif before is not None and before.name == self._name:
+            self._deleted_at = self._clock()
+            _log.info("slice_deleted", slice=self._name)
+        self._wake.set()
+
+    # -- writes ------------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> NoReturn:
+        while True:
+            self._wake.clear()
+            try:
+                pause = await self._step()
+            except _FAILED as error:
+                self._failed(_text(error))
+                pause = self._retry_at - self._clock()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    async def _step(self) -> float | None:
+        """One write, if one is due. Returns the seconds until the next step, or None: it depends on events. Raises what requests raise."""
+        devices = self._devices.value
+        if devices is None or not self._registrations.value or self._withdrawn:
+            return None
+        if (pause := self._retry_at - self._clock()) > 0:
+            return pause
+        async with self._writing:
+            if self._withdrawn:
+                return None
+            await self._probe()
+            await self._remove_others()
+            wanted = offered(devices, self._loss)
+            stored = next((each for each in self._stored.values() if each.name == self._name), None)
+            if not self._settled(wanted, stored):
+                if (pause := self._due(stored) - self._clock()) > 0:
+                    return pause
+                await self._write(wanted, stored)
+                if offered(devices, self._loss) != wanted:  # it has dropped something this time
+                    self._changed_at = _NEVER
+                    return 0.0
+            self._pause = self._times.retry_seconds[0]
+            reason = self._loss.sentence if self._loss is not None else None
+            self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
+        return self._probed_at + self._times.probe_seconds - self._clock() if self._loss else None
+
+    def _due(self, stored: StoredSlice | None) -> float:
+        """When a write may happen."""
+        if stored is not None or self._deleted_at == _NEVER:
+            return self._changed_at + self._times.change_seconds
+        recent = self._registered_at >= self._deleted_at - self._times.notify_seconds
+        return self._deleted_at if recent else self._deleted_at + self._times.notify_seconds
+
+    def _settled(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> bool:
+        if stored is None or stored.content is None:
+            return False
+        sent = comparable(resource_slice(self._node, self._node_uid, wanted))
+        return stored.content == sent or (sent, stored.content) == self._last
+
+    async def _write(self, wanted: Sequence[SliceDevice], stored: StoredSlice | None) -> None:
+        if stored is None or not self._node_uid:
+            node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
+            self._node_uid = str(node["metadata"]["uid"])
+            if self._settled(wanted, stored):  # of an earlier process
+                return
+        self._changed_at = self._clock()
+        sent = resource_slice(self._node, self._node_uid, wanted)
+        try:
+            answer = await self._send(sent, stored)
+        except AnswerError as error:
+            if error.status not in (404, 409):
+                raise
+            # The watch is behind: it was created, changed or deleted since.
+            found = await self._server.find(f"{SLICES}/{self._name}")
+            stored = stored_slice(found) if found is not None else None
+            answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)
+        self._deleted_at = _NEVER
+        self._record(stored_slice(answer), comparable(sent))
+        self._examine(dropped(sent, answer) or self._loss)
+        _log.info("slice_published", slice=self._name, devices=len(wanted), created=stored is None)
+
+    async def _send(self, sent: Json, stored: StoredSlice | None) -> Json:
+        if stored is None:
+            return await self._server.read("POST", SLICES, sent)
+        # The version is a precondition: the API server answers 409 if the slice has another one. The pool's generation stays: it has one
+        # slice, which is replaced as a whole.
+        metadata = {**sent["metadata"], "resourceVersion": stored.version}
+        spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
+        return await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
+
+    def _record(self, stored: StoredSlice, sent: Json) -> None:
+        self._last = (sent, stored.content) if stored.content is not None else None
+        self._stored = {uid: each for uid, each in self._stored.items() if each.name != self._name} | {stored.uid: stored}
+
+    async def _remove_others(self) -> None:
+        """Slices with other names would offer the same GPUs twice."""
+        for other in [each for each in self._stored.values() if each.name != self._name]:
+            await self._server.send("DELETE", f"{SLICES}/{other.name}", {}, but=(404,))
+            self._stored.pop(other.uid, None)
+            _log.warning("slice_removed", slice=other.name, reason="the pool of this node has one slice with a fixed name")
+
+    async def _probe(self) -> None:
+        known = self._probed_at != _NEVER and (self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds)
+        if not known:
+            sent = probe_slice(self._node)
+            try:
+                answer = await self._server.read("POST", SLICES, sent, query={"dryRun": "All"})
+            except AnswerError as error:
+                if error.status != 404:
+                    raise
+                raise GpumgrError("the API server has no resource.k8s.io/v1: use Kubernetes 1.34 or later") from error
+            self._probed_at = self._clock()
+            self._examine(dropped(sent, answer))
+
+    def _examine(self, loss: Dropped | None) -> None:
+        if loss != self._loss:
+            self._loss = loss
+            if loss is not None:
+                _log.error("slice_fields_dropped", reason=loss.sentence)
+
+    def _failed(self, text: str) -> None:
+        """A failure, once in the log for each text until the slice is published."""
+        if text != self.state.error:
+            _log.warning("slice_not_published", slice=self._name, error=text, consequence="it is tried again")
+        self.state = replace(self.state, published=False, error=text)
+        self._retry_at = self._clock() + self._pause
+        self._pause = min(2 * self._pause, self._times.retry_seconds[1])
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, AnswerError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,317 @@
+"""The publisher in front of the simulated API server."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gpumgr.aio import LatestValue
+from gpumgr.dra.slice_publisher import PublishTimes, SlicePublisher
+from gpumgr.dra.slices import SliceDevice, Taint, resource_slice, slice_name
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.reflector import WatchTimes
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_written import failure
+
+from .resources import Resources
+
+NODE, NAME = "node-1", slice_name("node-1")
+WATCH = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
+#: Nothing waits, except where a test says so.
+AT_ONCE = PublishTimes(change_seconds=0.0, notify_seconds=0.0, retry_seconds=(0.01, 0.02), probe_seconds=0.05)
+LONG = 3600.0
+SICK = Taint(key="gpu.gpumgr.io/xid", value="79")
+
+
+def device(number: int, **more: Any) -> SliceDevice:
+    common: dict[str, Any] = {"memory_mebibytes": 81920, "island": "i", "pair": "p", "enforcement": "mps"}
+    return SliceDevice(name=f"gpu-{number:08x}", uuid=f"GPU-{number:08x}", index=number, **{**common, **more})
+
+
+DEVICES = (device(0), device(1))
+
+
+class Stage:
+    """`devices` and `registrations` are what the publisher follows."""
+
+    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer, times: PublishTimes) -> None:
+        self.sim, self.resources = sim, resources
+        self.devices: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(DEVICES)
+        self.registrations = LatestValue(0)
+        self.publisher = SlicePublisher(server, NODE, self.devices, self.registrations, times=times, watch_times=WATCH)
+
+    @property
+    def slice(self) -> Any:
+        return self.resources.named(NAME)
+
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.resources.writes]
+
+    def published(self) -> list[str]:
+        return [each["name"] for each in self.slice["spec"]["devices"]] if self.slice is not None else []
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 (state of several tasks)
+                await asyncio.sleep(0.005)
+
+    async def settled(self, *names: str) -> None:
+        await self.until(lambda: self.publisher.state.published and self.published() == list(names))
+
+
+def names(*devices: SliceDevice) -> list[str]:
+    return [each.name for each in devices]
+
+
+@asynccontextmanager
+async def staged(
+    folder: Path, times: PublishTimes = AT_ONCE, *, prepare: Callable[[Resources], object] = id
+) -> AsyncIterator[Stage]:
+    sim = SimApiServer(NODE)
+    resources = Resources(sim)
+    prepare(resources)
+    async with sim:
+        server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"))
+        stage = Stage(sim, resources, server, times)
+        task = asyncio.create_task(stage.publisher.run())
+        try:
+            yield stage
+            assert not task.done(), task
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await server.close()
+
+
+async def test_it_publishes_once_after_the_registration(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.devices.set((*DEVICES, device(2)))
+        await stage.until(stage.publisher._reflector.synced.is_set)
+        assert (stage.methods, stage.publisher.state.published) == ([], False)
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES, device(2)))
+        (owner,) = stage.slice["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"]) == ("Node", "uid-node-1")
+        assert stage.publisher.state.devices == 3
+        stage.registrations.set(2)
+        stage.devices.set((device(3),))
+        await stage.settled(device(3).name)
+        assert stage.methods == ["POST", "PUT"], "neither what the server spells anew nor a registration is a change"
+
+
+async def test_no_devices_is_an_empty_list_and_unknown_hardware_is_nothing(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.devices.set(None)
+        stage.registrations.set(1)
+        stage.devices.set(())
+        await stage.settled()
+        assert stage.slice["spec"]["devices"] == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_path: Path, same: bool) -> None:
+    def before(resources: Resources) -> None:
+        resources.put(resource_slice(NODE, "uid-node-1", DEVICES if same else DEVICES[:1], generation=7))
+
+    async with staged(tmp_path, prepare=before) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        assert stage.slice["spec"]["pool"]["generation"] == 7
+        # The watch may not have listed it yet: then it is found by a POST that is refused.
+        assert [method for method in stage.methods if method == "PUT"] == ([] if same else ["PUT"])
+
+
+async def test_other_slices_of_the_driver_on_this_node_are_removed(tmp_path: Path) -> None:
+    def before(resources: Resources) -> None:
+        other = resource_slice(NODE, "uid-node-1", DEVICES)
+        resources.put({**other, "metadata": {"name": "00000-old"}})
+
+    async with staged(tmp_path, prepare=before) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        await stage.until(lambda: stage.resources.names == [NAME])
+
+
+# -- deletions and changes by others -----------------------------------------------------------------------------------------
+
+
+async def test_what_a_starting_kubelet_deletes_is_back_with_the_registration(tmp_path: Path) -> None:
+    """Whichever comes first. The end of `notify_seconds` is far away."""
+    async with staged(tmp_path, replace(AT_ONCE, notify_seconds=LONG)) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.remove(NAME)  # the registration was lately
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")  # it was long ago
+        stage.resources.remove(NAME)
+        await stage.until(lambda: not stage.publisher._stored)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stage.slice is None
+        stage.registrations.set(2)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_what_others_delete_is_back_without_a_registration(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.publisher._registered_at = float("-inf")
+        stage.resources.remove(NAME)
+        await stage.until(lambda: stage.methods == ["POST", "POST"])
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_while_the_driver_is_not_registered_nothing_is_written(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.registrations.set(0)
+        stage.resources.remove(NAME)
+        await stage.until(lambda: not stage.publisher._stored)
+        assert stage.methods == ["POST"]
+        stage.registrations.set(2)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_what_others_change_is_changed_back(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.put({**stage.slice, "spec": {**stage.slice["spec"], "devices": []}})
+        await stage.settled(*names(*DEVICES))
+        assert stage.methods == ["POST", "PUT"]
+
+
+async def test_a_conflict_is_answered_with_the_present_version(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.answers += [failure(409, "Conflict", "modified")]
+        stage.devices.set(DEVICES[:1])
+        await stage.settled(*names(*DEVICES[:1]))
+        assert (stage.methods, stage.publisher.state.error) == (["POST", "PUT", "PUT"], None)
+
+
+async def test_an_expired_watch_finds_the_deletion(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        await stage.sim.stop()
+        stage.resources.remove(NAME)
+        stage.resources.forget()
+        await stage.sim.start()
+        await stage.until(lambda: stage.slice is not None)
+        await stage.settled(*names(*DEVICES))
+
+
+# -- pace and failures -------------------------------------------------------------------------------------------------------
+
+
+async def test_changes_are_written_together_and_the_last_one_counts(tmp_path: Path) -> None:
+    """The clock stands still, so the second change is due when the test says so."""
+    now = [100.0]
+    async with staged(tmp_path, replace(AT_ONCE, change_seconds=2.0)) as stage:
+        stage.publisher._clock = lambda: now[0]
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        for number in range(5):
+            stage.devices.set((device(number + 5),))
+            await asyncio.sleep(0.01)
+        assert stage.methods == ["POST"]
+        now[0] += 2.0
+        stage.publisher._wake.set()
+        await stage.settled(device(9).name)
+        assert stage.methods == ["POST", "PUT"]
+        now[0] += 2.0
+        stage.devices.set(DEVICES)
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) -> None:
+    sentence = 'ResourceSlice "x" is invalid: spec.devices[0].name: Invalid value'
+    with capture_logs() as logs:
+        async with staged(tmp_path) as stage:
+            stage.resources.answers += [failure(422, "Invalid", sentence) for _ in range(3)]
+            stage.registrations.set(1)
+            await stage.until(lambda: len(stage.methods) == 3)
+            assert stage.publisher.state.error == f"HTTP 422: {sentence}"
+            await stage.settled(*names(*DEVICES))
+            assert stage.publisher.state.error is None
+    assert [each["error"] for each in logs if each["event"] == "slice_not_published"] == [f"HTTP 422: {sentence}"]
+
+
+async def test_the_api_server_comes_back(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        await stage.sim.stop()
+        stage.registrations.set(1)
+        await stage.until(lambda: stage.publisher.state.error)
+        await stage.sim.start()
+        await stage.settled(*names(*DEVICES))
+
+
+async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
+    async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
+        stage.registrations.set(1)
+        await stage.until(lambda: stage.publisher.state.error)
+        assert "use Kubernetes 1.34 or later" in str(stage.publisher.state.error)
+
+
+# -- feature gates -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gate", "left"), [("DRAConsumableCapacity", ()), ("DRADeviceTaints", DEVICES[:1])])
+async def test_without_a_gate_nothing_wrong_is_ever_offered(tmp_path: Path, gate: str, left: tuple[SliceDevice, ...]) -> None:
+    def off(resources: Resources) -> None:
+        resources.without = {gate}
+
+    with capture_logs() as logs:
+        async with staged(tmp_path, prepare=off) as stage:
+            wanted = (DEVICES[0], device(1, taints=(SICK,)))
+            stage.devices.set(wanted)
+            stage.registrations.set(1)
+            await stage.settled(*names(*left))
+            assert gate in str(stage.publisher.state.dropped)
+            assert all(names(*left) == [each["name"] for each in sent["spec"]["devices"]] for _, sent in stage.resources.writes)
+            probes = stage.resources.probes
+            await stage.until(lambda: stage.resources.probes > probes)
+            stage.resources.without = set()
+            await stage.settled(*names(*wanted))
+            await stage.until(lambda: stage.publisher.state.dropped is None)
+    assert len([each for each in logs if each["event"] == "slice_fields_dropped"]) == 1
+
+
+async def test_a_gate_that_is_switched_off_later_is_noticed_at_the_next_write(tmp_path: Path) -> None:
+    async with staged(tmp_path, replace(AT_ONCE, probe_seconds=LONG)) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        stage.resources.without = {"DRAConsumableCapacity"}
+        stage.devices.set(DEVICES[:1])
+        await stage.settled()
+        assert stage.publisher.state.dropped is not None
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_withdrawn_slice_stays_away(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.registrations.set(1)
+        await stage.settled(*names(*DEVICES))
+        assert await stage.publisher.withdraw() is True
+        stage.devices.set(())
+        stage.registrations.set(2)
+        await stage.until(lambda: not stage.publisher._stored)
+        assert (stage.slice, stage.publisher.state.published) == (None, False)
+        assert await stage.publisher.withdraw() is True
+        assert stage.resources.writes[1:] == [("DELETE", NAME), ("DELETE", NAME)]
+        await stage.sim.stop()
+        assert await stage.publisher.withdraw() is False
