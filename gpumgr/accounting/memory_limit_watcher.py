@@ -92,7 +92,7 @@ class MemoryLimitWatcher:
         self._records, self._owners, self._events, self._backends = records, owners, events, backends
         self._evict, self._meter, self._clock = evict, meter, clock
         self._rule, self._can_evict = over_limit, can_evict
-        self._shares = _Shares(pods)
+        self._shares, self._pods = _Shares(pods), pods
         self._enforce, self._timeout_seconds = BackgroundCall("enforce_limits"), timeout_seconds
         self._evaluated_at = float("-inf")
         self._use: NodeUse | None = None
@@ -130,7 +130,7 @@ class MemoryLimitWatcher:
             return
         self._evaluated_at = now
         shares = self._shares.of(ledger, self._records.inventory.gpus(ledger.gpu_registry))
-        index = AllocationIndex(ledger.allocations.values())
+        index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         own_pids = frozenset(await asyncio.to_thread(self._backends.own_pids)) if seen else frozenset()
         ownership = await self._owners.find(index, shares, seen - own_pids, started)

@@ -54,8 +54,8 @@ class Enforcement(Protocol):
         """To be called before `terms` of a new container: waits for tries of mechanisms that began with the agent."""
         ...
 
-    def terms(self, pod: PodView | None, *, share: bool) -> Terms:
-        """For a container of this pod (None: the pod is not certain)."""
+    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
+        """For a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
         ...
 
     def answer(

@@ -1,48 +1,29 @@
 """PreStartContainer: prepares a container's allocation at each of its starts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import structlog
 
-from gpumgr.agent.answers import Answers
 from gpumgr.agent.calls import CallRecord
+from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.allocator.callers import Caller
 from gpumgr.allocator.ids import Masks, count
 from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
-from gpumgr.allocator.response import merged
 from gpumgr.errors import CheckpointError, Refusal
 from gpumgr.evaluators.select import check_request
-from gpumgr.units import RESOURCES, Resource
+from gpumgr.units import Resource
 
 log = structlog.get_logger(__name__)
 
-#: The mechanisms of a share without enforcement.
-NO_MECHANISM = ("none",)
-
 
 class PreStart:
-    """`allocation_dir`: the host folder of the containers' folders, which `make_dir` creates."""
-
-    def __init__(
-        self,
-        *,
-        agent_state: AgentState,
-        reconciler: Reconciler,
-        pods: Pods,
-        enforcement: Enforcement,
-        answers: Answers,
-        allocation_dir: str,
-        make_dir: Callable[[str], None],
-    ) -> None:
-        self._agent_state, self._reconciler, self._pods = agent_state, reconciler, pods
-        self._enforcement, self._answers = enforcement, answers
-        self._allocation_dir, self._make_dir = allocation_dir, make_dir
+    def __init__(self, *, agent_state: AgentState, reconciler: Reconciler, pods: Pods, starts: ContainerStarts) -> None:
+        self._agent_state, self._reconciler, self._pods, self._starts = agent_state, reconciler, pods, starts
 
     async def start(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """Raises Refusal; the kubelet tries again later."""
@@ -77,57 +58,10 @@ class PreStart:
             async with agent_state.lock:
                 agent_state.close_open()
                 agent_state.publish()
-        self._make_folders(holders)
+        self._starts.make_folders(holders)
         if resource == "core":  # every share has cores, so one of the container's two calls is enough
             for holder in holders:
-                await self._start_one(holder)
-
-    async def _start_one(self, allocation: Allocation) -> None:
-        gpu_registry = self._agent_state.ledger.gpu_registry
-        if allocation.whole:
-            await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
-        self._check_exemption(allocation)
-        allocation = self._with_known_terms(allocation)
-        base = merged(*(self._answers.base(allocation, each) for each in RESOURCES if allocation.held(each)))
-        await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
-
-    def _with_known_terms(self, allocation: Allocation) -> Allocation:
-        """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""
-        if allocation.whole or allocation.anonymous or allocation.mechanisms:
-            return allocation
-        mechanisms = self._enforcement.terms(find_pod(self._pods, allocation.pod, allocation.uid), share=True).mechanisms
-        if mechanisms != NO_MECHANISM:
-            raise Refusal(
-                "internal",
-                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
-                "again",
-            )
-        return replace(allocation, mechanisms=mechanisms)
-
-    def _check_exemption(self, allocation: Allocation) -> None:
-        """The operator's exemption applies only to the pods that it names; the pod of a grant may have been a wrong guess."""
-        exemption = allocation.exemption
-        if exemption is None:
-            return
-        view = find_pod(self._pods, allocation.pod, allocation.uid)
-        if allocation.pod is None or ("/" in exemption and view is None):
-            raise Refusal(
-                "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"
-            )
-        if exemption not in (allocation.pod[0], view.account if view else None):
-            raise Refusal(
-                "conflict",
-                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
-                f"the pod and create it again",
-            )
-
-    def _make_folders(self, allocations: Sequence[Allocation]) -> None:
-        for allocation in allocations:
-            folder = f"{self._allocation_dir}/{allocation.id}"
-            try:
-                self._make_dir(folder)
-            except OSError as error:
-                raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
+                await self._starts.start(holder)
 
     def _confirm_anonymous(self, record: CallRecord, device_ids: Sequence[str]) -> None:
         """A container that gpu-manager admitted starts again: its ids name no GPU, but its record does."""

@@ -88,21 +88,20 @@ class AgentState:
             self.ledger.gpu_registry, policy=self._policy, visible_blocks=self._device_lists.visible_blocks(0)
         )
 
-    async def commit(self, ledger: Ledger, *, entry: HistoryEntry | None = None) -> None:
-        """Makes `ledger` durable, then applies it. `entry` is a history entry to write in the same transaction.
+    async def commit(self, ledger: Ledger, *entries: HistoryEntry) -> None:
+        """Makes `ledger` durable, then applies it. `entries` are history entries to write in the same transaction.
 
         Raises CheckpointError, also for a ledger that contradicts itself (LedgerError); then nothing has changed.
         """
         change = ledger.since(self._durable)
         _refuse_violations(ledger, change)
-        if entry is not None:
-            entry = self.history.numbered(entry)
-            change = replace(change, entries=(entry,))
+        numbered = tuple(self.history.numbered(entry) for entry in entries)
+        change = replace(change, entries=numbered)
         if change:
             await self._checkpoint.save(change)
             self._durable = ledger
         self._apply(ledger)
-        if entry is not None:
+        for entry in numbered:
             self.history.add(entry, saved=True)
 
     def put(self, ledger: Ledger) -> None:

@@ -15,6 +15,7 @@ import structlog
 from gpumgr.agent.admission import Admission, Pending
 from gpumgr.agent.answers import Answers
 from gpumgr.agent.calls import CallRecord
+from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.pre_start import PreStart
@@ -66,15 +67,15 @@ class Agent:
         self.agent_state, self.admission, self.reconciler = agent_state, admission, reconciler
         self._enforcement, self._new_id, self._wall_clock = enforcement, new_id, wall_clock
         self._answers = Answers(agent_state=agent_state, pods=pods, enforcement=enforcement, host=host)
-        self._starts = PreStart(
+        self.container_starts = ContainerStarts(
             agent_state=agent_state,
-            reconciler=reconciler,
             pods=pods,
             enforcement=enforcement,
             answers=self._answers,
             allocation_dir=host.allocation_dir,
             make_dir=make_dir,
         )
+        self._starts = PreStart(agent_state=agent_state, reconciler=reconciler, pods=pods, starts=self.container_starts)
         self._share_mode = share_mode
 
     def apply(self, *, share_mode: bool) -> None:
@@ -206,7 +207,7 @@ class Agent:
             allocation = self._with_terms(allocation, caller)
             answer = self._answers.whole(allocation, resource)
             try:
-                await agent_state.commit(agent_state.ledger.occupy(allocation), entry=record.granted(allocation, evaluator))
+                await agent_state.commit(agent_state.ledger.occupy(allocation), record.granted(allocation, evaluator))
             except CheckpointError as error:
                 raise Refusal("internal", f"the allocation can't be remembered, so it was not made: {error}") from error
             self.admission.granted(caller, allocation)

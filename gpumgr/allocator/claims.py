@@ -1,9 +1,19 @@
-"""A ResourceClaim (DRA): what the kubelet names, what the API server has of it, and what is answered."""
+"""Grants a ResourceClaim (DRA): kube-scheduler has chosen GPUs and amounts, and the claim's status names them.
 
+One allocation for each request of the claim, since the limits of a container apply to all GPUs of a request together. The amounts are
+checked again here: kube-scheduler has granted devices twice before (kubernetes PR 136269), and a claim's status can be forged.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpumgr.allocator.pods import PodKey
-from gpumgr.units import GpuName
+from gpumgr.allocator.gpu_share import Terms
+from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.ledger import Allocation, AllocationId, ClaimRequest, Ledger
+from gpumgr.allocator.node import NodeView
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.errors import Refusal
+from gpumgr.units import Amounts, GpuName
 
 _DEVICE_PREFIX = "gpu-"
 
@@ -58,6 +68,17 @@ class PreparedDevice:
     share_id: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimUser:
+    """A container that uses a request, with its pod; `view` None: the pod is not known."""
+
+    pod: PodKey
+    uid: str
+    container: str | None = None
+    init: bool = False
+    view: PodView | None = None
+
+
 def device_name(gpu: GpuName) -> str:
     """The device's name in the ResourceSlice. It comes from the UUID, so it is permanent."""
     return _DEVICE_PREFIX + gpu
@@ -65,3 +86,89 @@ def device_name(gpu: GpuName) -> str:
 
 def gpu_of_device(device: str) -> GpuName:
     return device.removeprefix(_DEVICE_PREFIX)
+
+
+def grant_claim(
+    node: NodeView,
+    ledger: Ledger,
+    claim: AllocatedClaim,
+    *,
+    users: Mapping[str, ClaimUser],
+    terms: Callable[[ClaimUser, bool], Terms],
+    new_id: Callable[[], AllocationId],
+    now: float,
+) -> Sequence[Allocation]:
+    """The allocations of the claim, for `ledger.occupy`. `users`: request -> a container that uses it; `terms`: the terms of its limits,
+    given the user and whether it is a share. Raises Refusal."""
+    after, granted = ledger, list[Allocation]()
+    for request in dict.fromkeys(share.request for share in claim.shares):
+        shares = [share for share in claim.shares if share.request == request]
+        gpus = {(gpu := _gpu(node, ledger, share)): _amounts(ledger.gpu_registry, gpu, share) for share in shares}
+        if len(gpus) < len(shares):
+            raise Refusal("conflict", f"request {request} of the claim names one GPU twice: delete the pod and its claim")
+        user, admin = users[request], all(share.admin for share in shares)
+        chosen = terms(user, not admin and not all(amounts.whole for amounts in gpus.values()))
+        allocation = Allocation(
+            id=new_id(),
+            pod=user.pod,
+            uid=user.uid,
+            container=user.container,
+            init=user.init,
+            gpus=gpus,
+            granted_at=now,
+            why="kube-scheduler chose the GPUs",
+            mechanisms=chosen.mechanisms,
+            exemption=chosen.exemption,
+            cdi=True,
+            claim=ClaimRequest(
+                uid=claim.ref.uid,
+                namespace=claim.ref.namespace,
+                name=claim.ref.name,
+                request=request,
+                share_ids={gpu: share.share_id for gpu, share in zip(gpus, shares, strict=True)},
+                admin=admin,
+            ),
+        )
+        after = after.occupy(allocation)
+        _refuse_excess(node, ledger, after, allocation)
+        granted.append(allocation)
+    return granted
+
+
+def _gpu(node: NodeView, ledger: Ledger, share: ClaimShare) -> GpuName:
+    gpu = gpu_of_device(share.device)
+    if not share.device.startswith(_DEVICE_PREFIX) or gpu not in ledger.gpu_registry.by_name:
+        raise Refusal(
+            "unknown_device", f"the claim names device {share.device}, which this node never had: delete the pod and its claim"
+        )
+    if share.admin:
+        return gpu
+    if gpu in node.unschedulable:
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: {node.unschedulable[gpu]}")
+    if gpu not in node.rows:
+        raise Refusal("gpu_unhealthy", f"{node.label(gpu)} can't be given: the driver does not show it")
+    return gpu
+
+
+def _amounts(gpu_registry: GpuRegistry, gpu: GpuName, share: ClaimShare) -> Amounts:
+    """A whole GPU is granted with all of its memory, also if the claim names less."""
+    asked = Amounts(share.cores, share.memory_mebibytes)
+    if share.admin:
+        return Amounts()
+    return Amounts(share.cores, gpu_registry.by_name[gpu].memory_mebibytes) if asked.whole else asked
+
+
+def _refuse_excess(node: NodeView, before: Ledger, after: Ledger, allocation: Allocation) -> None:
+    if allocation.admin:
+        return
+    for gpu, amounts in allocation.gpus.items():
+        if min(amounts.cores, amounts.memory_mebibytes) < 1:
+            raise Refusal("invalid_request", f"the claim has {amounts} of {node.label(gpu)}: both must be more than 0")
+        others = [a for a in before.on(gpu) if not a.admin]
+        if after.exceeded(gpu) or (others and amounts.whole):
+            holders = ", ".join(a.describe() for a in others[:3]) or "other requests of this claim"
+            raise Refusal(
+                "conflict",
+                f"the claim has {amounts} of {node.label(gpu)}, and {before.available(gpu)} are left there beside {holders}: "
+                "kube-scheduler counted otherwise; nothing was given twice; delete the pod, so that it is scheduled again",
+            )

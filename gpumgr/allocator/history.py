@@ -13,7 +13,7 @@ HISTORY_ENTRIES: Final = 1000
 #: "granted" and "refused" are decisions about a call of the kubelet; "freed" is an allocation's end; "event" is another event of a pod
 #: (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned), "config" of the settings file (reloaded, rejected).
 What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
-Call = Literal["prefer", "allocate", "pre_start"]
+Call = Literal["prefer", "allocate", "pre_start", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

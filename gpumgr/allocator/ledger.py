@@ -1,7 +1,7 @@
 """The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
 
 The ledger is kept in amounts per GPU. Containers of the `tencent.com` resources also hold device ids, which the kubelet handed out;
-an allocation without ids (a claim) is booked by its amounts alone.
+an allocation of a ResourceClaim (DRA) has none and is booked by its amounts alone.
 
 Invariants (checked by `Ledger.violations`):
 
@@ -9,7 +9,8 @@ Invariants (checked by `Ledger.violations`):
 2. A GPU that is granted whole has no holder of another pod.
 3. Ids belong to registered GPUs and lie within their capacity.
 4. An allocation was granted at least one GPU.
-5. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+5. An allocation with admin access holds nothing, and may be on a GPU that another pod has whole.
+6. The amounts in use on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +27,23 @@ AllocationId = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest:
+    """The request of a ResourceClaim that an allocation serves, with the share of each of its GPUs (None: not a shared device).
+
+    `admin`: with admin access (KEP-5018), which counts nothing and is never limited.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    request: str
+    share_ids: Mapping[GpuName, str | None] = field(default_factory=dict)
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What one container holds.
+    """What one container holds, or all containers that use one request of a ResourceClaim.
 
     `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; on
     a GPU that is granted whole that is all of it. `device_ids` is the kubelet's record: the ids that it handed out, empty for an
@@ -36,7 +52,7 @@ class Allocation:
     `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and `device_ids`
     are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
     `exemption` is the namespace or namespace/serviceaccount because of which they differ from the node's; `cdi`: the answer to its
-    container names a CDI device.
+    container names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container are then one of those that use it.
     """
 
     id: AllocationId
@@ -52,6 +68,11 @@ class Allocation:
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None
     cdi: bool = False
+    claim: ClaimRequest | None = None
+
+    @property
+    def admin(self) -> bool:
+        return self.claim is not None and self.claim.admin
 
     @property
     def cores(self) -> int:
@@ -184,6 +205,10 @@ class Ledger:
         probe = Allocation(id="", pod=pod, uid=uid)
         return [a for a in self.allocations.values() if a.same_pod(probe)]
 
+    def of_claim(self, uid: str) -> list[Allocation]:
+        """Allocations of the requests of one ResourceClaim."""
+        return [a for a in self.allocations.values() if a.claim is not None and a.claim.uid == uid]
+
     def holders(self, resource: Resource, masks: Masks) -> list[Allocation]:
         """Allocations that hold any of these ids."""
         return [a for a in self.allocations.values() if common(a.held(resource), masks)]
@@ -249,7 +274,7 @@ class Ledger:
                 violated += [
                     f"{other.describe()} is on GPU {gpu}, which {owner.describe()} has whole"
                     for other in others
-                    if other is not owner and not other.same_pod(owner)
+                    if other is not owner and not other.same_pod(owner) and not other.admin
                 ]
         violated += [f"{a.describe()} was granted no GPU" for a in suspects if not a.gpus]
         return list(dict.fromkeys(violated))

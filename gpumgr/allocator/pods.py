@@ -28,6 +28,16 @@ class ContainerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimUse:
+    """A container uses a ResourceClaim of its pod's namespace; `request` is the main request that it names, None: all of them."""
+
+    container: str
+    claim: str
+    request: str | None = None
+    init: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init (and sidecars), then app.
 
@@ -38,7 +48,7 @@ class PodView:
     container) and `cluster` (the annotation `clusterName`) are only shown in gpu-manager's /usage.
 
     `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent
-    chooses. `placement_ignored`: why that annotation is not used.
+    chooses. `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims.
     """
 
     namespace: str
@@ -57,6 +67,7 @@ class PodView:
     cluster: str | None = None
     placed: tuple[tuple[str, tuple[NamedGpu, ...]], ...] = ()
     placement_ignored: str | None = None
+    claims: tuple[ClaimUse, ...] = ()
 
     @property
     def key(self) -> PodKey:

@@ -37,6 +37,7 @@ class ApiSide:
     pods: PodCache | NoPods
     publisher: Publisher | None
     delete_failed: bool
+    server: ApiServer | None = None
     decisions: DecisionReporter | None = None
     node: NodeReporter | None = None
 
@@ -50,7 +51,7 @@ class ApiSide:
         server = await ApiServer.connect(settings.kubernetes.kubeconfig)
         publisher = Publisher(server, settings.node.name)
         try:
-            yield cls(PodCache(server, settings.node.name), publisher, settings.kubernetes.delete_failed_pods)
+            yield cls(PodCache(server, settings.node.name), publisher, settings.kubernetes.delete_failed_pods, server)
             await publisher.flush(FLUSH_SECONDS)
         finally:
             await server.close()

@@ -88,6 +88,7 @@ def make_components(
         checkpoint=checkpoint,
         pods=api_side.pods,
         publisher=api_side.publisher,
+        server=api_side.server,
         wait_synced=partial(api_side.wait_synced, SPECS_SECONDS),
     )
 

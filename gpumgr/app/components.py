@@ -25,6 +25,7 @@ from gpumgr.allocator.answer import HostPaths
 from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import AllocationId
 from gpumgr.allocator.node_devices import NodeDevices
+from gpumgr.app.dra_side import DraSide, holders_of_other_mode
 from gpumgr.app.hardware_events import HardwareEvents
 from gpumgr.app.node_enforcement import NodeEnforcement
 from gpumgr.app.over_limit import OverLimitReporter
@@ -34,6 +35,8 @@ from gpumgr.deviceplugin.codec import DeviceEntry, encode_devices
 from gpumgr.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.deviceplugin.podresources import PodResourcesClient
 from gpumgr.deviceplugin.registration import KubeletLink, LinkState
+from gpumgr.errors import SettingsError
+from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.publisher.publisher import Publisher
 from gpumgr.metrics.registry import Metrics
 from gpumgr.nvml.driver import Nvml
@@ -62,8 +65,8 @@ class Hardware:
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
-    `pods` are the node's pods, `publisher` is None without an API server, `wait_synced` returns once the pods are known or a timeout
-    has passed.
+    `pods` are the node's pods, `publisher` and `server` are None without an API server, `wait_synced` returns once the pods are known or
+    a timeout has passed.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Components:
         checkpoint: Checkpoint,
         pods: Pods,
         publisher: Publisher | None,
+        server: ApiServer | None,
         wait_synced: Callable[[], Awaitable[None]],
     ) -> None:
+        """Raises SettingsError if the settings need an API server and there is none."""
         self.settings = settings
         self._hardware, self._checkpoint, self._pods, self._publisher = hardware, checkpoint, pods, publisher
         self._processes = HostProcesses(hardware.proc_root)
@@ -93,7 +98,8 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.link = self._make_link()
+        self.dra = self._make_dra(server) if settings.node.mode == "dra" else None
+        self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
         self.monitor = self._make_monitor()
@@ -210,8 +216,13 @@ class Components:
 
     def _make_link(self) -> KubeletLink:
         async def held_back_by() -> str | None:
-            """Why nothing may be registered yet: gpu-manager runs and has the same resource names, or the GPUs of its pods are unknown."""
-            return await self.other_plugins.gpu_manager() or await self._take_over.held_back_by()
+            """Why nothing may be registered yet: gpu-manager runs and has the same resource names, the GPUs of its pods are unknown, or
+            claims hold GPUs."""
+            return (
+                await self.other_plugins.gpu_manager()
+                or await self._take_over.held_back_by()
+                or holders_of_other_mode(self.agent_state.ledger, "plugin")
+            )
 
         return KubeletLink(
             self.settings.kubelet.device_plugin_dir,
@@ -220,6 +231,20 @@ class Components:
             on_state=self._link_changed,
             observe=self.metrics.called,
             held_back_by=held_back_by,
+        )
+
+    def _make_dra(self, server: ApiServer | None) -> DraSide:
+        if server is None:
+            raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
+        return DraSide(
+            self.settings,
+            server=server,
+            agent_state=self.agent_state,
+            starts=self.agent.container_starts,
+            pods=self._pods,
+            enforcement=self.enforcement.limits,
+            enforcement_text=lambda: "+".join(self.enforcement.limits.choice.mechanisms),
+            new_id=_new_id,
         )
 
     def _make_hardware_events(self) -> HardwareEvents:
@@ -246,6 +271,9 @@ class Components:
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def _publish(self, node_devices: NodeDevices) -> None:
+        if self.dra is not None:
+            self.dra.update()
+            return
         for kind, message in encode_node_devices(self.agent_state.ledger.gpu_registry, node_devices).items():
             self.devices[kind].set(message)
             self.metrics.listed(kind)

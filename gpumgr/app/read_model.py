@@ -73,11 +73,12 @@ class ReadModel:
             if health.effective_reason is not None
         }
         connections, refused, disconnects = self._connections()
+        names: dict[str, str] = {str(kind): name for kind, name in RESOURCE_NAMES.items()}
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
             at=time.time(),
-            registered={RESOURCE_NAMES[kind]: state.registered for kind, state in components.link.states.items()},
+            registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
             cordons=self._maintenance.cordons,
             outbox=self._outbox(),

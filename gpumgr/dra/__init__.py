@@ -1,1 +1,1 @@
-"""The node's side of a DRA driver (Dynamic Resource Allocation): GPUs as devices with consumable capacity."""
+"""The driver for Dynamic Resource Allocation (DRA): the kubelet's calls for ResourceClaims, and what the node offers."""

@@ -1,23 +1,28 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
-One file with one device for each allocation. It is written at container start, when Allocate of both resources was answered, and
-depends on the allocation alone. Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name
-that it does not have.
+One file for each allocation, with one device, or for an allocation of a ResourceClaim one device for each GPU. It is written at
+container start, when Allocate of both resources was answered, or when the claim is prepared, and depends on the allocation alone.
+Source: Container Device Interface specification 0.6.0; the runtime reads the folder again for a name that it does not have.
 """
 
 import json
 from typing import Any, Final
 
-from gpumgr.allocator.ledger import AllocationId
+from gpumgr.allocator.ledger import Allocation, AllocationId
 from gpumgr.allocator.response import ContainerResponse
+from gpumgr.units import GpuName
 
 KIND: Final = "gpumgr.io/gpu"
 VERSION: Final = "0.6.0"
 
 
-def device_name(allocation: AllocationId) -> str:
-    """The fully qualified name, as the kubelet passes it to the runtime."""
-    return f"{KIND}={allocation}"
+def device_name(allocation: AllocationId, gpu: GpuName | None = None) -> str:
+    """The fully qualified name, as the kubelet passes it to the runtime; `gpu`: of this GPU of a ResourceClaim."""
+    return f"{KIND}={_inner(allocation, gpu)}"
+
+
+def _inner(allocation: AllocationId, gpu: GpuName | None) -> str:
+    return allocation if gpu is None else f"{allocation}-gpu-{gpu}"
 
 
 def file_name(allocation: AllocationId) -> str:
@@ -31,8 +36,12 @@ def allocation_of(name: str) -> AllocationId | None:
     return name[len(prefix) : -len(suffix)] if inside else None
 
 
-def spec(allocation: AllocationId, response: ContainerResponse) -> bytes:
-    """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations."""
+def spec(allocation: Allocation, response: ContainerResponse) -> bytes:
+    """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations.
+
+    The devices of a claim have equal contents: the kubelet passes all those of a request to the runtime, which applies each content
+    once more without effect.
+    """
     edits: dict[str, Any] = {
         "env": [f"{key}={value}" for key, value in sorted(response.envs.items())],
         "deviceNodes": [
@@ -48,6 +57,8 @@ def spec(allocation: AllocationId, response: ContainerResponse) -> bytes:
             for mount in response.mounts
         ],
     }
-    device = {"name": allocation, "containerEdits": {key: value for key, value in edits.items() if value}}
-    document = {"cdiVersion": VERSION, "kind": KIND, "devices": [device]}
+    contents = {key: value for key, value in edits.items() if value}
+    names = [_inner(allocation.id, gpu) for gpu in allocation.gpus] if allocation.claim else [_inner(allocation.id, None)]
+    devices = [{"name": name, "containerEdits": contents} for name in names]
+    document = {"cdiVersion": VERSION, "kind": KIND, "devices": devices}
     return json.dumps(document, indent=1).encode() + b"\n"

@@ -98,9 +98,12 @@ class Enforcer:
         if any([await backend.settle() for backend in self.backends.values()]):
             await self.choose(self._gpus)
 
-    def terms(self, pod: PodView | None, *, share: bool) -> Terms:
+    def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> Terms:
         if not share:
             return Terms(cdi=self._inject_by_cdi)
+        if setting is not None:
+            mechanisms = mechanisms_for(setting, self.choice.able, self.choice.mechanisms)
+            return Terms(mechanisms=mechanisms, cdi=self._inject_by_cdi)
         override = override_for(self._overrides, pod)
         if override is None:
             return Terms(mechanisms=self.choice.mechanisms, cdi=self._inject_by_cdi)
@@ -129,7 +132,7 @@ class Enforcer:
                     for backend in self._of(allocation.mechanisms):
                         await backend.start(tenant)
                 if allocation.cdi:
-                    text = cdi.spec(allocation.id, self._full(base, allocation, tenant, RESOURCES))
+                    text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
                     await asyncio.to_thread(self._write_spec, allocation.id, text)
             except OSError as error:
                 where = f" {error.filename}" if error.filename else ""

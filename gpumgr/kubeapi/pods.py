@@ -7,7 +7,7 @@ from decimal import Decimal
 from math import ceil
 from typing import Any, Final
 
-from gpumgr.allocator.pods import ContainerSpec, PodView
+from gpumgr.allocator.pods import ClaimUse, ContainerSpec, PodView
 from gpumgr.evaluators.chain import ContainerKind
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
@@ -54,6 +54,7 @@ def parse_pod(pod: Mapping[str, Any]) -> PodView:
         runtime_uid=str(annotations[MIRROR_ANNOTATION]) if MIRROR_ANNOTATION in annotations else None,
         submitter=_submitter(spec),
         cluster=_word(annotations.get(CLUSTER_ANNOTATION)),
+        claims=tuple(_claim_uses(spec, status)),
         **_placement(annotations.get(PLACEMENT_ANNOTATION), str(spec.get("nodeName") or "")),
     )
 
@@ -119,6 +120,22 @@ def _container(container: Mapping[str, Any], kind: ContainerKind) -> ContainerSp
         cores=parse_quantity(str(wanted.get(CORE_RESOURCE, "0"))),
         memory_blocks=parse_quantity(str(wanted.get(MEMORY_RESOURCE, "0"))),
     )
+
+
+def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:
+    """The names of claims that were made from a template are in the pod's status."""
+    pod_claims = spec.get("resourceClaims") or ()
+    if not pod_claims:
+        return
+    made = {each["name"]: each.get("resourceClaimName") for each in status.get("resourceClaimStatuses") or ()}
+    names = {each["name"]: each.get("resourceClaimName") or made.get(each["name"]) for each in pod_claims}
+    for kind in ("initContainers", "containers"):
+        for container in spec.get(kind) or ():
+            for used in (container.get("resources") or {}).get("claims") or ():
+                if (claim := names.get(used["name"])) is not None:
+                    ordinary_init = kind == "initContainers" and container.get("restartPolicy") != "Always"
+                    request = used.get("request")
+                    yield ClaimUse(container=container["name"], claim=claim, request=request, init=ordinary_init)
 
 
 def _core_limit(text: object) -> int | None:

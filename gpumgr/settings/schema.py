@@ -53,6 +53,8 @@ def _this_host() -> str:
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the Node object. $NODE_NAME (set by DaemonSets) counts as an environment variable of this key.
     name: NodeName = msgspec.field(default_factory=_this_host)
+    #: How the node offers its GPUs: by the device plugin API, or by Dynamic Resource Allocation (Kubernetes 1.36 or later).
+    mode: Literal["plugin", "dra"] = "plugin"
 
 
 class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,10 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     #: Socket of the kubelet's PodResources API.
     pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+    #: With node.mode dra: the folder of the kubelet's plugins, where our socket is made.
+    plugins_dir: Path = Path("/var/lib/kubelet/plugins")
+    #: With node.mode dra: the folder of the sockets of plugins to register.
+    plugins_registry_dir: Path = Path("/var/lib/kubelet/plugins_registry")
     #: The kubelet's topologyManagerPolicy. With another one than none the scheduler chooses only the node.
     topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
 

@@ -1,11 +1,12 @@
-"""Finds the allocation of a container: by its pod's UID (by the pod's name if the allocation has no UID) and its own name."""
+"""Finds the allocation of a container: by its pod's UID (by the pod's name if the allocation has no UID) and its own name, or by the
+ResourceClaims that it uses."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from gpumgr.allocator.ledger import Allocation
-from gpumgr.allocator.pods import PodKey
+from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.units import GpuName
 from gpumgr.usage.containers import Container
 
@@ -14,9 +15,9 @@ Owner = Allocation | Literal["none", "unknown"]
 
 
 class AllocationIndex:
-    """An index over allocations, made once for a sample."""
+    """An index over allocations, made once for a sample. `pods` are those of which containers may use claims."""
 
-    def __init__(self, allocations: Collection[Allocation]) -> None:
+    def __init__(self, allocations: Collection[Allocation], pods: Iterable[PodView] = ()) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
         by_name: defaultdict[PodKey, list[Allocation]] = defaultdict(list)
         for allocation in allocations:
@@ -27,10 +28,12 @@ class AllocationIndex:
         self._by_pod: Mapping[str | PodKey, list[Allocation]] = dict(by_pod)
         self._by_name: Mapping[PodKey, list[Allocation]] = dict(by_name)
         self._without_uid = [allocation for allocation in allocations if allocation.uid is None]
+        self._by_user = _by_user(allocations, pods)
 
     def exact(self, container: Container) -> list[Allocation]:
         """The allocations with the container's own name, normally one."""
-        return [allocation for allocation in self._of_pod(container) if allocation.container == container.name]
+        named = [allocation for allocation in self._of_pod(container) if allocation.container == container.name]
+        return named + [each for each in self._by_user.get((container.pod_uid, container.name), ()) if each not in named]
 
     def owner(self, container: Container, gpu: GpuName) -> Owner:
         """The allocation that grants this GPU to this container."""
@@ -47,3 +50,17 @@ class AllocationIndex:
     def _of_pod(self, container: Container) -> list[Allocation]:
         by_name = self._by_name.get(container.pod, ()) if container.static else ()
         return [*self._by_pod.get(container.pod_uid, ()), *self._by_pod.get(container.pod, ()), *by_name]
+
+
+def _by_user(allocations: Collection[Allocation], pods: Iterable[PodView]) -> Mapping[tuple[str, str], list[Allocation]]:
+    """(pod UID, container) -> the allocations of the claims that it uses. Several containers may use one claim."""
+    claimed = defaultdict[tuple[str, str], list[Allocation]](list)
+    for allocation in allocations:
+        if allocation.claim is not None:
+            claimed[allocation.claim.namespace, allocation.claim.name].append(allocation)
+    users = defaultdict[tuple[str, str], list[Allocation]](list)
+    for pod in pods if claimed else ():
+        for use in pod.claims:
+            found = claimed.get((pod.namespace, use.claim), ())
+            users[pod.uid, use.container] += [a for a in found if a.claim and use.request in (None, a.claim.request)]
+    return users

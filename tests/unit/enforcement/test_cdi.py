@@ -8,8 +8,10 @@ import pytest
 from referencing import Registry
 from referencing.jsonschema import DRAFT7
 
+from gpumgr.allocator.ledger import Allocation, ClaimRequest
 from gpumgr.allocator.response import ContainerResponse, DeviceNode, Mount
 from gpumgr.enforcement import cdi
+from gpumgr.units import Amounts
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "cdi"
 ID = "00112233445566ff"
@@ -29,18 +31,18 @@ def validator() -> jsonschema.Draft7Validator:
 
 @pytest.mark.parametrize("response", [FULL, ContainerResponse()])
 def test_specs_are_valid(response: ContainerResponse) -> None:
-    validator().validate(json.loads(cdi.spec(ID, response)))
+    validator().validate(json.loads(cdi.spec(Allocation(id=ID), response)))
 
 
 def test_the_schema_would_find_a_mistake() -> None:
-    document = json.loads(cdi.spec(ID, FULL))
+    document = json.loads(cdi.spec(Allocation(id=ID), FULL))
     del document["devices"][0]["containerEdits"]["mounts"][0]["hostPath"]
     with pytest.raises(jsonschema.ValidationError, match="hostPath"):
         validator().validate(document)
 
 
 def test_everything_of_the_answer_is_there() -> None:
-    document = json.loads(cdi.spec(ID, FULL))
+    document = json.loads(cdi.spec(Allocation(id=ID), FULL))
     (device,) = document["devices"]
     assert f"{document['kind']}={device['name']}" == cdi.device_name(ID)
     edits = device["containerEdits"]
@@ -55,3 +57,13 @@ def test_everything_of_the_answer_is_there() -> None:
 def test_files_name_their_owner() -> None:
     assert cdi.allocation_of(cdi.file_name(ID)) == ID
     assert cdi.allocation_of("nvidia.yaml") is None
+
+
+def test_a_claim_has_a_device_for_each_gpu() -> None:
+    claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
+    allocation = Allocation(id=ID, gpus={"aa": Amounts(100, 1024), "bb": Amounts(100, 1024)}, claim=claim)
+    document = json.loads(cdi.spec(allocation, FULL))
+    validator().validate(document)
+    names = [f"{document['kind']}={device['name']}" for device in document["devices"]]
+    assert names == [cdi.device_name(ID, "aa"), cdi.device_name(ID, "bb")]
+    assert document["devices"][0]["containerEdits"] == document["devices"][1]["containerEdits"]

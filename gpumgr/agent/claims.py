@@ -1,0 +1,191 @@
+"""ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
+
+* A prepared claim gets the same answer again, from the ledger alone; its CDI specs and limits are restored.
+* A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
+  the agent's lock, then its limits are put in place.
+* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
+
+import structlog
+
+from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.history import about
+from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.choose import candidates
+from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimUser, PreparedDevice, device_name, grant_claim
+from gpumgr.allocator.gpu_share import Terms
+from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.pods import PodKey, PodView
+from gpumgr.errors import CheckpointError, Refusal
+
+log = structlog.get_logger(__name__)
+
+#: How long a Prepare waits for the watch to deliver the pod, of which it needs the containers' names.
+POD_SECONDS: Final = 2.0
+
+
+class ClaimReader(Protocol):
+    async def read(self, claim: ClaimRef) -> AllocatedClaim:
+        """The claim as the API server has it now. Retries transient failures for some time. Raises Refusal."""
+        ...
+
+
+class NodeClaims:
+    """Implements gpumgr.dra.service.Claims. `pool`: the name of the node's pool of devices. `cdi_name` makes the name of a CDI device
+    from an allocation and one of its GPUs."""
+
+    def __init__(
+        self,
+        *,
+        agent_state: AgentState,
+        reader: ClaimReader,
+        pods: Pods,
+        enforcement: Enforcement,
+        starts: ContainerStarts,
+        pool: str,
+        cdi_name: Callable[[AllocationId, str], str],
+        new_id: Callable[[], AllocationId],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
+        self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
+        self._new_id, self._wall_clock = new_id, wall_clock
+        #: The claims that were unprepared while a Prepare of the same claim was in progress.
+        self._overtaken: set[str] = set()
+        self._preparing: dict[str, int] = {}
+
+    async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
+        """Durable before it returns. Raises Refusal."""
+        try:
+            held = self._agent_state.ledger.of_claim(claim.uid) or await self._grant(claim)
+            self._starts.make_folders(held)
+            for allocation in held:
+                await self._starts.start(allocation)
+        except Refusal as refusal:
+            self._record_refusal(claim, refusal)
+            raise
+        return [device for allocation in held for device in self._devices(allocation)]
+
+    async def unprepare(self, claim: ClaimRef) -> None:
+        """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
+        state = self._agent_state
+        if claim.uid in self._preparing:
+            self._overtaken.add(claim.uid)
+        async with state.lock:
+            held = state.ledger.of_claim(claim.uid)
+            if not held:
+                return
+            try:
+                await state.commit(state.ledger.free(a.id for a in held))
+            except CheckpointError as error:
+                raise Refusal("internal", f"the end of claim {claim} can't be saved: {error}") from error
+            state.publish()
+
+    async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
+        """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
+        container makes no Prepare call."""
+        for allocation in self._prepared():
+            if allocation.id in unless:
+                continue
+            try:
+                self._starts.make_folders([allocation])
+                await self._starts.start(allocation)
+            except Refusal as refusal:
+                log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
+
+    def _prepared(self) -> Iterable[Allocation]:
+        return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
+
+    async def _grant(self, claim: ClaimRef) -> Sequence[Allocation]:
+        self._preparing[claim.uid] = self._preparing.get(claim.uid, 0) + 1
+        try:
+            await self._enforcement.settle()
+            found = await self._reader.read(claim)
+            users = await self._users(found)
+            async with self._agent_state.lock:
+                if held := self._agent_state.ledger.of_claim(claim.uid):
+                    return held  # by a call that ran at the same time
+                if claim.uid in self._overtaken:
+                    raise Refusal("conflict", f"claim {claim} was unprepared while it was being prepared")
+                return await self._commit(found, users)
+        finally:
+            self._preparing[claim.uid] -= 1
+            if not self._preparing[claim.uid]:
+                del self._preparing[claim.uid]
+                self._overtaken.discard(claim.uid)
+
+    async def _commit(self, claim: AllocatedClaim, users: Mapping[str, ClaimUser]) -> Sequence[Allocation]:
+        state = self._agent_state
+        node = state.node()
+
+        def terms(user: ClaimUser, share: bool) -> Terms:
+            return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
+
+        granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, new_id=self._new_id, now=self._wall_clock())
+        free = candidates(node, state.ledger)
+        ledger, entries = state.ledger, list[HistoryEntry]()
+        for allocation in granted:
+            ledger = ledger.occupy(allocation)
+            entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
+            entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
+        try:
+            await state.commit(ledger, *entries)
+        except CheckpointError as error:
+            raise Refusal("internal", f"claim {claim.ref} can't be saved: {error}") from error
+        for allocation in granted:
+            log.info(
+                "claim_prepared",
+                claim=str(claim.ref),
+                allocation=allocation.id,
+                holder=allocation.describe(),
+                gpus=tuple(allocation.gpus),
+                cores=allocation.cores,
+                memory_mebibytes=allocation.memory_mebibytes,
+            )
+        state.publish()
+        return granted
+
+    async def _users(self, claim: AllocatedClaim) -> Mapping[str, ClaimUser]:
+        """Request -> one of the containers that use it, an app container if there is one."""
+        views = [(pod, uid, await self._view(pod, uid)) for pod, uid in claim.pods]
+        return {request: _user(claim.ref.name, request, views) for request in {share.request for share in claim.shares}}
+
+    async def _view(self, pod: PodKey, uid: str) -> PodView | None:
+        view = self._pods.by_uid(uid) or await self._pods.wait_for(pod, POD_SECONDS)
+        return view if view is not None and view.uid == uid else None
+
+    def _devices(self, allocation: Allocation) -> Sequence[PreparedDevice]:
+        claim = allocation.claim
+        return [
+            PreparedDevice(
+                requests=(claim.request,),
+                pool=self._pool,
+                device=device_name(gpu),
+                cdi_ids=(self._cdi_name(allocation.id, gpu),),
+                share_id=claim.share_ids.get(gpu),
+            )
+            for gpu in allocation.gpus
+            if claim is not None
+        ]
+
+    def _record_refusal(self, claim: ClaimRef, refusal: Refusal) -> None:
+        log.warning("refused", call="prepare", claim=str(claim), code=refusal.code, reason=str(refusal))
+        entry = HistoryEntry(what="refused", id=claim.uid, call="prepare", why=str(refusal), code=refusal.code)
+        self._agent_state.history.add_unless_repeated(entry)
+
+
+def _user(claim: str, request: str, views: Sequence[tuple[PodKey, str, PodView | None]]) -> ClaimUser:
+    for pod, uid, view in views:
+        uses = [use for use in (view.claims if view else ()) if use.claim == claim and use.request in (None, request)]
+        if uses:
+            first = min(uses, key=lambda use: use.init)
+            return ClaimUser(pod=pod, uid=uid, container=first.container, init=first.init, view=view)
+    pod, uid, view = views[0]
+    return ClaimUser(pod=pod, uid=uid, view=view)

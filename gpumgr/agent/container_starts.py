@@ -1,0 +1,83 @@
+"""Prepares an allocation for the start of its container: its folder, its limits, its CDI spec."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gpumgr.agent.answers import Answers
+from gpumgr.agent.pods import find_pod
+from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.agent.tenants import is_share
+from gpumgr.allocator.ledger import Allocation
+from gpumgr.allocator.response import merged
+from gpumgr.errors import Refusal
+from gpumgr.units import RESOURCES
+
+#: The mechanisms of a share without enforcement.
+NO_MECHANISM = ("none",)
+
+
+class ContainerStarts:
+    """`allocation_dir`: the host folder of the containers' folders, which `make_dir` creates."""
+
+    def __init__(
+        self,
+        *,
+        agent_state: AgentState,
+        pods: Pods,
+        enforcement: Enforcement,
+        answers: Answers,
+        allocation_dir: str,
+        make_dir: Callable[[str], None],
+    ) -> None:
+        self._agent_state, self._pods, self._enforcement, self._answers = agent_state, pods, enforcement, answers
+        self._allocation_dir, self._make_dir = allocation_dir, make_dir
+
+    def make_folders(self, allocations: Sequence[Allocation]) -> None:
+        """Creates the host folders that the containers mount. Raises Refusal."""
+        for allocation in allocations:
+            folder = f"{self._allocation_dir}/{allocation.id}"
+            try:
+                self._make_dir(folder)
+            except OSError as error:
+                raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
+
+    async def start(self, allocation: Allocation) -> None:
+        """Puts the limits in place, and writes the CDI spec if the allocation has one. Raises Refusal."""
+        gpu_registry = self._agent_state.ledger.gpu_registry
+        if allocation.whole:
+            await self._enforcement.vacate([gpu_registry.by_name[gpu].uuid for gpu in allocation.gpus])
+        self._check_exemption(allocation)
+        allocation = self._with_known_terms(allocation)
+        base = merged(*(self._answers.base(allocation, each) for each in RESOURCES if allocation.held(each) or allocation.claim))
+        await self._enforcement.start(base, allocation, self._answers.tenant(allocation))
+
+    def _with_known_terms(self, allocation: Allocation) -> Allocation:
+        """Refuses a share that was adopted without its response (the checkpoint was lost), since its limits are not known."""
+        if not is_share(allocation) or allocation.mechanisms:
+            return allocation
+        mechanisms = self._enforcement.terms(find_pod(self._pods, allocation.pod, allocation.uid), share=True).mechanisms
+        if mechanisms != NO_MECHANISM:
+            raise Refusal(
+                "internal",
+                "which limits this container was admitted with is not known any more (the ledger was lost); delete the pod and create it "
+                "again",
+            )
+        return replace(allocation, mechanisms=mechanisms)
+
+    def _check_exemption(self, allocation: Allocation) -> None:
+        """The operator's exemption applies only to the pods that it names; the pod of a grant may have been a wrong guess."""
+        exemption = allocation.exemption
+        if exemption is None:
+            return
+        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        if allocation.pod is None or ("/" in exemption and view is None):
+            raise Refusal(
+                "internal", f"whether the pod is one of {exemption} is not known yet; the kubelet tries again by itself"
+            )
+        if exemption not in (allocation.pod[0], view.account if view else None):
+            raise Refusal(
+                "conflict",
+                f"the container was admitted as one of {exemption}, which the operator excepts from the node's limits, and is none; delete "
+                f"the pod and create it again",
+            )

@@ -1,0 +1,183 @@
+"""What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from gpumgr.agent.claims import NodeClaims
+from gpumgr.agent.container_starts import ContainerStarts
+from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.state import AgentState
+from gpumgr.aio import LatestValue, finish_shielded, persistently
+from gpumgr.allocator.claims import device_name
+from gpumgr.allocator.ids import GpuRegistry
+from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.dra.claim_reader import ClaimReader
+from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.registration import DraLink, DraLinkState
+from gpumgr.dra.service import DraPlugin, Observer
+from gpumgr.dra.slice_publisher import SlicePublisher
+from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
+from gpumgr.enforcement import cdi
+from gpumgr.files import names_in
+from gpumgr.kubeapi.client import API_FAILURES, ApiServer
+from gpumgr.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+#: Of pods that wait for a claim: the kubelet tries a changed pod at once, and otherwise only after more than a minute.
+RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
+#: How long calls are served after the slice was withdrawn, for pods that are bound already.
+AFTER_WITHDRAWAL_SECONDS: Final = 1.0
+CDI_CHECK_SECONDS: Final = 1.0
+UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
+CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
+#: Kubernetes' limit for the value of a taint.
+_MAX_VALUE: Final = 63
+
+
+class DraSide:
+    """`run` it as a daemon once the ledger is reconciled; `stop` ends it. `held_back_by`: why nothing may be registered yet; it is called
+    until it returns None. `enforcement_text`: the mechanisms of new shares."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        server: ApiServer,
+        agent_state: AgentState,
+        starts: ContainerStarts,
+        pods: Pods,
+        enforcement: Enforcement,
+        enforcement_text: Callable[[], str],
+        new_id: Callable[[], AllocationId],
+        observe: Observer = lambda *_: None,
+    ) -> None:
+        self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
+        self._enforcement_text = enforcement_text
+        node = settings.node.name
+        self.claims = NodeClaims(
+            agent_state=agent_state,
+            reader=ClaimReader(server, node),
+            pods=pods,
+            enforcement=enforcement,
+            starts=starts,
+            pool=node,
+            cdi_name=cdi.device_name,
+            new_id=new_id,
+        )
+        self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
+        self._registrations = LatestValue(0)
+        self._health = LatestValue[tuple[DeviceHealth, ...]](())
+        self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
+        health = DraHealth(self._health)
+        self.link = DraLink(
+            settings.kubelet.plugins_dir,
+            settings.kubelet.plugins_registry_dir,
+            DRIVER,
+            lambda: [DraPlugin(self.claims, observe), health],
+            end_streams=health.end_streams,
+            on_state=self._link_changed,
+        )
+        self._publishing: asyncio.Task[None] | None = None
+        self._retries: set[asyncio.Task[None]] = set()
+
+    @property
+    def registered(self) -> bool:
+        return self.link.registered
+
+    @property
+    def states(self) -> Mapping[str, DraLinkState]:
+        return self.link.states
+
+    def update(self) -> None:
+        """The GPUs, their health or the allocations have changed."""
+        ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
+        if not inventory.snapshot.gpus:
+            return
+        registry = ledger.gpu_registry
+        taints = _taints(registry, inventory)
+        names = {gpu.uuid: gpu.name for gpu in registry.gpus}
+        now = slice_devices(inventory.snapshot, names, enforcement=self._enforcement_text(), taints=taints)
+        self._devices.set(with_lost(self._devices.value or (), now))
+        self._health.set(_health(self._settings.node.name, registry, inventory))
+
+    async def run(self) -> None:
+        """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
+        await self._wait_for_other_mode()
+        await self.claims.restore()
+        self.update()
+        async with asyncio.TaskGroup() as group:
+            self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
+            group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
+            group.create_task(self.link.run(), name="dra_link")
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Withdraws the slice, and ends the registration a second later: pods that are bound in between would wait for a minute."""
+        if self._publishing is not None and await self.publisher.withdraw():
+            await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
+        await self.link.stop(grace_seconds)
+        await finish_shielded(grace_seconds)
+
+    async def _wait_for_other_mode(self) -> None:
+        """Pods of the device plugin may not lose GPUs that claims are given: waits until they have ended."""
+        logged = None
+        while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
+            if holders != logged:
+                log.warning("registration_waits", reason=holders)
+            logged = holders
+            await asyncio.sleep(2.0)
+
+    async def _keep_specs(self) -> None:
+        """A container restart makes no Prepare call, so lost CDI specs are written again."""
+        while True:
+            await asyncio.sleep(CDI_CHECK_SECONDS)
+            names = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
+            await self.claims.restore(unless={found for name in names if (found := cdi.allocation_of(name)) is not None})
+
+    def _link_changed(self, state: DraLinkState) -> None:
+        self._registrations.set(state.registrations if state.registered else 0)
+        if state.registered:
+            task = asyncio.create_task(self._retry_waiting_pods())
+            self._retries.add(task)
+            task.add_done_callback(self._retries.discard)
+
+    async def _retry_waiting_pods(self) -> None:
+        """Changes an annotation of each pod that waits for a claim, so that the kubelet tries it again at once."""
+        for pod in [pod for pod in self._pods.all() if pod.claims and pod.phase == "Pending"]:
+            body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(self.link.state.registrations)}}}
+            try:
+                await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409))
+            except API_FAILURES as error:
+                log.warning("waiting_pod_not_retried", pod="/".join(pod.key), error=str(error))
+                return
+
+
+def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
+    """Why this node can't work in `mode` yet: the pods that hold GPUs in the other one. None: there are none."""
+    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
+    if not holders:
+        return None
+    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
+    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+    return (
+        f"node.mode is {mode}, and these hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode back"
+    )
+
+
+def _taints(registry: GpuRegistry, inventory: Inventory) -> Mapping[str, tuple[Taint, ...]]:
+    failed, cordoned = inventory.failures(registry), inventory.unschedulable_reasons(registry)
+    unhealthy = {gpu: (Taint(key=UNHEALTHY_TAINT),) for gpu in failed}
+    return {**{gpu: (Taint(key=CORDONED_TAINT),) for gpu in cordoned}, **unhealthy}
+
+
+def _health(pool: str, registry: GpuRegistry, inventory: Inventory) -> tuple[DeviceHealth, ...]:
+    failed = inventory.failures(registry)
+    return tuple(
+        DeviceHealth(pool=pool, device=device_name(gpu.name), healthy=gpu.name not in failed, message=failed.get(gpu.name, ""))
+        for gpu in registry.gpus
+    )

@@ -1,0 +1,233 @@
+"""ResourceClaims on the agent's ledger: prepared once, answered the same ever after, refused when a GPU has too little."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from gpumgr.agent.claims import NodeClaims
+from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
+from gpumgr.allocator.pods import ClaimUse, PodView
+from gpumgr.enforcement.cdi import device_name as cdi_name
+from gpumgr.errors import Refusal
+from gpumgr.units import Amounts
+from tests.component.stage.stage import snapshot
+
+from .world import World
+
+
+@dataclass
+class Reader:
+    """The API server's claims. `before_answer` runs while a request for a claim is in progress."""
+
+    claims: dict[str, AllocatedClaim] = field(default_factory=dict)
+    reads: int = 0
+    before_answer: Callable[[], object] | None = None
+
+    async def read(self, claim: ClaimRef) -> AllocatedClaim:
+        self.reads += 1
+        found = self.claims.get(claim.uid)
+        if self.before_answer is not None:
+            result = self.before_answer()
+            if asyncio.iscoroutine(result):
+                await result
+        if found is None:
+            raise Refusal("unknown_device", f"claim {claim} is gone")
+        return found
+
+
+@dataclass
+class Node:
+    """A world of claims. GPUs are named by their position."""
+
+    world: World
+    reader: Reader = field(default_factory=Reader)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        agent = self.world.agent
+        self.claims = NodeClaims(
+            agent_state=self.world.agent_state,
+            reader=self.reader,
+            pods=self.world.pods,
+            enforcement=self.world.limits,
+            starts=agent.container_starts,
+            pool="node1",
+            cdi_name=cdi_name,
+            new_id=lambda: next(self.world._ids),
+            wall_clock=lambda: self.world.wall,
+        )
+
+    def gpu(self, position: int) -> str:
+        return self.world.agent_state.ledger.gpu_registry.gpus[position].name
+
+    def share(
+        self, gpu: int, cores: int, mebibytes: int, *, request: str = "gpu", number: int = 1, admin: bool = False
+    ) -> ClaimShare:
+        return ClaimShare(
+            request=request,
+            device=device_name(self.gpu(gpu)),
+            share_id=f"share-{number}",
+            cores=cores,
+            memory_mebibytes=mebibytes,
+            admin=admin,
+        )
+
+    def claim(self, name: str, *shares: ClaimShare, request: str | None = None) -> ClaimRef:
+        """A claim that pod NAME uses in its container main."""
+        ref = ClaimRef(namespace="team", name=name, uid=f"claim-{name}")
+        uses = (ClaimUse(container="main", claim=name, request=request),)
+        self.world.pods.views["team", name] = PodView(namespace="team", name=name, uid=f"pod-{name}", claims=uses)
+        self.reader.claims[ref.uid] = AllocatedClaim(ref=ref, pods=((("team", name), f"pod-{name}"),), shares=shares)
+        return ref
+
+    async def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
+        return list(await self.claims.prepare(ref))
+
+
+@pytest.fixture
+async def node() -> Node:
+    return Node(await World.made(snapshot(2, 80)))
+
+
+async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> None:
+    ref = node.claim("a", node.share(1, 30, 5 * 1024))
+    (device,) = await node.prepare(ref)
+    (allocation,) = node.world.ledger.of_claim(ref.uid)
+    assert device == PreparedDevice(
+        requests=("gpu",),
+        pool="node1",
+        device=device_name(node.gpu(1)),
+        cdi_ids=(cdi_name(allocation.id, node.gpu(1)),),
+        share_id="share-1",
+    )
+    assert allocation.gpus == {node.gpu(1): Amounts(30, 5 * 1024)}
+    assert (allocation.pod, allocation.uid, allocation.container) == (("team", "a"), "pod-a", "main")
+    assert allocation.cdi
+    assert node.world.ledger.available(node.gpu(1)).cores == 70
+    (entry,) = [each for each in node.world.agent_state.history.entries() if each.what == "granted"]
+    assert (entry.call, entry.pod, entry.container) == ("prepare", ("team", "a"), "main")
+
+
+async def test_the_answer_stays_the_same_without_the_api_server_and_over_a_restart(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    first = await node.prepare(ref)
+    node.reader.claims.clear()
+    assert await node.prepare(ref) == first
+    await node.world.restart()
+    node.start()
+    assert await node.prepare(ref) == first
+    assert node.reader.reads == 1
+
+
+async def test_requests_of_a_claim_are_allocations_of_their_own(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 256, request="c1", number=2))
+    assert [device.requests for device in await node.prepare(ref)] == [("c0",), ("c1",)]
+    assert node.world.ledger.used(node.gpu(0)) == Amounts(30, 768)
+
+
+async def test_a_request_with_several_gpus_is_one_allocation(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 100, 1), node.share(1, 100, 1, number=2))
+    devices = await node.prepare(ref)
+    (allocation,) = node.world.ledger.of_claim(ref.uid)
+    assert [device.share_id for device in devices] == ["share-1", "share-2"]
+    assert allocation.whole
+    assert node.world.ledger.available(node.gpu(0)) == Amounts()
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([(0, 71, 256)], "71 cores"),
+        ([(0, 10, 10**6)], "1000000 MiB"),
+        ([(0, 100, 256)], "team/first"),
+        ([(0, 0, 256)], "more than 0"),
+        ([(1, 60, 256), (1, 10, 256)], "names one GPU twice"),
+        ([(1, 30, 256), (0, 80, 256)], "80 cores"),
+    ],
+)
+async def test_more_than_a_gpu_has_is_refused_and_changes_nothing(
+    node: Node, shares: list[tuple[int, int, int]], words: str
+) -> None:
+    await node.prepare(node.claim("first", node.share(0, 30, 512)))
+    before = node.world.ledger
+    ref = node.claim("a", *(node.share(gpu, cores, memory, number=n) for n, (gpu, cores, memory) in enumerate(shares)))
+    with pytest.raises(Refusal, match=words):
+        await node.prepare(ref)
+    assert node.world.ledger == before
+    refused = node.world.agent_state.history.entries()[-1]
+    assert (refused.what, refused.call) == ("refused", "prepare")
+
+
+async def test_a_device_that_the_node_never_had_is_refused(node: Node) -> None:
+    ref = node.claim("a", replace(node.share(0, 10, 256), device="gpu-unknown"))
+    with pytest.raises(Refusal, match="gpu-unknown"):
+        await node.prepare(ref)
+
+
+async def test_a_failed_gpu_is_refused(node: Node) -> None:
+    uuid = node.world.node.gpus[0].uuid
+    await node.world.agent_state.set_health(failed={uuid: "XID 79"}, cordoned={})
+    with pytest.raises(Refusal, match="XID 79"):
+        await node.prepare(node.claim("a", node.share(0, 10, 256)))
+
+
+async def test_admin_access_counts_nothing_and_is_never_limited(node: Node) -> None:
+    await node.prepare(node.claim("whole", node.share(0, 100, 1)))
+    await node.prepare(node.claim("monitor", node.share(0, 0, 0, admin=True)))
+    (monitor,) = node.world.ledger.of_claim("claim-monitor")
+    assert monitor.mechanisms == ()
+    assert node.world.ledger.used(node.gpu(0)).cores == 100
+    await node.prepare(node.claim("other", node.share(1, 100, 1)))
+
+
+async def test_unprepare_needs_no_api_server_and_may_be_repeated(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    await node.prepare(ref)
+    node.reader.claims.clear()
+    await node.claims.unprepare(ref)
+    await node.claims.unprepare(ref)
+    assert not node.world.ledger.allocations
+    assert not node.world.checkpoint.allocations
+
+
+async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    node.reader.before_answer = lambda: node.claims.unprepare(ref)
+    with pytest.raises(Refusal, match="was unprepared"):
+        await node.prepare(ref)
+    assert not node.world.ledger.allocations
+    node.reader.before_answer = None
+    await node.prepare(ref)
+
+
+async def test_two_calls_at_the_same_time_grant_once(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 60, 512))
+    first, second = await asyncio.gather(node.prepare(ref), node.prepare(ref))
+    assert first == second
+    assert node.world.ledger.used(node.gpu(0)).cores == 60
+
+
+async def test_a_full_disk_refuses_both_calls_and_loses_nothing(node: Node) -> None:
+    ref, other = node.claim("a", node.share(0, 30, 512)), node.claim("b", node.share(0, 30, 512))
+    await node.prepare(ref)
+    node.world.checkpoint.full = True
+    with pytest.raises(Refusal, match="can't be saved"):
+        await node.prepare(other)
+    with pytest.raises(Refusal, match="can't be saved"):
+        await node.claims.unprepare(ref)
+    assert [a.claim.name for a in node.world.ledger.allocations.values() if a.claim] == ["a"]
+    node.world.checkpoint.full = False
+    await node.claims.unprepare(ref)
+    await node.prepare(other)
+
+
+async def test_the_sweep_of_ended_pods_leaves_claims_alone(node: Node) -> None:
+    await node.prepare(node.claim("a", node.share(0, 30, 512)))
+    node.world.pods.views.clear()
+    for _ in range(8):
+        await node.world.sweep(40.0)
+    assert len(node.world.ledger.allocations) == 1
