@@ -1,33 +1,178 @@
-"""Temporary."""
+"""Reads a ResourceClaim from the API server when the kubelet prepares it: what kube-scheduler has allocated of this node, and for whom.
+
+A live GET, since the kubelet names only the claim and an agent can't watch the claims of its node alone. The kubelet waits for 45 s and
+tries a failed claim again only after more than a minute, so transient faults are retried here. Refusals are for `kubectl describe pod`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, get_args
+
+import msgspec
 
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare
-from gpumgr.errors import Refusal
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.dra.slices import DRIVER
+from gpumgr.errors import GpumgrError, Refusal
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.kubeapi.pods import parse_quantity
+
+#: The values of enforcement.backend except auto.
+Mechanism = Literal["mps", "hami-core", "vcuda", "nvml-memory", "none"]
+_MEBIBYTE: Final = 1 << 20
+#: At most so many claims are read at a time, over as many kept connections.
+_CONNECTIONS: Final = 8
+#: One try, and the first and the longest pause between two.
+_TRY_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = (0.1, 2.0)
+#: Of the statuses from 300 to 499; the others are transient too (200: an answer that is no JSON).
+_TRANSIENT: Final = (401, 408, 429)
+
+
+class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The opaque configuration that a DeviceClass may have for the driver: another mechanism for the shares of its claims."""
+
+    api_version: Literal["gpumgr.io/v1"]
+    kind: Literal["ShareConfig"]
+    enforcement: Mechanism | None = None
 
 
 class ClaimReader:
-    def __init__(self, server: ApiServer, pool: str) -> None:
-        self._server, self._pool = server, pool
+    """`pool`: the name of the node's pool of devices. `budget_seconds`: how long transient faults are retried, unless `read` is given
+    another time. `clock` is monotonic, in seconds."""
 
-    async def read(self, claim: ClaimRef) -> AllocatedClaim:
-        found = await self._server.find(f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}")
-        if found is None or found["metadata"]["uid"] != claim.uid:
-            raise Refusal("unknown_device", "gone")
-        status = found["status"]
-        shares = []
-        for each in status["allocation"]["devices"]["results"]:
-            if each["pool"] == self._pool and each["driver"] == "gpu.gpumgr.io":
-                consumed = each.get("consumedCapacity") or {}
-                shares.append(
-                    ClaimShare(
-                        request=each["request"].split("/")[0],
-                        device=each["device"],
-                        share_id=each.get("shareID"),
-                        cores=parse_quantity(consumed.get("cores", "100")),
-                        memory_mebibytes=parse_quantity(consumed.get("memory", "0")) >> 20,
-                        admin=bool(each.get("adminAccess")),
-                    )
-                )
-        pods = tuple(((claim.namespace, each["name"]), each["uid"]) for each in status.get("reservedFor", ()))
-        return AllocatedClaim(ref=claim, pods=pods, shares=tuple(shares))
+    def __init__(
+        self, server: ApiServer, pool: str, *, budget_seconds: float = 40.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._server, self._pool, self._budget_seconds, self._clock = server, pool, budget_seconds, clock
+        self._free = asyncio.Semaphore(_CONNECTIONS)
+
+    async def read(self, claim: ClaimRef, *, budget_seconds: float | None = None) -> AllocatedClaim:
+        """The claim as the API server has it now. Raises Refusal."""
+        deadline = self._clock() + (self._budget_seconds if budget_seconds is None else budget_seconds)
+        return allocated_claim(claim, self._pool, await self._find(claim, deadline))
+
+    async def _find(self, claim: ClaimRef, deadline: float) -> dict[str, Any] | None:
+        path = f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}"
+        pause, why = _PAUSE_SECONDS[0], "no answer in time"
+        while (left := deadline - self._clock()) > 0:
+            wanted = 0.0
+            try:
+                async with asyncio.timeout(min(left, _TRY_SECONDS)), self._free:
+                    return await self._server.find(path)
+            except AnswerError as error:
+                why, wanted = str(error), error.retry_after_seconds
+                if 300 <= error.status < 500 and error.status not in _TRANSIENT:
+                    raise Refusal("internal", f"the API server refuses to show claim {claim}: {error}") from error
+                if error.status == 401:
+                    await self._renew()
+            except API_FAILURES as error:
+                why = f"{type(error).__name__}: {error}".removesuffix(": ")
+            await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - self._clock())))
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
+        raise Refusal(
+            "internal", f"claim {claim} can't be read from the API server ({why}); the kubelet tries again in about a minute"
+        )
+
+    async def _renew(self) -> None:
+        try:
+            await self._server.renew()
+        except GpumgrError as error:
+            raise Refusal("internal", str(error)) from error
+
+
+def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
+    """`item`: the claim in the API server, None if there is none. Raises Refusal if it is not allocated on this node for `ref`."""
+    try:
+        return _decoded(ref, pool, item)
+    except _Unusable as error:
+        raise Refusal("invalid_request", f"claim {ref} {error}; delete the pod, so that it is scheduled again") from error
+    except UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise Refusal(
+            "internal", f"claim {ref} has a structure that can't be read ({what}); report this with the claim's YAML"
+        ) from error
+
+
+class _Unusable(Exception):
+    """The end of a sentence that begins with the claim."""
+
+
+def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
+    """Raises _Unusable, and ValueError, KeyError, TypeError or AttributeError for another structure."""
+    if item is None:
+        raise _Unusable("does not exist any more")
+    if item["metadata"]["uid"] != ref.uid:
+        raise _Unusable(f"with UID {ref.uid} does not exist any more: the present one has another UID")
+    status = item.get("status") or {}
+    if not (allocation := status.get("allocation")):
+        raise _Unusable("is not allocated")
+    consumers = [each for each in status.get("reservedFor") or () if each["resource"] == "pods" and not each.get("apiGroup")]
+    if not consumers:
+        raise _Unusable("is not reserved for any pod")
+    devices = allocation["devices"]
+    own = [each for each in devices.get("results") or () if (each["driver"], each["pool"]) == (DRIVER, pool)]
+    if not own:
+        raise _Unusable(f"has no device of {DRIVER} on node {pool}")
+    return AllocatedClaim(
+        ref=ref,
+        pods=tuple(((ref.namespace, str(each["name"])), str(each["uid"])) for each in consumers),
+        shares=tuple(_share(each) for each in own),
+        enforcement=_enforcement(own, devices.get("config") or ()),
+    )
+
+
+def _share(result: Mapping[str, Any]) -> ClaimShare:
+    device, admin = str(result["device"]), result.get("adminAccess") is True
+    consumed = {"cores": "0", "memory": "0"} if admin else result.get("consumedCapacity") or {}
+    if missing := {"cores", "memory"} - consumed.keys():
+        raise _Unusable(
+            f"does not say how much {' and '.join(sorted(missing))} it has of {device}: the feature gate DRAConsumableCapacity must be on "
+            "in kube-apiserver and kube-scheduler"
+        )
+    try:
+        cores, memory = parse_quantity(str(consumed["cores"])), parse_quantity(str(consumed["memory"]))
+    except ValueError as error:
+        raise _Unusable(f"has amounts of {device} that can't be used: {error}") from error
+    if memory % _MEBIBYTE:
+        raise _Unusable(f"has {memory} bytes of {device}, which is not a whole number of MiB")
+    return ClaimShare(
+        request=str(result["request"]).partition("/")[0],
+        device=device,
+        share_id=str(result["shareID"]) if result.get("shareID") else None,
+        cores=cores,
+        memory_mebibytes=memory // _MEBIBYTE,
+        admin=admin,
+    )
+
+
+def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
+    """The mechanism that the DeviceClass names. A claim has one: its requests can't have different ones."""
+    found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
+    for config in configs:
+        opaque = config.get("opaque") or {}
+        if opaque.get("driver") != DRIVER or (mechanism := _share_config(opaque.get("parameters")).enforcement) is None:
+            continue
+        if config["source"] != "FromClass":
+            raise _Unusable(
+                f"asks for enforcement {mechanism} itself, which only a DeviceClass may: remove the configuration from the claim or its "
+                "template, or ask the cluster's administrator for a DeviceClass with it"
+            )
+        for request, mechanisms in found.items():
+            if not (names := config.get("requests")) or {request, request.partition("/")[0]}.intersection(names):
+                mechanisms.add(mechanism)
+    chosen = {name for mechanisms in found.values() for name in mechanisms or {""}}
+    if len(chosen) > 1:
+        names = ", ".join(sorted(name or "the node's own" for name in chosen))
+        raise _Unusable(f"has requests with different enforcement ({names}): use one DeviceClass for all, with one configuration")
+    return "".join(chosen) or None
+
+
+def _share_config(parameters: object) -> ShareConfig:
+    try:
+        return msgspec.convert(parameters, type=ShareConfig)
+    except msgspec.ValidationError as error:
+        raise _Unusable(
+            f"has a configuration for {DRIVER} that can't be used ({error}); correct it in the DeviceClass or in the claim: apiVersion "
+            f"gpumgr.io/v1, kind ShareConfig, enforcement {', '.join(get_args(Mechanism))}"
+        ) from error

@@ -21,7 +21,6 @@ import structlog
 
 from gpumgr.aio import LatestValue, forever
 from gpumgr.dra.slices import (
-    DRIVER,
     SLICES,
     Dropped,
     Json,
@@ -93,16 +92,15 @@ class SlicePublisher:
         self._reflector: Reflector[StoredSlice] = Reflector(
             server,
             SLICES,
-            {"fieldSelector": f"spec.nodeName={node},spec.driver={DRIVER}"},
+            {"fieldSelector": f"metadata.name={self._name}"},
             parse=stored_slice,
             on_change=self._seen,
             watch_times=watch_times,
         )
         self._wake, self._writing = asyncio.Event(), asyncio.Lock()
-        #: By UID: slices of the driver on this node; others than ours are left over.
-        self._stored: dict[str, StoredSlice] = {}
+        self._stored: StoredSlice | None = None
         #: What was sent last, and what the API server made of it; both comparable.
-        self._last: tuple[Json, Json] | None = None
+        self._last: tuple[Json, Json | None] | None = None
         self._node_uid = ""
         self._loss: Dropped | None = None
         self._registered_at = self._deleted_at = self._changed_at = self._probed_at = _NEVER
@@ -146,12 +144,10 @@ class SlicePublisher:
             self._registered_at = self._clock()
 
     def _seen(self, before: StoredSlice | None, after: StoredSlice | None) -> None:
-        if before is not None:
-            self._stored.pop(before.uid, None)
         if after is not None:
-            self._stored[after.uid] = after
-        elif before is not None and before.name == self._name:
-            self._deleted_at = self._clock()
+            self._stored = after
+        elif self._stored is not None and before is not None and self._stored.uid == before.uid:
+            self._stored, self._deleted_at = None, self._clock()
             _log.info("slice_deleted", slice=self._name)
         self._wake.set()
 
@@ -180,9 +176,7 @@ class SlicePublisher:
             if self._withdrawn:
                 return None
             await self._probe()
-            await self._remove_others()
-            wanted = offered(devices, self._loss)
-            stored = next((each for each in self._stored.values() if each.name == self._name), None)
+            wanted, stored = offered(devices, self._loss), self._stored
             if not self._settled(wanted, stored):
                 if (pause := self._due(stored) - self._clock()) > 0:
                     return pause
@@ -226,7 +220,8 @@ class SlicePublisher:
             stored = stored_slice(found) if found is not None else None
             answer = found if found is not None and self._settled(wanted, stored) else await self._send(sent, stored)
         self._deleted_at = _NEVER
-        self._record(stored_slice(answer), comparable(sent))
+        self._stored = stored_slice(answer)
+        self._last = (comparable(sent), self._stored.content)
         self._examine(dropped(sent, answer) or self._loss)
         _log.info("slice_published", slice=self._name, devices=len(wanted), created=stored is None)
 
@@ -238,17 +233,6 @@ class SlicePublisher:
         metadata = {**sent["metadata"], "resourceVersion": stored.version}
         spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
         return await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
-
-    def _record(self, stored: StoredSlice, sent: Json) -> None:
-        self._last = (sent, stored.content) if stored.content is not None else None
-        self._stored = {uid: each for uid, each in self._stored.items() if each.name != self._name} | {stored.uid: stored}
-
-    async def _remove_others(self) -> None:
-        """Slices with other names would offer the same GPUs twice."""
-        for other in [each for each in self._stored.values() if each.name != self._name]:
-            await self._server.send("DELETE", f"{SLICES}/{other.name}", {}, but=(404,))
-            self._stored.pop(other.uid, None)
-            _log.warning("slice_removed", slice=other.name, reason="the pool of this node has one slice with a fixed name")
 
     async def _probe(self) -> None:
         known = self._probed_at != _NEVER and (self._loss is None or self._clock() < self._probed_at + self._times.probe_seconds)

@@ -22,11 +22,11 @@ from typing import Any, Final, Literal
 from gpumgr.allocator.claims import device_name
 from gpumgr.kubeapi.client import UNREADABLE
 from gpumgr.kubeapi.pods import parse_quantity
-from gpumgr.topology.devices import Level, NodeSnapshot, Topology
+from gpumgr.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.topology.labels import architecture_of, capability_of
 from gpumgr.topology.scores import score_matrix
 from gpumgr.topology.tree import build_tree, fragment_order
-from gpumgr.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
+from gpumgr.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName
 
 DRIVER: Final = "gpu.gpumgr.io"
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
@@ -52,23 +52,14 @@ class Taint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDevice:
-    """One GPU as published. `name` is permanent. `memory_mebibytes` is a multiple of 256. None: not known."""
+    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps."""
 
     name: str
-    uuid: str
-    index: int
-    memory_mebibytes: int
+    gpu: Gpu
     island: str
     pair: str
     enforcement: str
-    cores: int = CORES_PER_GPU
-    product_name: str = ""
-    architecture: str = ""
-    compute_capability: tuple[int, int] | None = None
     driver_version: str | None = None
-    pci_bus_id: str | None = None
-    pcie_root: str | None = None
-    numa_node: int | None = None
     taints: tuple[Taint, ...] = ()
 
 
@@ -76,36 +67,23 @@ def slice_devices(
     snapshot: NodeSnapshot, names: Mapping[str, GpuName], *, enforcement: str, taints: Mapping[GpuName, tuple[Taint, ...]]
 ) -> tuple[SliceDevice, ...]:
     """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than a block of
-    memory is left out. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps."""
+    memory is left out."""
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
     islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
-    devices = []
-    for row in rows:
-        gpu = snapshot.gpus[row]
-        if (name := names.get(gpu.uuid)) is None or not gpu.memory_blocks:
-            continue
-        capability = capability_of(gpu.model)
-        devices.append(
-            SliceDevice(
-                name=device_name(name),
-                uuid=gpu.uuid,
-                index=gpu.index,
-                memory_mebibytes=gpu.memory_blocks * BLOCK_MEBIBYTES,
-                island=f"nvlink-{snapshot.gpus[islands[row]].index}",
-                pair=f"pair-{snapshot.gpus[pairs[row]].index}",
-                enforcement=enforcement,
-                product_name=gpu.model or "",
-                architecture=_title(architecture_of(capability)) if capability else "",
-                compute_capability=capability,
-                driver_version=snapshot.driver_version,
-                pci_bus_id=gpu.bus_id,
-                pcie_root=gpu.pcie_chain[0] if gpu.pcie_chain else None,
-                numa_node=gpu.numa_node,
-                taints=taints.get(name, ()),
-            )
+    return tuple(
+        SliceDevice(
+            name=device_name(names[gpu.uuid]),
+            gpu=gpu,
+            island=f"nvlink-{snapshot.gpus[islands[row]].index}",
+            pair=f"pair-{snapshot.gpus[pairs[row]].index}",
+            enforcement=enforcement,
+            driver_version=snapshot.driver_version,
+            taints=taints.get(names[gpu.uuid], ()),
         )
-    return tuple(devices)
+        for row, gpu in ((row, snapshot.gpus[row]) for row in rows)
+        if gpu.uuid in names and gpu.memory_blocks
+    )
 
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
@@ -145,10 +123,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 def probe_slice(node: str) -> Json:
     """A slice for a request with dryRun, which shows what the API server drops. A new one: it keeps such fields of a stored slice."""
-    taint = Taint(key=LOST_TAINT)
-    device = SliceDevice(
-        name="probe", uuid="", index=0, memory_mebibytes=2 * BLOCK_MEBIBYTES, island="", pair="", enforcement="", taints=(taint,)
-    )
+    gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=BLOCK_BYTES)
+    device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
     return {**probe, "metadata": {"generateName": f"00000-{DRIVER}-probe-"}}
 
@@ -229,14 +205,14 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
-    memory = f"{device.memory_mebibytes // BLOCK_MEBIBYTES * BLOCK_MEBIBYTES}Mi"
     content: Json = {
         "name": device.name,
         "allowMultipleAllocations": True,
         "attributes": dict(_attributes(device)),
         "capacity": {
-            "cores": _capacity(str(device.cores), "1"),
-            "memory": _capacity(memory, f"{BLOCK_MEBIBYTES}Mi"),
+            "cores": _capacity(str(CORES_PER_GPU), "1"),
+            # A value that is no multiple of the step would be refused.
+            "memory": _capacity(f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi", f"{BLOCK_MEBIBYTES}Mi"),
         },
     }
     if device.taints:
@@ -248,26 +224,25 @@ def _device(device: SliceDevice) -> Json:
 
 def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
     """Own attributes always have a value; the standard ones are left out if they are unknown."""
+    gpu = device.gpu
+    capability = capability_of(gpu.model)
     own = {
         "type": "gpu",
-        "uuid": device.uuid,
-        "productName": device.product_name,
-        "architecture": device.architecture,
+        "uuid": gpu.uuid,
+        "productName": gpu.model or "",
+        "architecture": ((capability and architecture_of(capability)) or "").replace("-", " ").title(),
         "island": device.island,
         "pair": device.pair,
         "enforcement": device.enforcement,
     }
-    for name, text in own.items():
-        yield name, {"string": _cut(text)}
-    yield "index", {"int": device.index}
-    capability = device.compute_capability
-    yield "cudaComputeCapability", {"version": f"{capability[0]}.{capability[1]}.0" if capability else _UNKNOWN_VERSION}
+    standard = {"pciBusID": gpu.bus_id, "pcieRoot": gpu.pcie_chain[0] if gpu.pcie_chain else None}
+    yield from ((name, {"string": _cut(text)}) for name, text in own.items())
+    yield from ((f"{_STANDARD}/{name}", {"string": _cut(text)}) for name, text in standard.items() if text)
+    yield "index", {"int": gpu.index}
+    yield "cudaComputeCapability", {"version": "{}.{}.0".format(*capability or (0, 0))}
     yield "driverVersion", {"version": semantic_version(device.driver_version)}
-    for name, place in (("pciBusID", device.pci_bus_id), ("pcieRoot", device.pcie_root)):
-        if place:
-            yield f"{_STANDARD}/{name}", {"string": _cut(place)}
-    if device.numa_node is not None:
-        yield f"{_STANDARD}/numaNode", {"int": device.numa_node}
+    if gpu.numa_node is not None:
+        yield f"{_STANDARD}/numaNode", {"int": gpu.numa_node}
 
 
 def _capacity(whole: str, step: str) -> Json:
@@ -285,10 +260,6 @@ def semantic_version(text: str | None) -> str:
 
 def _cut(text: str) -> str:
     return text.encode()[:_MAX_TEXT].decode(errors="ignore")
-
-
-def _title(name: str | None) -> str:
-    return (name or "").replace("-", " ").title()
 
 
 # -- NVLink ----------------------------------------------------------------------------------------------------------------

@@ -194,7 +194,6 @@ MEANINGS: Final = {
     "their previous state. It is tried again. HTTP 403: the agent's account lacks rights (chart value `mode: dra`), or its token names "
     "no node. HTTP 422: report the API server's sentence.",
     "slice_fields_dropped": "The API server does not store parts of the ResourceSlice; `reason` names the feature gate, and what to do.",
-    "slice_removed": "A ResourceSlice of the driver on this node had another name and was deleted.",
     "slice_withdrawn": "The agent stops in order and has deleted its ResourceSlice, so that no further pods are scheduled to it.",
     "slice_not_withdrawn": "The agent stopped and could not delete its ResourceSlice. Pods that are scheduled to the node before the "
     "kubelet deletes the slice, 30 s later, wait for a minute or longer.",

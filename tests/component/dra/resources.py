@@ -40,10 +40,6 @@ class Resources:
     def named(self, name: str) -> Json | None:
         return next((each for each in self._slices.items.values() if each["metadata"]["name"] == name), None)
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(each["metadata"]["name"] for each in self._slices.items.values())
-
     def put(self, item: Json) -> Json:
         """Stores it as the real server does: quantities are spelled anew, taints dated, fields without their gate dropped."""
         stored: Json = json.loads(json.dumps(item))
@@ -76,7 +72,7 @@ class Resources:
             device["taints"] = [{**taint, "timeAdded": "2026-11-01T10:00:00Z"} for taint in taints]
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        assert request.query["fieldSelector"] == "spec.nodeName=node-1,spec.driver=gpu.gpumgr.io"
+        assert request.query["fieldSelector"] == "metadata.name=00000-gpu.gpumgr.io-node-1"
         return await self._slices.watch(request, wanted=True) if "watch" in request.query else self._slices.list(wanted=True)
 
     async def _post(self, request: web.Request) -> web.Response:

@@ -18,6 +18,7 @@ from gpumgr.kubeapi.client import ApiServer
 from gpumgr.kubeapi.reflector import WatchTimes
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import failure
+from gpumgr.topology.devices import Gpu
 
 from .resources import Resources
 
@@ -30,8 +31,8 @@ SICK = Taint(key="gpu.gpumgr.io/xid", value="79")
 
 
 def device(number: int, **more: Any) -> SliceDevice:
-    common: dict[str, Any] = {"memory_mebibytes": 81920, "island": "i", "pair": "p", "enforcement": "mps"}
-    return SliceDevice(name=f"gpu-{number:08x}", uuid=f"GPU-{number:08x}", index=number, **{**common, **more})
+    gpu = Gpu(index=number, uuid=f"GPU-{number:08x}", minor=None, bus_id=None, model=None, memory_bytes=80 << 30)
+    return SliceDevice(name=f"gpu-{number:08x}", gpu=gpu, island="i", pair="p", enforcement="mps", **more)
 
 
 DEVICES = (device(0), device(1))
@@ -127,17 +128,6 @@ async def test_a_slice_of_an_earlier_process_is_replaced_only_if_it_differs(tmp_
         assert stage.slice["spec"]["pool"]["generation"] == 7
         # The watch may not have listed it yet: then it is found by a POST that is refused.
         assert [method for method in stage.methods if method == "PUT"] == ([] if same else ["PUT"])
-
-
-async def test_other_slices_of_the_driver_on_this_node_are_removed(tmp_path: Path) -> None:
-    def before(resources: Resources) -> None:
-        other = resource_slice(NODE, "uid-node-1", DEVICES)
-        resources.put({**other, "metadata": {"name": "00000-old"}})
-
-    async with staged(tmp_path, prepare=before) as stage:
-        stage.registrations.set(1)
-        await stage.settled(*names(*DEVICES))
-        await stage.until(lambda: stage.resources.names == [NAME])
 
 
 # -- deletions and changes by others -----------------------------------------------------------------------------------------

@@ -55,8 +55,10 @@ def published(node: NodeSnapshot, **taints: tuple[Taint, ...]) -> tuple[SliceDev
 
 
 def device(**more: Any) -> SliceDevice:
-    (made,) = published(snapshot(["X"]))
-    return replace(made, **more)
+    """`more`: of the device, or of its GPU."""
+    own = {key: value for key, value in more.items() if key in ("name", "taints")}
+    (made,) = published(snapshot(["X"], **{key: value for key, value in more.items() if key not in own}))
+    return replace(made, **own)
 
 
 def grid(size: int, near: dict[tuple[int, int], str], rest: str) -> list[str]:
@@ -150,13 +152,13 @@ def test_versions_are_strict(text: str | None, version: str) -> None:
 
 @pytest.mark.parametrize(("text", "kept"), [("x" * 70, "x" * 64), ("x" * 63 + "é", "x" * 63), ("é" * 40, "é" * 32)])
 def test_texts_are_cut_to_64_bytes(text: str, kept: str) -> None:
-    (made,) = resource_slice("n", "u", [device(product_name=text)])["spec"]["devices"]
+    (made,) = resource_slice("n", "u", [device(model=text)])["spec"]["devices"]
     assert made["attributes"]["productName"] == {"string": kept}
 
 
 @given(st.integers(256, 1 << 21))
 def test_memory_is_a_multiple_of_the_step(mebibytes: int) -> None:
-    (made,) = resource_slice("n", "u", [device(memory_mebibytes=mebibytes)])["spec"]["devices"]
+    (made,) = resource_slice("n", "u", [device(memory_bytes=mebibytes << 20)])["spec"]["devices"]
     memory = made["capacity"]["memory"]
     policy = memory["requestPolicy"]
     assert memory["value"] == policy["default"] == policy["validRange"]["max"]
@@ -211,11 +213,11 @@ DGX1 = grid(
 )
 def test_order_islands_and_pairs(rows: list[str], order: list[int], islands: list[list[int]], pairs: list[list[int]]) -> None:
     devices = published(snapshot(rows))
-    assert [each.index for each in devices] == order
+    assert [each.gpu.index for each in devices] == order
 
     def groups(attribute: str) -> list[list[int]]:
         values = {getattr(each, attribute) for each in devices}
-        return sorted(sorted(each.index for each in devices if getattr(each, attribute) == value) for value in values)
+        return sorted(sorted(each.gpu.index for each in devices if getattr(each, attribute) == value) for value in values)
 
     assert groups("island") == islands
     assert groups("pair") == pairs
@@ -232,11 +234,11 @@ def matrices(draw: st.DrawFn) -> list[str]:
 def test_any_topology_gives_a_slice_with_each_gpu_once(rows: list[str]) -> None:
     node = snapshot(rows)
     devices = published(node)
-    assert sorted(each.index for each in devices) == list(range(len(rows)))
+    assert sorted(each.gpu.index for each in devices) == list(range(len(rows)))
     assert max(Counter(each.pair for each in devices).values()) <= 2
     for a in devices:
         for b in devices:
-            if a.index != b.index and node.topology.nvlinks[a.index][b.index]:
+            if a.gpu.index != b.gpu.index and node.topology.nvlinks[a.gpu.index][b.gpu.index]:
                 assert a.island == b.island
     assert comparable(resource_slice("n", "u", devices)) == comparable(as_stored(resource_slice("n", "u", devices)))
 
@@ -249,11 +251,11 @@ def test_a_lost_gpu_stays_in_its_place_with_a_taint_until_it_is_back() -> None:
     now = (before[2], before[0])
     after = with_lost(before, now)
     lost = Taint(key=LOST_TAINT)
-    assert [(each.index, each.taints) for each in after] == [(0, ()), (1, (SICK, lost)), (2, ())]
+    assert [(each.gpu.index, each.taints) for each in after] == [(0, ()), (1, (SICK, lost)), (2, ())]
     assert with_lost(after, now) == after
     assert with_lost(after, before) == before
-    added = replace(before[0], name="gpu-new", index=9)
-    assert [each.index for each in with_lost(before, (added, *now))] == [0, 1, 2, 9]
+    added = replace(before[0], name="gpu-new", gpu=gpu(9))
+    assert [each.gpu.index for each in with_lost(before, (added, *now))] == [0, 1, 2, 9]
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------------

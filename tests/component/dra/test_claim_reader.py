@@ -1,0 +1,112 @@
+"""The reader in front of the simulated API server: faults that pass, and faults that do not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gpumgr.allocator.claims import ClaimRef
+from gpumgr.dra.claim_reader import ClaimReader
+from gpumgr.errors import Refusal
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.sim.apiserver import SimApiServer
+from gpumgr.sim.apiserver_written import failure
+
+from .resources import Resources
+
+REF = ClaimRef(namespace="team-a", name="c", uid="u-1")
+
+
+def claim(uid: str = "u-1") -> dict[str, Any]:
+    capacity = {"cores": "30", "memory": "5Gi"}
+    given = {"request": "gpu", "driver": "gpu.gpumgr.io", "pool": "node-1", "device": "gpu-0a", "consumedCapacity": capacity}
+    pod = {"resource": "pods", "name": "p", "uid": "pod-1"}
+    return {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": [given]}}, "reservedFor": [pod]}}
+
+
+class Stage:
+    def __init__(self, sim: SimApiServer, resources: Resources, server: ApiServer) -> None:
+        self.sim, self.resources, self.server = sim, resources, server
+        self.reader = ClaimReader(server, "node-1")
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    sim = SimApiServer("node-1")
+    resources = Resources(sim)
+    resources.claims["team-a", "c"] = claim()
+    async with sim:
+        server = await ApiServer.connect(sim.kubeconfig(tmp_path / "kubeconfig"))
+        yield Stage(sim, resources, server)
+        await server.close()
+
+
+async def test_transient_answers_are_retried(stage: Stage) -> None:
+    stage.resources.claim_answers += [
+        failure(500, "InternalError", "etcd has no leader"),
+        failure(429, "TooManyRequests", "slow down"),
+        failure(401, "Unauthorized", "Unauthorized"),
+        web.Response(text="<html>", status=200),
+    ]
+    (share,) = (await stage.reader.read(REF)).shares
+    assert (share.cores, share.memory_mebibytes, share.share_id) == (30, 5120, None)
+    assert not stage.resources.claim_answers
+
+
+async def test_a_server_that_comes_back_inside_the_budget_is_waited_for(stage: Stage) -> None:
+    await stage.sim.stop()
+    reading = asyncio.create_task(stage.reader.read(REF))
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    await stage.sim.start()
+    assert (await reading).ref == REF
+
+
+async def test_a_server_that_stays_away_is_named_with_the_reason(stage: Stage) -> None:
+    await stage.sim.stop()
+    with pytest.raises(
+        Refusal, match=r"claim team-a/c can't be read from the API server \(.*onnect.*\); the kubelet tries again"
+    ):
+        await stage.reader.read(REF, budget_seconds=0.3)
+
+
+async def test_a_server_that_hangs_is_given_up_after_the_budget(stage: Stage) -> None:
+    stage.sim.delay_seconds = 3600.0
+    with pytest.raises(Refusal, match=r"can't be read from the API server \(TimeoutError\)"):
+        await stage.reader.read(REF, budget_seconds=0.2)
+
+
+async def test_a_refusal_is_final(stage: Stage) -> None:
+    stage.resources.claim_answers += [failure(403, "Forbidden", 'cannot get resource "resourceclaims"')]
+    with pytest.raises(Refusal, match='refuses to show claim team-a/c: HTTP 403: cannot get resource "resourceclaims"'):
+        await stage.reader.read(REF)
+
+
+@pytest.mark.parametrize("uid", [None, "u-2"])
+async def test_a_claim_that_is_gone_or_another_one_is_refused_at_once(stage: Stage, uid: str | None) -> None:
+    stage.resources.claims = {} if uid is None else {("team-a", "c"): claim(uid)}
+    with pytest.raises(Refusal, match="does not exist any more"):
+        await stage.reader.read(REF)
+
+
+async def test_claims_are_read_over_a_few_connections(stage: Stage) -> None:
+    busy, most = 0, 0
+    answer = stage.server.find
+
+    async def counted(path: str, **more: Any) -> dict[str, Any] | None:
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(0)
+        try:
+            return await answer(path, **more)
+        finally:
+            busy -= 1
+
+    stage.server.find = counted  # type: ignore[method-assign]
+    found = await asyncio.gather(*(stage.reader.read(REF) for _ in range(40)))
+    assert len(found) == 40
+    assert most == 8
