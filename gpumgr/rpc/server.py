@@ -9,6 +9,7 @@ its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` a
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from socket import socket
 from typing import Any, Final, cast
 
 from grpclib.config import Configuration
@@ -58,6 +59,17 @@ class DrainingServer(Server):
     def open_streams(self) -> int:
         """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
+
+    async def listen(self, sock: socket) -> None:
+        """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
+        earlier, self._server = self._server, None
+        try:
+            await self.start(sock=sock)
+        except BaseException:
+            self._server = earlier
+            raise
+        if earlier is not None:
+            earlier.close()
 
     async def wait_idle(self, timeout_seconds: float) -> None:
         """Waits until no unary call runs or has just ended, at most `timeout_seconds`.

@@ -1,0 +1,1 @@
+"""The kubelet's side of dynamic resource allocation: the driver's gRPC services and their registration."""

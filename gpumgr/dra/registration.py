@@ -1,0 +1,264 @@
+"""Registers a driver with the kubelet, and keeps it registered.
+
+The kubelet watches a folder for registration sockets, and calls each: GetInfo returns the path of the socket with the driver's services,
+NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source: pkg/kubelet/pluginmanager and
+pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
+
+Invariants:
+1. The registration socket is made after the DRA socket listens, and removed before it ends.
+2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
+3. Only `stop` removes the sockets. Those that a killed process left are removed by the next one of any name.
+
+Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
+call; the registration is believed until then.
+"""
+
+import asyncio
+import glob
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+from grpclib.const import Cardinality
+from grpclib.const import Handler as Method
+
+from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
+from gpumgr.aio import forever, until_tick
+from gpumgr.errors import KubeletError
+from gpumgr.rpc import wire
+from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.unix_server import UnixServer
+from gpumgr.unix_socket import is_served, path_problem
+
+_log = structlog.get_logger(__name__)
+
+_SERVICE: Final = "/pluginregistration.Registration/"
+_FOLDERS_REMEDY: Final = (
+    "start the kubelet, or give gpumgr the folders plugins and plugins_registry of its --root-dir; a pod must have them mounted at the "
+    "same paths"
+)
+_REFUSED_REMEDY: Final = (
+    "the node needs Kubernetes 1.32 or newer with the feature gate DynamicResourceAllocation, and no other program may register this "
+    "driver"
+)
+
+
+class Service(Protocol):
+    """A gRPC service of the driver."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Its names with versions, like "v1.DRAPlugin", the preferred one first."""
+
+    def __mapping__(self) -> dict[str, Method]: ...
+
+    def end_streams(self) -> None:
+        """Ends every streaming call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """Intervals of the link, in seconds."""
+
+    poll_seconds: float = 1.0
+    #: How long the kubelet may take to register the driver before that is reported. It looks for new sockets each second.
+    patience_seconds: float = 10.0
+    #: How long the kubelet may be without a connection to the DRA socket: it may take a new one.
+    unconnected_seconds: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """The registration. `registrations` counts those that the kubelet confirmed, `error` says what is wrong now, and what to do."""
+
+    registered: bool = False
+    registrations: int = 0
+    error: str | None = None
+
+
+class DraLink:
+    """Registers one driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
+
+    def __init__(
+        self,
+        plugins_dir: Path,
+        registry_dir: Path,
+        driver: str,
+        services: Sequence[Service],
+        *,
+        instance: str | None = None,
+        timing: LinkTiming | None = None,
+        on_registered: Callable[[], None] = lambda: None,
+        on_state: Callable[[LinkState], None] = lambda _state: None,
+    ) -> None:
+        """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
+        made in the folder `driver` of `plugins_dir`. Must be called inside a running event loop.
+
+        `instance` is a name for each process of a rolling update, like the uid of its pod; each then has sockets of its own.
+        `on_registered` is called after each registration that the kubelet confirms, also by a kubelet that was restarted.
+        """
+        dra, registration = socket_paths(plugins_dir, registry_dir, driver, instance)
+        self._driver, self._services = driver, services
+        self._versions = [version for service in services for version in service.versions]
+        self._timing = timing or LinkTiming()
+        self._on_registered, self._on_state = on_registered, on_state
+        self._dra = UnixServer(dra, services, self._end_streams)
+        self._registration = UnixServer(registration, [self])
+        self._daemon: asyncio.Task[None] | None = None
+        self._registrations = 0
+        self._problem: str | None = None  # with the sockets
+        self._refusal: str | None = None  # the kubelet's
+        self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
+        self._since = 0.0
+        self._last_connected: float | None = None  # since Notify
+        self.state = LinkState()
+
+    @property
+    def registered(self) -> bool:
+        return self.state.registered
+
+    async def run(self) -> None:
+        """Keeps the driver registered until `stop` or cancellation."""
+        async with asyncio.TaskGroup() as group:
+            self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
+        if self._daemon is not None:
+            self._daemon.cancel()
+            await asyncio.wait([self._daemon])
+        await self._registration.drain(0)
+        await self._dra.drain(grace_seconds)
+        self._become(LinkState(registrations=self._registrations))
+
+    def __mapping__(self) -> dict[str, Method]:
+        """The Registration service."""
+        return {
+            _SERVICE + rpc: Method(_serving(rpc, answer), Cardinality.UNARY_UNARY, bytes, bytes)
+            for rpc, answer in (("GetInfo", self._info), ("NotifyRegistrationStatus", self._notified))
+        }
+
+    def _info(self, _request: bytes) -> bytes:
+        self._asked = True
+        endpoint = str(self._dra.path)
+        return bytes(PluginInfo(type="DRAPlugin", name=self._driver, endpoint=endpoint, supported_versions=self._versions))
+
+    def _notified(self, request: bytes) -> bytes:
+        status = wire.parse(RegistrationStatus, request)
+        self._confirmed = status.plugin_registered
+        self._last_connected = None
+        if status.plugin_registered:
+            self._refusal = None
+            self._registrations += 1
+            # Later: an error of the callback must not become the answer, which would undo the registration.
+            asyncio.get_running_loop().call_soon(self._on_registered)
+        else:
+            self._refusal = (
+                f"the kubelet refuses the driver {self._driver}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
+            )
+        self._report(self._observed())
+        return b""
+
+    async def _keep(self) -> None:
+        """Never returns."""
+        _remove_leftovers(self._dra.path.parent, "dra*.sock")
+        _remove_leftovers(self._registration.path.parent, f"{glob.escape(self._driver)}-*reg.sock")
+        while True:
+            try:
+                await self._serve()
+            except KubeletError as error:
+                self._problem = f"{error}; {_FOLDERS_REMEDY}"
+            else:
+                self._problem = None
+            self._report(self._observed())
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
+
+    async def _serve(self) -> None:
+        """Makes the sockets that are not in place. Raises KubeletError."""
+        if not self._dra.in_place:
+            folder = self._dra.path.parent
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise KubeletError(f"can't make the folder {folder}: {error.strerror}") from error
+            await self._start(self._dra)
+        if not self._registration.in_place:
+            self._asked = self._confirmed = False
+            self._refusal = None
+            await self._start(self._registration)
+            self._since = asyncio.get_running_loop().time()
+
+    async def _start(self, server: UnixServer) -> None:
+        await server.start()
+        if self._since:
+            _log.warning("socket_made_again", socket=str(server.path), reason="the file was removed or replaced")
+
+    def _observed(self) -> LinkState:
+        now = asyncio.get_running_loop().time()
+        if self._confirmed and self._dra.connections:
+            self._last_connected = now
+        lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
+        error = self._problem or self._refusal
+        if error is None and self._confirmed and lost:
+            error = f"the kubelet closed its connection to {self._dra.path}; start the kubelet"
+        if error is None and not self._confirmed and now - self._since > self._timing.patience_seconds:
+            missing = "reported the result of the registration" if self._asked else "called GetInfo"
+            patience = f"within {self._timing.patience_seconds:g} s"
+            error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
+        return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)
+
+    def _report(self, state: LinkState) -> None:
+        before = self.state
+        if state.registered and (not before.registered or state.registrations != before.registrations):
+            _log.info("registered", driver=self._driver, registrations=state.registrations)
+        elif before.registered and not state.registered:
+            _log.warning("registration_lost", driver=self._driver, reason=state.error or "the registration socket was removed")
+        elif state.error not in (None, before.error):
+            _log.warning("registration_failed", driver=self._driver, error=state.error)
+        self._become(state)
+
+    def _become(self, state: LinkState) -> None:
+        if state != self.state:
+            self.state = state
+            self._on_state(state)
+
+    def _end_streams(self) -> None:
+        for service in self._services:
+            service.end_streams()
+
+
+def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: str | None) -> tuple[Path, Path]:
+    """The DRA socket and the registration socket. An instance's name with which a path were too long is replaced by its hash."""
+
+    def paths(suffix: str) -> tuple[Path, Path]:
+        return plugins_dir.absolute() / driver / f"dra{suffix}.sock", registry_dir.absolute() / f"{driver}{suffix}-reg.sock"
+
+    if instance is None:
+        return paths("")
+    full = paths(f"-{instance}")
+    if "/" not in instance and not any(map(path_problem, full)):
+        return full
+    return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+
+
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            if path.is_socket() and not is_served(path):
+                path.unlink()
+                _log.info("leftover_socket_removed", socket=str(path))
+
+
+def _serving(rpc: str, answer: Callable[[bytes], bytes]) -> Callable[[Any], Awaitable[None]]:
+    async def serve(stream: Any) -> None:
+        with answering(rpc, _log) as call:
+            reply = answer(await receive(stream))
+            call.outcome = "ok"
+        await stream.send_message(reply)
+
+    return serve
