@@ -114,7 +114,8 @@ class DraLink:
         self._refusal: str | None = None  # the kubelet's
         self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
         self._since = 0.0
-        self._last_connected: float | None = None  # since Notify
+        self._accepted = 0  # connections to the DRA socket that are considered already
+        self._last_connected: float | None = None  # since the kubelet called GetInfo
         self.state = LinkState()
 
     @property
@@ -144,6 +145,7 @@ class DraLink:
 
     def _info(self, _request: bytes) -> bytes:
         self._asked = True
+        self._accepted = self._dra.accepted
         endpoint = str(self._dra.path)
         return bytes(PluginInfo(type="DRAPlugin", name=self._driver, endpoint=endpoint, supported_versions=self._versions))
 
@@ -199,8 +201,9 @@ class DraLink:
 
     def _observed(self) -> LinkState:
         now = asyncio.get_running_loop().time()
-        if self._confirmed and self._dra.connections:
-            self._last_connected = now
+        # A connection may come and go between two looks.
+        if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
+            self._last_connected, self._accepted = now, self._dra.accepted
         lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
         error = self._problem or self._refusal
         if error is None and self._confirmed and lost:

@@ -47,6 +47,8 @@ class DrainingServer(Server):
         super().__init__(services, codec=WireCodec(), config=config)
         self._flush_seconds = flush_seconds
         self.connections: set[ServedConnection] = set()
+        #: How many connections there have been.
+        self.accepted = 0
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._unary_calls: set[asyncio.Task[Any]] = set()
@@ -122,6 +124,7 @@ class DrainingServer(Server):
 
     def connected(self, connection: "ServedConnection") -> None:
         self.connections.add(connection)
+        self.accepted += 1
         self._none_connected.clear()
 
     def disconnected(self, connection: "ServedConnection") -> None:

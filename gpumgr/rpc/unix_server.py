@@ -29,6 +29,11 @@ class UnixServer:
     def connections(self) -> int:
         return len(self._server.connections)
 
+    @property
+    def accepted(self) -> int:
+        """How many connections there have been."""
+        return self._server.accepted
+
     async def start(self) -> None:
         """Binds and listens, or does so again on a new socket file; connections and calls stay. A socket of an earlier process is
         replaced, any other file is kept.

@@ -113,8 +113,10 @@ class StubKubelet:
             stub = pluginregistration_services.RegistrationStub(channel)
             return await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
 
-    async def register(self, name: str = f"{DRIVER}-reg.sock", *, connect: bool = True, error: str = "") -> Any:
-        """Waits for the registration socket. Returns the connection to the endpoint."""
+    async def register(
+        self, name: str = f"{DRIVER}-reg.sock", *, connect: bool = True, hang_up: bool = False, error: str = ""
+    ) -> Any:
+        """Waits for the registration socket. Returns the connection to the endpoint; with `hang_up` it ends before Notify."""
         await soon((self.registry / name).exists)
         info = await self.info(name)
         connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
@@ -122,6 +124,8 @@ class StubKubelet:
         if connect:
             connection.get_state(try_to_connect=True)
             await connection.channel_ready()
+        if hang_up:
+            await self.end()
         status = pluginregistration.RegistrationStatus(plugin_registered=not error, error=error)
         async with channel_to(self.registry / name) as channel:
             await pluginregistration_services.RegistrationStub(channel).NotifyRegistrationStatus(status)
@@ -148,7 +152,11 @@ class Linked:
 
 @asynccontextmanager
 async def linked(
-    root: Path, *, timing: LinkTiming = QUICK, instance: str | None = None, more_services: Sequence[Service] = ()
+    root: Path,
+    *,
+    timing: LinkTiming = QUICK,
+    instance: str | None = None,
+    services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(claims)],
 ) -> AsyncIterator[Linked]:
     kubelet, claims, confirmed = StubKubelet(root), ScriptedClaims(), list[bool]()
     state = LatestValue(LinkState())
@@ -156,7 +164,7 @@ async def linked(
         kubelet.plugins,
         kubelet.registry,
         DRIVER,
-        [DraPlugin(claims), *more_services],
+        services(claims),
         instance=instance,
         timing=timing,
         on_registered=lambda: confirmed.append(link.registered),

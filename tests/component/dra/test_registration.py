@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.aio import LatestValue
 from gpumgr.dra.health import DraHealth
 from gpumgr.dra.registration import LinkState
+from gpumgr.dra.service import DraPlugin
 from tests.component.dra.harness import DRIVER, QUICK, Caller, StubKubelet, claim, linked, soon, until
 
 REGISTRATION = f"{DRIVER}-reg.sock"
@@ -25,7 +26,7 @@ def dead_socket(path: Path) -> None:
 
 
 async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
-    async with linked(folder, more_services=[DraHealth(LatestValue(()))]) as one:
+    async with linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth(LatestValue(()))]) as one:
         connection = await one.kubelet.register()
         info = await one.kubelet.info()
         assert (info.type, info.name, info.endpoint) == ("DRAPlugin", DRIVER, f"{one.kubelet.plugins}/{DRIVER}/dra.sock")
@@ -65,6 +66,12 @@ async def test_a_new_connection_alone_is_the_old_registration(folder: Path) -> N
         await Caller(connection).prepare()
         await one.until(lambda state: state == LinkState(registered=True, registrations=1))
         await connection.close()
+
+
+async def test_a_kubelet_that_ends_at_once_is_noticed(folder: Path) -> None:
+    async with linked(folder) as one:
+        await one.kubelet.register(hang_up=True)
+        await one.until(lambda state: not state.registered)
 
 
 async def test_an_old_kubelet_that_connects_for_calls_alone_is_believed(folder: Path) -> None:
