@@ -62,7 +62,7 @@ class DrainingServer(Server):
         """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
 
-    async def listen(self, sock: socket) -> None:
+    async def listen_on(self, sock: socket) -> None:
         """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
         earlier, self._server = self._server, None
         try:

@@ -41,7 +41,7 @@ class UnixServer:
         Raises KubeletError if the path is too long or can't be bound.
         """
         try:
-            await self._server.listen(self._socket.bind(replace_served=True))
+            await self._server.listen_on(self._socket.bind(replace_served=True))
         except OSError as error:
             remedy = "; use a folder with a shorter path" if error.errno == errno.ENAMETOOLONG else ""
             raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
