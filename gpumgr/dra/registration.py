@@ -133,8 +133,8 @@ class DraLink:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
         await self._registration.drain(0)
-        await self._dra.drain(grace_seconds)
         self._become(LinkState(registrations=self._registrations))
+        await self._dra.drain(grace_seconds)
 
     def __mapping__(self) -> dict[str, Method]:
         """The Registration service."""
@@ -173,7 +173,7 @@ class DraLink:
             try:
                 await self._serve()
             except KubeletError as error:
-                self._problem = f"{error}; {_FOLDERS_REMEDY}"
+                self._problem = str(error)
             else:
                 self._problem = None
             self._report(self._observed())
@@ -183,6 +183,7 @@ class DraLink:
         """Makes the sockets that are not in place. Raises KubeletError."""
         if not self._dra.in_place:
             folder = self._dra.path.parent
+            _check_folder(folder.parent)
             try:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
@@ -191,6 +192,7 @@ class DraLink:
         if not self._registration.in_place:
             self._asked = self._confirmed = False
             self._refusal = None
+            _check_folder(self._registration.path.parent)
             await self._start(self._registration)
             self._since = asyncio.get_running_loop().time()
 
@@ -246,6 +248,12 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: s
     if "/" not in instance and not any(map(path_problem, full)):
         return full
     return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
+    if not folder.is_dir():
+        raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:

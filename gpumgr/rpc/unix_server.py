@@ -3,11 +3,13 @@
 import errno
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gpumgr.errors import KubeletError
 from gpumgr.rpc.server import DrainingServer
 from gpumgr.unix_socket import UnixSocket
+
+_REMEDIES: Final = {errno.ENAMETOOLONG: "; use a folder with a shorter path", errno.EEXIST: "; remove it"}
 
 
 class UnixServer:
@@ -43,7 +45,7 @@ class UnixServer:
         try:
             await self._server.listen_on(self._socket.bind(replace_served=True))
         except OSError as error:
-            remedy = "; use a folder with a shorter path" if error.errno == errno.ENAMETOOLONG else ""
+            remedy = _REMEDIES.get(error.errno or 0, "")
             raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
 
     async def drain(self, grace_seconds: float) -> None:
