@@ -17,7 +17,7 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.dra.claim_reader import ClaimReader
 from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import DraLink, DraLinkState
+from gpumgr.dra.registration import DraLink, LinkState
 from gpumgr.dra.service import DraPlugin, Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
@@ -72,13 +72,12 @@ class DraSide:
         self._registrations = LatestValue(0)
         self._health = LatestValue[tuple[DeviceHealth, ...]](())
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
-        health = DraHealth(self._health)
         self.link = DraLink(
             settings.kubelet.plugins_dir,
             settings.kubelet.plugins_registry_dir,
             DRIVER,
-            lambda: [DraPlugin(self.claims, observe), health],
-            end_streams=health.end_streams,
+            [DraPlugin(self.claims, observe), DraHealth(self._health)],
+            on_registered=self._registered,
             on_state=self._link_changed,
         )
         self._publishing: asyncio.Task[None] | None = None
@@ -89,8 +88,8 @@ class DraSide:
         return self.link.registered
 
     @property
-    def states(self) -> Mapping[str, DraLinkState]:
-        return self.link.states
+    def states(self) -> Mapping[str, LinkState]:
+        return {DRIVER: self.link.state}
 
     def update(self) -> None:
         """The GPUs, their health or the allocations have changed."""
@@ -138,10 +137,11 @@ class DraSide:
             names = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
             await self.claims.restore(unless={found for name in names if (found := cdi.allocation_of(name)) is not None})
 
-    def _link_changed(self, state: DraLinkState) -> None:
+    def _link_changed(self, state: LinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)
-        if state.registered:
-            self._waiting_pods.retry_now()
+
+    def _registered(self) -> None:
+        self._waiting_pods.retry_now()
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
