@@ -156,7 +156,7 @@ def test_texts_are_cut_to_64_bytes(text: str, kept: str) -> None:
     assert made["attributes"]["productName"] == {"string": kept}
 
 
-@given(st.integers(256, 1 << 21))
+@given(st.integers(512, 1 << 21))
 def test_memory_is_a_multiple_of_the_step(mebibytes: int) -> None:
     (made,) = resource_slice("n", "u", [device(memory_bytes=mebibytes << 20)])["spec"]["devices"]
     memory = made["capacity"]["memory"]
