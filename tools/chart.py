@@ -1,8 +1,9 @@
 """The Helm chart as helm renders it, and what is made from it and from the settings.
 
-`python -m tools.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the component that
-makes it what the chart is with gpuManager.takeOver; of values.schema.json what the agent's settings are and which values can't be
-missing; and the chart's list of the settings that a running agent takes. The tests prove that all are up to date.
+`python -m tools.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the components that
+make it what the chart is with gpuManager.takeOver, and with settings.node.mode dra; of values.schema.json what the agent's settings are
+and which values can't be missing; and the chart's list of the settings that a running agent takes. The tests prove that all are up to
+date.
 """
 
 import json
@@ -26,6 +27,7 @@ Json = dict[str, Any]
 CHART: Final = PROJECT / "config" / "helm" / "gpumgr"
 BASE: Final = PROJECT / "config" / "kustomize" / "base"
 TAKE_OVER: Final = PROJECT / "config" / "kustomize" / "take-over"
+DRA: Final = PROJECT / "config" / "kustomize" / "dra"
 SCHEMA: Final = CHART / "values.schema.json"
 LIVE: Final = CHART / "files" / "live.yaml"
 NAMESPACE: Final = "kube-system"
@@ -103,22 +105,47 @@ def base_files() -> dict[str, str]:
 
 
 def take_over_files() -> dict[str, str]:
-    """Name -> text of every file of the component: to the base's DaemonSet it adds what gpuManager.takeOver adds to the chart's."""
-    plain, taking = render(), render({"gpuManager": {"takeOver": True}})
-    name = daemonset(plain)["metadata"]["name"]
-    container = {
-        "name": agent_container(plain)["name"],
-        "volumeMounts": _added(agent_container(plain)["volumeMounts"], agent_container(taking)["volumeMounts"]),
-    }
-    pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(taking)["volumes"])}
-    patch = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": name}, "spec": {"template": {"spec": pod}}}
+    """Name -> text of every file of the component: to the base it adds what gpuManager.takeOver adds to the chart."""
+    return _component({"gpuManager": {"takeOver": True}})
+
+
+def dra_files() -> dict[str, str]:
+    """Name -> text of every file of the component: to the base it adds what settings.node.mode dra adds to the chart."""
+    return _component({"settings": {"node": {"mode": "dra"}}})
+
+
+def _component(values: Json) -> dict[str, str]:
+    """Name -> text of the files: the DaemonSet's further volumes and mounts, the changed parts of other objects, and further objects."""
+    plain, wanted = (_OF_HELM.sub("", render(each)) for each in ({}, values))
+    before, after = objects(plain), objects(wanted)
+    files: dict[str, Json] = {}
+    for (kind, name), each in after.items():
+        if (kind, name) in before and before[kind, name] != each:
+            head = {"apiVersion": each["apiVersion"], "kind": kind, "metadata": {"name": name}}
+            files[f"{kind.lower()}.yaml"] = {**head, **(_further_volumes(plain, wanted) if kind == "DaemonSet" else _body(each))}
+    patched = [{"path": file, "target": {"kind": each["kind"], "name": each["metadata"]["name"]}} for file, each in files.items()]
+    made = {f"{kind.lower()}.yaml": each for (kind, name), each in after.items() if (kind, name) not in before}
     listed = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",
-        "patches": [{"path": "daemonset.yaml", "target": {"kind": "DaemonSet", "name": name}}],
+        **({"resources": list(made)} if made else {}),
+        "patches": patched,
     }
-    files = {"daemonset.yaml": patch, "kustomization.yaml": listed}
+    files = {**files, **made, "kustomization.yaml": listed}
     return {file: _HEAD + yaml.safe_dump(each, sort_keys=False) for file, each in files.items()}
+
+
+def _body(item: Json) -> Json:
+    return {key: value for key, value in item.items() if key not in ("apiVersion", "kind", "metadata")}
+
+
+def _further_volumes(plain: str, wanted: str) -> Json:
+    container = {
+        "name": agent_container(plain)["name"],
+        "volumeMounts": _added(agent_container(plain)["volumeMounts"], agent_container(wanted)["volumeMounts"]),
+    }
+    pod = {"containers": [container], "volumes": _added(pod_spec(plain)["volumes"], pod_spec(wanted)["volumes"])}
+    return {"spec": {"template": {"spec": pod}}}
 
 
 def _added(before: list[Json], after: list[Json]) -> list[Json]:
@@ -190,8 +217,9 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield LIVE, live_text()
     for name, text in base_files().items():
         yield BASE / name, text
-    for name, text in take_over_files().items():
-        yield TAKE_OVER / name, text
+    for folder, files in ((TAKE_OVER, take_over_files()), (DRA, dra_files())):
+        for name, text in files.items():
+            yield folder / name, text
 
 
 if __name__ == "__main__":

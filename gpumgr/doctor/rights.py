@@ -22,6 +22,11 @@ def needed(settings: Settings) -> Iterator[Right]:
     """Rights without which something that the settings require does not work."""
     for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
+    if settings.node.mode == "dra":
+        for verb in ("get", "list", "watch", "create", "update", "delete"):
+            yield Right(verb=verb, resource="resourceslices", group="resource.k8s.io")
+        yield Right(verb="get", resource="resourceclaims", group="resource.k8s.io")
+        yield Right(verb="get", resource="nodes")
     if settings.enforcement.evict:
         yield _EVICT
     if settings.kubernetes.delete_failed_pods:

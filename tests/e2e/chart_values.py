@@ -156,6 +156,12 @@ SETS: Final[Mapping[str, Values]] = {
             "process": {"lock_path": "/data/gpu #1/lock"},
         }
     },
+    "with claims": {"settings": {"node": {"mode": "dra"}, "kubernetes": {"describe_node": False}}},
+    "with claims and an account of its own": {
+        "settings": {"node": {"mode": "dra"}, "kubelet": {"plugins_dir": "/data/kubelet/plugins"}},
+        "serviceAccount": {"create": False, "name": "gpus"},
+        "fullnameOverride": "gpus",
+    },
     "emptied": dict.fromkeys(EMPTY),
 }
 
@@ -233,6 +239,11 @@ MISTAKES: Final[Mapping[str, tuple[Values, str]]] = {
         {"settings": {"display": {"socket": "/var/run/gpu-manager.sock"}}},
         "settings.display.socket: /var/run/gpu-manager.sock must lie in /run/gpumgr or /var/lib/gpumgr",
     ),
+    "claims without the API server": (
+        {"settings": {"node": {"mode": "dra"}, "kubernetes": {"enabled": False}}},
+        "settings.node.mode dra needs settings.kubernetes.enabled",
+    ),
+    "an unknown mode": ({"settings": {"node": {"mode": "both"}}}, "at '/settings/node/mode': value must be one of"),
     "a folder that is the root": (
         {"settings": {"cri": {"socket": "/sock"}}},
         "settings.cri.socket: all of the host's / would be mounted, over the pod's own /opt/gpumgr; let it lie in another folder",

@@ -10,6 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 import yaml
 
@@ -17,15 +18,19 @@ import gpumgr
 import gpumgr.enforcement.vcuda.client
 from gpumgr import tls_files
 from gpumgr.doctor.rights import for_drains, for_people, needed
+from gpumgr.dra.claim_reader import ShareConfig
+from gpumgr.dra.slices import DRIVER, resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.gpu_manager_flags import _BOOLEAN as BOOLEAN
 from gpumgr.settings.gpu_manager_flags import _RULES as RULES
 from gpumgr.settings.gpu_manager_flags import parse_gpu_manager_flags
 from gpumgr.settings.live import LIVE, flat
 from gpumgr.settings.schema import plain
+from tests.unit.dra.test_slices import snapshot
 from tools.chart import (
     BASE,
     CHART,
+    DRA,
     TAKE_OVER,
     HelmError,
     agent_container,
@@ -85,23 +90,21 @@ def test_rbac_grants_what_the_settings_need_and_nothing_more(values: Values, tmp
     settings = settings_of(text, tmp_path)
     roles = [each for (kind, _), each in objects(text).items() if kind == "ClusterRole"]
     granted = sorted(
-        (verb, resource)
+        (group, verb, resource)
         for role in roles
         for rule in role["rules"]
         for verb in rule["verbs"]
         for resource in rule["resources"]
-        if rule["apiGroups"] == [""]
+        for group in rule["apiGroups"]
     )
     uses_account = settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None
     rights = chain(needed(settings), for_people(settings), for_drains(settings)) if uses_account else ()
-    wanted = {(right.verb, "/".join(filter(None, (right.resource, right.subresource)))) for right in rights}
+    wanted = {(right.group, right.verb, "/".join(filter(None, (right.resource, right.subresource)))) for right in rights}
     if not (settings.enforcement.evict or dict(values).get("rbac", {}).get("drain")):
-        wanted.discard(("create", "pods/eviction"))  # drains with evictions are opted into
+        wanted.discard(("", "create", "pods/eviction"))  # drains with evictions are opted into
     assert granted == sorted(wanted)
     assert pod_spec(text)["automountServiceAccountToken"] is uses_account
-    assert all(
-        rule["apiGroups"] == [""] and set(rule) == {"apiGroups", "resources", "verbs"} for role in roles for rule in role["rules"]
-    )
+    assert all(set(rule) == {"apiGroups", "resources", "verbs"} for role in roles for rule in role["rules"])
 
 
 @sets
@@ -520,13 +523,68 @@ def test_the_librarys_image_gets_the_folder_in_which_the_agent_looks_and_nothing
     assert "initContainers" not in pod_spec(render())
 
 
+# -- DRA -------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_dra_without_its_setting() -> None:
+    kinds = {kind for kind, _ in objects(render())}
+    assert not kinds & {"DeviceClass", "ValidatingAdmissionPolicy"}
+    assert not any(each["name"].startswith("plugins") for each in pod_spec(render())["volumes"])
+
+
+def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_its_name() -> None:
+    values = {"settings": {"node": {"mode": "dra"}}, "serviceAccount": {"name": "ours"}}
+    found = objects(render(values, "--namespace=gpus", release="ml"))
+    policy = found["ValidatingAdmissionPolicy", "ml-gpumgr-resourceslices"]["spec"]
+    assert policy["matchConditions"][0]["expression"] == 'request.userInfo.username == "system:serviceaccount:gpus:ours"'
+    binding = found["ValidatingAdmissionPolicyBinding", "ml-gpumgr-resourceslices"]["spec"]
+    assert binding == {"policyName": "ml-gpumgr-resourceslices", "validationActions": ["Deny"]}
+    shipped = yaml.safe_load((PROJECT / "config" / "dra" / "device-class.yaml").read_text())
+    assert found["DeviceClass", DRIVER]["spec"] == shipped["spec"]
+    mounted = {each["mountPath"] for each in agent_container(render(values))["volumeMounts"]}
+    assert {"/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "/var/run/cdi"} <= mounted
+
+
+def test_a_kubeconfigs_user_is_not_known_here_so_there_is_no_policy() -> None:
+    values = {
+        **SETS["with a kubeconfig"],
+        "settings": {"kubernetes": {"kubeconfig": "/etc/kubernetes/gpumgr.conf"}, "node": {"mode": "dra"}},
+    }
+    kinds = [kind for kind, _ in objects(render(values))]
+    assert "DeviceClass" in kinds
+    assert "ValidatingAdmissionPolicy" not in kinds
+
+
+def test_mode_dra_needs_the_api() -> None:
+    with pytest.raises(HelmError, match=r"needs resource\.k8s\.io/v1, which Kubernetes has since 1\.34"):
+        render({"settings": {"node": {"mode": "dra"}}}, "--kube-version=1.33.5")
+
+
+@pytest.mark.parametrize("name", ["dra-share", "dra-whole-gpu", "dra-four-gpus", "dra-class"])
+def test_the_examples_of_claims_name_the_class_and_what_is_published(name: str) -> None:
+    text = (PROJECT / "config" / "examples" / f"{name}.yaml").read_text()
+    published = resource_slice("n", "u", slice_devices(snapshot(["X"]), {"GPU-00000000": "0"}, enforcement="", taints={}))
+    (device,) = published["spec"]["devices"]
+    named = set(re.findall(rf"{DRIVER}/(\w+)", text)) | set(re.findall(r"resource\.kubernetes\.io/\w+", text))
+    assert named <= device["attributes"].keys()
+    for each in yaml.safe_load_all(text):
+        if each["kind"] == "ResourceClaimTemplate":
+            for request in each["spec"]["spec"]["devices"]["requests"]:
+                for exact in request.get("firstAvailable", [request.get("exactly")]):
+                    assert exact["deviceClassName"] == DRIVER
+                    assert exact.get("capacity", {"requests": {}})["requests"].keys() <= device["capacity"].keys()
+        if each["kind"] == "DeviceClass":
+            (config,) = each["spec"]["config"]
+            assert msgspec.convert(config["opaque"]["parameters"], type=ShareConfig).enforcement == "none"
+
+
 # -- one truth -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_generated_is_up_to_date() -> None:
     stale = [str(path.relative_to(PROJECT)) for path, text in generated() if not path.exists() or path.read_text() != text]
     assert not stale, f"run `python -m tools.chart`: {stale}"
-    for folder in (BASE, TAKE_OVER):
+    for folder in (BASE, TAKE_OVER, DRA):
         assert {path.name for path in folder.iterdir()} == {path.name for path, _ in generated() if path.parent == folder}
 
 
@@ -548,10 +606,13 @@ def test_the_kustomize_base_is_the_charts_default_rendering() -> None:
     assert kustomized(BASE) == without_helms_own(objects(render()))
 
 
-def test_the_component_makes_the_base_what_the_chart_is_when_it_takes_over_from_gpu_manager(tmp_path: Path) -> None:
-    overlay = {"resources": [os.path.relpath(BASE, tmp_path)], "components": [os.path.relpath(TAKE_OVER, tmp_path)]}
+@pytest.mark.parametrize(
+    ("component", "values"), [(TAKE_OVER, {"gpuManager": {"takeOver": True}}), (DRA, {"settings": {"node": {"mode": "dra"}}})]
+)
+def test_a_component_makes_the_base_what_the_chart_is_with_its_value(component: Path, values: Values, tmp_path: Path) -> None:
+    overlay = {"resources": [os.path.relpath(BASE, tmp_path)], "components": [os.path.relpath(component, tmp_path)]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    made, wanted = kustomized(tmp_path), without_helms_own(objects(render({"gpuManager": {"takeOver": True}})))
+    made, wanted = kustomized(tmp_path), without_helms_own(objects(render(values)))
     for found in (made, wanted):
         spec = found["DaemonSet", "gpumgr"]["spec"]["template"]["spec"]
         for each in (spec["volumes"], spec["containers"][0]["volumeMounts"]):

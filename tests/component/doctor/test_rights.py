@@ -11,7 +11,7 @@ from aiohttp import web
 from gpumgr.doctor.examine import State
 from gpumgr.doctor.rights import for_drains, for_people, look_at_rights, needed
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings
+from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_written import Right
 
@@ -59,7 +59,7 @@ def granted(text: str) -> set[tuple[str, str]]:
 
 
 def test_the_example_grants_exactly_what_the_defaults_use_and_names_the_rest() -> None:
-    plain, evicting = Settings(), Settings(enforcement=EnforcementSettings(evict=True))
+    plain, evicting = Settings(), Settings(enforcement=EnforcementSettings(evict=True), node=NodeSettings(mode="dra"))
     text = (Path(__file__).parents[3] / "config" / "examples" / "rbac.yaml").read_text()
     for wanted, told in ((plain, text), (evicting, re.sub(r"(?m)^  # (- api|  res|  verbs)", r"  \1", text))):
         used = {

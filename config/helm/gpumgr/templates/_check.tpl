@@ -11,7 +11,17 @@
 {{- include "gpumgr.checkVariables" . -}}
 {{- include "gpumgr.checkArguments" . -}}
 {{- include "gpumgr.checkExtras" . -}}
+{{- if include "gpumgr.dra" . -}}{{- include "gpumgr.checkDra" . -}}{{- end -}}
 {{- if .Values.scheduler.enabled -}}{{- include "gpumgr.checkScheduler" . -}}{{- end -}}
+{{- end -}}
+
+{{- define "gpumgr.checkDra" -}}
+{{- if semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version -}}
+{{- fail (printf "settings.node.mode dra needs resource.k8s.io/v1, which Kubernetes has since 1.34 (it shares GPUs by default since 1.36); this cluster has %s" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if not (dig "kubernetes" "enabled" true .Values.settings) -}}
+{{- fail "settings.node.mode dra needs settings.kubernetes.enabled: the agent publishes the GPUs in the API server, and reads claims there" -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.checkRights" -}}

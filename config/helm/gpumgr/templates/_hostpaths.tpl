@@ -10,6 +10,18 @@ the folder's file system must be a shared mount for that, which systemd does, bu
   type: Directory
   setting: kubelet.device_plugin_dir
   why: the kubelet's socket is there, and ours are made beside it
+{{- if include "gpumgr.dra" . }}
+- name: plugins
+  path: {{ include "gpumgr.path" (list . "kubelet" "plugins_dir") | quote }}
+  type: Directory
+  setting: kubelet.plugins_dir
+  why: the socket on which the kubelet prepares ResourceClaims
+- name: plugins-registry
+  path: {{ include "gpumgr.path" (list . "kubelet" "plugins_registry_dir") | quote }}
+  type: Directory
+  setting: kubelet.plugins_registry_dir
+  why: the kubelet finds its plugins there
+{{- end }}
 - name: pod-resources
   path: {{ include "gpumgr.path" (list . "kubelet" "pod_resources_socket") | dir | quote }}
   type: Directory
@@ -47,7 +59,7 @@ the folder's file system must be a shared mount for that, which systemd does, bu
   readOnly: {{ not (or (include "gpumgr.names" (list . "auto")) (include "gpumgr.names" (list . "nvml-memory"))) }}
   setting: cri.cgroup_root
   why: the processes of each container; with the backend nvml-memory (auto) also a new cgroup, on which a limit is tried
-{{- if eq (include "gpumgr.setting" (list . "enforcement" "injection")) "cdi" }}
+{{- if or (include "gpumgr.dra" .) (eq (include "gpumgr.setting" (list . "enforcement" "injection")) "cdi") }}
 - name: cdi
   path: {{ include "gpumgr.path" (list . "enforcement" "cdi_dir") | quote }}
   type: DirectoryOrCreate

@@ -25,6 +25,11 @@
 {{- if and (dig "kubernetes" "enabled" true .Values.settings) (not (include "gpumgr.setting" (list . "kubernetes" "kubeconfig"))) -}}yes{{- end -}}
 {{- end -}}
 
+{{/* "yes" where the nodes offer their GPUs by Dynamic Resource Allocation. */}}
+{{- define "gpumgr.dra" -}}
+{{- if eq (include "gpumgr.setting" (list . "node" "mode")) "dra" -}}yes{{- end -}}
+{{- end -}}
+
 {{/* "yes" where some container may get its limits from this mechanism by name: (list . "mps"). */}}
 {{- define "gpumgr.names" -}}
 {{- $enforcement := default dict (index . 0).Values.settings.enforcement -}}

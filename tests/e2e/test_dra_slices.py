@@ -1,0 +1,190 @@
+"""The ResourceSlice on the real API server, with the rights and the policy of the chart."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpumgr.aio import LatestValue
+from gpumgr.dra.slice_publisher import SlicePublisher
+from gpumgr.dra.slices import (
+    DRIVER,
+    SLICES,
+    SliceDevice,
+    Taint,
+    comparable,
+    dropped,
+    resource_slice,
+    slice_devices,
+    slice_name,
+    stored_slice,
+)
+from gpumgr.kubeapi.client import ApiServer
+from gpumgr.topology.devices import Gpu, NodeSnapshot
+from gpumgr.topology.matrix import topology_from_matrix
+from tools.chart import objects, render
+
+from . import manifests
+from .api import Api, ApiError
+from .cluster import Cluster
+from .manifests import Json, container, pod
+from .places import NODE, PROJECT
+from .processes import wait_until
+
+NAMESPACE, ACCOUNT = "kube-system", "dra-gpumgr"
+KINDS = (
+    *("ServiceAccount", "ClusterRole", "ClusterRoleBinding"),
+    *("DeviceClass", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+)
+REFUSED = "may only write ResourceSlices of its own node and of the driver gpu.gpumgr.io"
+
+
+def devices(*taints: Taint, count: int = 16) -> tuple[SliceDevice, ...]:
+    """GPUs with every attribute, some of the greatest length; the first has the taints."""
+    gpus = tuple(
+        Gpu(
+            index=index,
+            uuid=f"GPU-{index:08x}",
+            minor=index,
+            bus_id=f"0000:{index + 16:02x}:00.0",
+            model="NVIDIA A100-SXM4-80GB" if index else "é" * 40,
+            memory_bytes=(81920 << 20) + index * 999,
+            numa_node=index // 8,
+            pcie_chain=("pci0000:16",),
+        )
+        for index in range(count)
+    )
+    matrix = [["X" if a == b else "NV2+NODE" if a // 4 == b // 4 else "SYS" for b in range(count)] for a in range(count)]
+    node = NodeSnapshot(gpus=gpus, topology=topology_from_matrix(matrix), driver_version="580.95.05")
+    names = {gpu.uuid: gpu.uuid[4:] for gpu in gpus}
+    return slice_devices(node, names, enforcement="hami-core", taints={"00000000": taints})
+
+
+class Access:
+    """`agent` has the token of a pod on the node with the kubelet; so has `kubeconfig`."""
+
+    def __init__(self, cluster: Cluster, agents_pod: Json, kubeconfig: Path) -> None:
+        account = f"{NAMESPACE}/{ACCOUNT}"
+        self.admin, self.kubeconfig = cluster.api, kubeconfig
+        self.agent, self.agent_without_pod = cluster.api_of(account, agents_pod), cluster.api_of(account)
+        authority = str(cluster._authority)
+        kubeconfig.write_text(json.dumps(manifests.kubeconfig(cluster.url, authority, cluster.token_of(account, agents_pod))))
+
+    def slice(self) -> Json | None:
+        try:
+            return self.admin.request("GET", f"{SLICES}/{slice_name(NODE)}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+
+@pytest.fixture(scope="module")
+def access(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
+    folder = tmp_path_factory.mktemp("dra")
+    rendered = objects(render({"settings": {"node": {"mode": "dra"}}}, "--kube-version=1.37.0", release="dra"))
+    (folder / "objects.yaml").write_text(yaml.safe_dump_all(each for (kind, _), each in rendered.items() if kind in KINDS))
+    cluster.kubectl("apply", "--server-side", "--validate=strict", f"--filename={folder / 'objects.yaml'}")
+    agents_pod = pod("dra-agent", [container()], serviceAccountName=ACCOUNT, nodeName=NODE)
+    agents_pod["metadata"]["namespace"] = NAMESPACE
+    cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
+    made = Access(cluster, agents_pod, folder / "kubeconfig")
+    try:
+        other = resource_slice("another-node", "u-1", [])
+        wait_until("the policy", lambda: refused_as(made.agent, "POST", f"{SLICES}?dryRun=All", other, REFUSED), every=0.1)
+        yield made
+    finally:
+        for api in (made.agent, made.agent_without_pod):
+            api.close()
+        cluster.kubectl("delete", f"--filename={folder / 'objects.yaml'}")
+        cluster.kubectl("delete", "pod", "dra-agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
+
+
+def refused_as(api: Api, method: str, path: str, body: Json | None, sentence: str) -> bool:
+    try:
+        api.request(method, path, body)
+    except ApiError as error:
+        return error.status == 403 and sentence in str(error)
+    return False
+
+
+def test_a_slice_is_stored_whole_and_kept(access: Access) -> None:
+    sick = Taint(key=f"{DRIVER}/xid", value="79")
+    asyncio.run(_kept(access, devices(), devices(sick)))
+    assert access.slice() is None
+
+
+async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[SliceDevice, ...]) -> None:
+    server = await ApiServer.connect(access.kubeconfig)
+    wanted: LatestValue[tuple[SliceDevice, ...] | None] = LatestValue(first)
+    publisher = SlicePublisher(server, NODE, wanted, LatestValue(1))
+    running = asyncio.create_task(publisher.run())
+
+    async def stored(now: tuple[SliceDevice, ...]) -> Json:
+        """Once it is the published one, as the comparison sees it."""
+        async with asyncio.timeout(60):
+            while True:
+                found = await asyncio.to_thread(access.slice)
+                if found is not None:
+                    (owner,) = found["metadata"]["ownerReferences"]
+                    sent = resource_slice(NODE, owner["uid"], now)
+                    if stored_slice(found).content == comparable(sent):
+                        assert dropped(sent, found) is None
+                        return found
+                await asyncio.sleep(0.05)
+
+    try:
+        created = await stored(first)
+        changed = second
+        wanted.set(changed)
+        replaced = await stored(changed)
+        assert (replaced["metadata"]["uid"], publisher.state.dropped) == (created["metadata"]["uid"], None)
+        assert replaced["spec"]["devices"][0]["taints"][0]["timeAdded"]
+        # A new process finds what it would send itself, and writes nothing.
+        again = SlicePublisher(server, NODE, wanted, LatestValue(1))
+        repeating = asyncio.create_task(again.run())
+        async with asyncio.timeout(30):
+            while not again.state.published:  # noqa: ASYNC110 (the state of a daemon)
+                await asyncio.sleep(0.05)
+        assert (await stored(changed))["metadata"]["resourceVersion"] == replaced["metadata"]["resourceVersion"]
+        repeating.cancel()
+        await asyncio.wait([repeating])
+        await asyncio.to_thread(access.admin.request, "DELETE", f"{SLICES}/{slice_name(NODE)}")
+        restored = await stored(changed)
+        assert restored["metadata"]["uid"] != created["metadata"]["uid"]
+        assert publisher.state.error is None
+        assert await publisher.withdraw() is True
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await server.close()
+
+
+def test_an_agent_writes_only_the_slice_of_its_node(access: Access) -> None:
+    uid = access.admin.request("GET", f"/api/v1/nodes/{NODE}")["metadata"]["uid"]
+    own, other = resource_slice(NODE, uid, devices()), resource_slice("another-node", "u-1", [])
+    foreign = {**own, "spec": {**own["spec"], "driver": "gpu.nvidia.com"}}
+    assert access.agent.request("POST", f"{SLICES}?dryRun=All", own)["spec"]["nodeName"] == NODE
+    for body in (other, foreign):
+        assert refused_as(access.agent, "POST", SLICES, body, REFUSED)
+    assert refused_as(access.agent_without_pod, "POST", SLICES, own, "the token of the gpumgr agent names no node")
+    access.admin.request("POST", SLICES, other)
+    path = f"{SLICES}/{slice_name('another-node')}"
+    try:
+        found = access.admin.request("GET", path)
+        assert refused_as(access.agent, "PUT", path, found, REFUSED)
+        assert refused_as(access.agent, "DELETE", path, None, REFUSED)
+    finally:
+        access.admin.request("DELETE", path)
+
+
+def test_the_api_server_takes_the_examples(cluster: Cluster) -> None:
+    for path in sorted((PROJECT / "config" / "examples").glob("dra-*.yaml")):
+        cluster.kubectl("apply", "--dry-run=server", "--validate=strict", f"--filename={path}")
+    for name in ("device-class", "admission-policy"):
+        cluster.kubectl("apply", "--dry-run=server", "--validate=strict", f"--filename={PROJECT / 'config' / 'dra' / name}.yaml")
