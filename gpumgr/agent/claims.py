@@ -7,7 +7,7 @@
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -22,6 +22,7 @@ from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimUser, Prepare
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
 from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
 from gpumgr.errors import CheckpointError, Refusal
 
@@ -51,15 +52,16 @@ class NodeClaims:
         starts: ContainerStarts,
         pool: str,
         cdi_name: Callable[[AllocationId, str], str],
-        new_id: Callable[[], AllocationId],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
-        self._new_id, self._wall_clock = new_id, wall_clock
+        self._wall_clock = wall_clock
         #: The claims that were unprepared while a Prepare of the same claim was in progress.
         self._overtaken: set[str] = set()
         self._preparing: dict[str, int] = {}
+        #: The claims that the last `reclaim` found gone.
+        self._gone: set[str] = set()
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
         """Durable before it returns. Raises Refusal."""
@@ -87,6 +89,22 @@ class NodeClaims:
             except CheckpointError as error:
                 raise Refusal("internal", f"the end of claim {claim} can't be saved: {error}") from error
             state.publish()
+
+    async def reclaim(self, exists: Callable[[ClaimRef], Awaitable[bool]], listing: Listing) -> None:
+        """Frees the claims that the API server does not have (`exists`) and of which the kubelet lists no pod (`listing`), each in two
+        calls in a row: the kubelet was replaced, or its state was deleted, so it never unprepares them."""
+        gone = set[str]()
+        for allocation in self._prepared():
+            claim = allocation.claim
+            if claim is None or claim.uid in gone or allocation.pod in listing.pods:
+                continue
+            ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
+            if not await exists(ref):
+                gone.add(claim.uid)
+                if claim.uid in self._gone:
+                    log.warning("claim_reclaimed", claim=str(ref), holder=allocation.describe())
+                    await self.unprepare(ref)
+        self._gone = gone
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
         """Puts the limits and CDI specs of prepared claims in place again, except for those allocations that have theirs: a restart of a
@@ -132,7 +150,7 @@ class NodeClaims:
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
 
-        granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, new_id=self._new_id, now=self._wall_clock())
+        granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, now=self._wall_clock())
         free = candidates(node, state.ledger)
         ledger, entries = state.ledger, list[HistoryEntry]()
         for allocation in granted:

@@ -6,6 +6,7 @@ checked again here: kube-scheduler has granted devices twice before (kubernetes 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.ids import GpuRegistry
@@ -88,6 +89,13 @@ def gpu_of_device(device: str) -> GpuName:
     return device.removeprefix(_DEVICE_PREFIX)
 
 
+def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
+    """The id of the allocation for these shares of one request. The same after a loss of the ledger, since the names of the CDI devices
+    that the kubelet keeps contain it; another one when the same claim is allocated again, since a CDI name may have only one content."""
+    key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
+    return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
+
+
 def grant_claim(
     node: NodeView,
     ledger: Ledger,
@@ -95,7 +103,6 @@ def grant_claim(
     *,
     users: Mapping[str, ClaimUser],
     terms: Callable[[ClaimUser, bool], Terms],
-    new_id: Callable[[], AllocationId],
     now: float,
 ) -> Sequence[Allocation]:
     """The allocations of the claim, for `ledger.occupy`. `users`: request -> a container that uses it; `terms`: the terms of its limits,
@@ -109,7 +116,7 @@ def grant_claim(
         user, admin = users[request], all(share.admin for share in shares)
         chosen = terms(user, not admin and not all(amounts.whole for amounts in gpus.values()))
         allocation = Allocation(
-            id=new_id(),
+            id=allocation_id(claim.ref.uid, shares),
             pod=user.pod,
             uid=user.uid,
             container=user.container,

@@ -89,7 +89,8 @@ class ApiSide:
             ("publisher", self.publisher.run),
             ("decision_reporter", self.decisions.run),
             ("node_reporter", self.node.run),
-            ("inventory_reporter", inventory.run),
+            # The scheduler extender must not choose GPUs that kube-scheduler gives to claims.
+            *([("inventory_reporter", inventory.run)] if components.dra is None else []),
         ):
             tasks.append(group.create_task(persistently(name, run), name=name))
         if self.delete_failed:

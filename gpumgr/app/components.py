@@ -98,7 +98,7 @@ class Components:
         self.agent = self._make_agent()
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(wait_synced, done=TAKEN_OVER in loaded.notes)
-        self.dra = self._make_dra(server) if settings.node.mode == "dra" else None
+        self.dra = self._make_dra(server, wait_synced, lost=loaded.lost) if settings.node.mode == "dra" else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         self.hardware_events = self._make_hardware_events()
@@ -233,7 +233,7 @@ class Components:
             held_back_by=held_back_by,
         )
 
-    def _make_dra(self, server: ApiServer | None) -> DraSide:
+    def _make_dra(self, server: ApiServer | None, wait_synced: Callable[[], Awaitable[None]], *, lost: bool) -> DraSide:
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
         return DraSide(
@@ -244,7 +244,9 @@ class Components:
             pods=self._pods,
             enforcement=self.enforcement.limits,
             enforcement_text=lambda: "+".join(self.enforcement.limits.choice.mechanisms),
-            new_id=_new_id,
+            pod_resources=self.pod_resources,
+            wait_synced=wait_synced,
+            lost=lost,
         )
 
     def _make_hardware_events(self) -> HardwareEvents:

@@ -1,20 +1,21 @@
 """What a node in mode dra has instead of the device plugins: ResourceClaims, the registration of the driver, and its ResourceSlice."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
 
 import structlog
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.ports import Enforcement, Pods
+from gpumgr.agent.ports import Enforcement, PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.aio import LatestValue, finish_shielded, persistently
-from gpumgr.allocator.claims import device_name
+from gpumgr.allocator.claims import ClaimRef, device_name
 from gpumgr.allocator.ids import GpuRegistry
-from gpumgr.allocator.ledger import AllocationId, Ledger
+from gpumgr.allocator.ledger import Ledger
 from gpumgr.dra.claim_reader import ClaimReader
 from gpumgr.dra.health import DeviceHealth, DraHealth
 from gpumgr.dra.registration import DraLink, LinkState
@@ -23,8 +24,9 @@ from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
 from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
+from gpumgr.errors import GpumgrError, Refusal
 from gpumgr.files import names_in
-from gpumgr.kubeapi.client import ApiServer
+from gpumgr.kubeapi.client import API_FAILURES, ApiServer
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -32,6 +34,7 @@ log = structlog.get_logger(__name__)
 #: How long calls are served after the slice was withdrawn, for pods that are bound already.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 CDI_CHECK_SECONDS: Final = 1.0
+RECLAIM_SECONDS: Final = 30.0
 UNHEALTHY_TAINT: Final = f"{DRIVER}/unhealthy"
 CORDONED_TAINT: Final = f"{DRIVER}/cordoned"
 #: Kubernetes' limit for the value of a taint.
@@ -40,7 +43,7 @@ _MAX_VALUE: Final = 63
 
 class DraSide:
     """`run` it as a daemon once the ledger is reconciled; `stop` ends it. `held_back_by`: why nothing may be registered yet; it is called
-    until it returns None. `enforcement_text`: the mechanisms of new shares."""
+    until it returns None. `enforcement_text`: the mechanisms of new shares. `lost`: the ledger was lost."""
 
     def __init__(
         self,
@@ -52,11 +55,14 @@ class DraSide:
         pods: Pods,
         enforcement: Enforcement,
         enforcement_text: Callable[[], str],
-        new_id: Callable[[], AllocationId],
+        pod_resources: PodResources,
+        wait_synced: Callable[[], Awaitable[None]],
+        lost: bool,
         observe: Observer = lambda *_: None,
     ) -> None:
         self._settings, self._server, self._agent_state, self._pods = settings, server, agent_state, pods
-        self._enforcement_text = enforcement_text
+        self._enforcement_text, self._pod_resources = enforcement_text, pod_resources
+        self._wait_synced, self._lost = wait_synced, lost
         node = settings.node.name
         self.claims = NodeClaims(
             agent_state=agent_state,
@@ -66,7 +72,6 @@ class DraSide:
             starts=starts,
             pool=node,
             cdi_name=cdi.device_name,
-            new_id=new_id,
         )
         self._devices = LatestValue[tuple[SliceDevice, ...] | None](None)
         self._registrations = LatestValue(0)
@@ -107,10 +112,13 @@ class DraSide:
         """Restores the prepared claims, then serves the kubelet, until `stop` or cancellation."""
         await self._wait_for_other_mode()
         await self.claims.restore()
+        if self._lost:
+            await self._adopt()
         self.update()
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
+            group.create_task(persistently("reclaim", self._reclaim), name="reclaim")
             group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
             group.create_task(self.link.run(), name="dra_link")
 
@@ -130,6 +138,28 @@ class DraSide:
             logged = holders
             await asyncio.sleep(2.0)
 
+    async def _adopt(self) -> None:
+        """The ledger was lost: prepares the claims of the node's pods again. The kubelet does not, since they are prepared for it."""
+        await self._wait_synced()
+        for pod in [pod for pod in self._pods.all() if pod.claims and not pod.ended]:
+            for name in {use.claim for use in pod.claims}:
+                try:
+                    found = await self._server.find(_claim_path(pod.namespace, name))
+                    if found is not None and allocated_here(found, self._settings.node.name):
+                        await self.claims.prepare(ClaimRef(namespace=pod.namespace, name=name, uid=str(found["metadata"]["uid"])))
+                except (Refusal, *API_FAILURES) as error:
+                    log.error("claim_not_adopted", claim=f"{pod.namespace}/{name}", error=str(error))
+
+    async def _reclaim(self) -> None:
+        async def exists(claim: ClaimRef) -> bool:
+            found = await self._server.find(_claim_path(claim.namespace, claim.name))
+            return found is not None and found["metadata"]["uid"] == claim.uid
+
+        while True:
+            await asyncio.sleep(RECLAIM_SECONDS)
+            with suppress(GpumgrError, *API_FAILURES):  # reported where these are used for every pod; the next round is soon
+                await self.claims.reclaim(exists, await self._pod_resources.list())
+
     async def _keep_specs(self) -> None:
         """A container restart makes no Prepare call, so lost CDI specs are written again."""
         while True:
@@ -142,6 +172,16 @@ class DraSide:
 
     def _registered(self) -> None:
         self._waiting_pods.retry_now()
+
+
+def _claim_path(namespace: str, name: str) -> str:
+    return f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}"
+
+
+def allocated_here(claim: Mapping[str, Any], pool: str) -> bool:
+    """Whether the claim (JSON) has a device of the driver in this pool."""
+    results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
+    return any((each["driver"], each["pool"]) == (DRIVER, pool) for each in results)
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

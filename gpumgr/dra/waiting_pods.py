@@ -73,7 +73,9 @@ class WaitingPods:
                 self._error = ""
             except (*API_FAILURES, *UNREADABLE) as error:
                 if str(error) != self._error:
-                    _log.warning("waiting_pods_not_retried", error=str(error), consequence="the kubelet retries them within 90 s")
+                    _log.warning(
+                        "claiming_pods_not_retried", error=str(error), consequence="the kubelet retries them within 90 s"
+                    )
                 self._error = str(error)
 
     async def step(self) -> None:
@@ -101,12 +103,12 @@ class WaitingPods:
         wait.retries += 1
         body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
         if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
-            _log.info("waiting_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
+            _log.info("claiming_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
 
     async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
         for name in claims:
             claim = await self._server.find(f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
-            results = ((claim or {}).get("status") or {}).get("allocation", {}).get("devices", {}).get("results", ())
+            results = (((claim or {}).get("status") or {}).get("allocation") or {}).get("devices", {}).get("results") or ()
             if any(result["driver"] == DRIVER for result in results):
                 return True
         return False

@@ -26,6 +26,16 @@ MEANINGS: Final = {
     "socket_made_again": "Another program removed or replaced a socket of the driver; the agent made it again. If this repeats, find "
     "that program: a second agent?",
     "leftover_socket_removed": "A socket of the driver was left by a process that is gone.",
+    "claim_prepared": "The kubelet has a ResourceClaim prepared: the claim holds these amounts, and its CDI spec is written.",
+    "claim_not_restored": "After a start of the agent, or a loss of the CDI spec, the limits or the spec of a prepared claim could not be "
+    "written, for the given reason. Containers that use it can't start until it can; it is tried again each second.",
+    "claim_not_adopted": "The ledger was lost, and this claim of a pod on the node could not be prepared again. Its GPUs count as free: "
+    "delete the pod.",
+    "claim_reclaimed": "The claim is gone from the API server and its pod from the kubelet, which never unprepared it. Its GPUs are free "
+    "again.",
+    "claiming_pod_retried": "The pod waited for a claim of the driver some seconds after its binding, so the agent updated an annotation of "
+    "the pod: the kubelet then prepares the claim again at once.",
+    "claiming_pods_not_retried": "The annotation could not be updated. The kubelet tries the pods again within 90 s by itself.",
     "claim_failed": "A bug occurred while a claim was prepared or released, and its pod waits. Report it with the traceback.",
     "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
     # decisions

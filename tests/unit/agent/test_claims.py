@@ -8,6 +8,7 @@ import pytest
 
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimShare, PreparedDevice, device_name
+from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import ClaimUse, PodView
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.errors import Refusal
@@ -57,7 +58,6 @@ class Node:
             starts=agent.container_starts,
             pool="node1",
             cdi_name=cdi_name,
-            new_id=lambda: next(self.world._ids),
             wall_clock=lambda: self.world.wall,
         )
 
@@ -231,3 +231,27 @@ async def test_the_sweep_of_ended_pods_leaves_claims_alone(node: Node) -> None:
     for _ in range(8):
         await node.world.sweep(40.0)
     assert len(node.world.ledger.allocations) == 1
+
+
+async def test_claims_that_are_gone_everywhere_are_freed_at_the_second_look(node: Node) -> None:
+    gone, listed, known = (node.claim(name, node.share(0, 10, 256)) for name in ("gone", "listed", "known"))
+    for ref in (gone, listed, known):
+        await node.prepare(ref)
+
+    async def exists(ref: ClaimRef) -> bool:
+        return ref == known
+
+    listing = Listing.of({("team", "listed"): {}})
+    await node.claims.reclaim(exists, listing)
+    assert len(node.world.ledger.allocations) == 3
+    await node.claims.reclaim(exists, listing)
+    assert {a.claim.name for a in node.world.ledger.allocations.values() if a.claim} == {"listed", "known"}
+
+
+async def test_a_lost_ledger_gives_the_same_names_of_cdi_devices(node: Node) -> None:
+    ref = node.claim("a", node.share(0, 30, 512))
+    first = await node.prepare(ref)
+    await node.world.restart(lost=True)
+    node.start()
+    assert await node.prepare(ref) == first
+    assert node.reader.reads == 2
