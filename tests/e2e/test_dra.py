@@ -231,11 +231,11 @@ def test_pods_share_one_claim(node: DraNode) -> None:
 
 
 def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> None:
-    """Written by hand past kube-scheduler. The neighbour on the GPU keeps what it has."""
+    """Written by hand past kube-scheduler. The other pod on the GPU keeps what it has."""
     node.make(template("share", request("gpu", 60, "5Gi")))
-    node.run([claiming("neighbour", "share")])
+    node.run([claiming("resident", "share")])
     before = node.agent.ledger()
-    result = dict(node.claim_of("neighbour")["status"]["allocation"]["devices"]["results"][0], shareID=str(uuid.uuid4()))
+    result = dict(node.claim_of("resident")["status"]["allocation"]["devices"]["results"][0], shareID=str(uuid.uuid4()))
     path = f"{RESOURCES}/namespaces/default/resourceclaims"
     spec = template("any", request("gpu", 60, "5Gi"))["spec"]["spec"]
     made = node.cluster.api.request(
