@@ -2,9 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
+from gpumgr.cli import live_schema
 from gpumgr.cluster.request import Policy
 from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, parse_milli
 from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
@@ -12,8 +14,6 @@ from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.simulate.node_filters import selects
 
 Json = Mapping[str, Any]
-#: What objects with another structure raise.
-BAD_OBJECT: Final = (ValueError, KeyError, TypeError, AttributeError)
 #: Demands of pods that are not modelled.
 UNCHECKED: Final = (
     "pod affinities",
@@ -31,34 +31,45 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
-    budgets = document.get("poddisruptionbudgets")
-    if budgets is None:
+    if document.get("poddisruptionbudgets") is None:
         problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
-    for item in document["nodes"]:
+    budgets = []
+    for name, item in _named(document, "poddisruptionbudgets", "PodDisruptionBudget"):
         try:
+            live_schema.check(item, live_schema.Budget)
+            budgets.append(item)
+        except ValueError as error:
+            problems.append(f"{name} is left out, and the pods that it selects count as not protected: {error}")
+    for name, item in _named(document, "nodes", "node"):
+        try:
+            live_schema.check(item, live_schema.Node)
             node = parse_node(item)
             if node.state.name in nodes:
-                problems.append(f"node {_name(item)} is there twice; only the last one counts")
+                problems.append(f"{name} is there twice; only the last one counts")
             nodes[node.state.name] = _live_node(item, node)
             if node.problem is not None:
-                problems.append(
-                    f"node {_name(item)}: {node.problem}; its GPUs count by its capacity; use agent and command of one version"
-                )
-        except BAD_OBJECT as error:
-            problems.append(f"node {_name(item)} is left out: it can't be read: {error!r}")
-    for item in document["pods"]:
+                problems.append(f"{name}: {node.problem}; its GPUs count by its capacity; use agent and command of one version")
+        except ValueError as error:
+            problems.append(f"{name} is left out: {error}")
+    for name, item in _named(document, "pods", "pod"):
         try:
-            pod = parse_watched_pod(item)
-            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets or ()))
+            pod = read_pod(item)
+            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets))
             if pod.problem is not None:
-                problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
-        except BAD_OBJECT as error:
-            problems.append(f"pod {_name(item)} is left out, and what it uses counts as free: it can't be read: {error!r}")
+                problems.append(f"{name}: {pod.problem}; likely GPUs count as used by it")
+        except ValueError as error:
+            problems.append(f"{name} is left out, and what it uses counts as free: {error}")
     return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
 
 
+def read_pod(item: Json) -> WatchedPod:
+    """Raises ValueError, which names the field."""
+    live_schema.check(item, live_schema.Pod)
+    return parse_watched_pod(item)
+
+
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
-    """Raises BAD_OBJECT."""
+    """Raises ValueError."""
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
     derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
@@ -70,12 +81,12 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
             {"key": each["key"], "effect": each["effect"], "value": each.get("value")} for each in spec.get("taints") or ()
         )
         + tuple({"key": key, "effect": "NoSchedule"} for key in derived if key),
-        allocatable=_amounts(status.get("allocatable") or status["capacity"]),
+        allocatable=_amounts(status.get("allocatable") or status.get("capacity") or {}),
     )
 
 
 def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets: Sequence[Json] = ()) -> LivePod:
-    """`node`: on which the pod is. Raises BAD_OBJECT."""
+    """`node`: on which the pod is. Raises ValueError."""
     spec = item["spec"]
     rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}
     unchecked = tuple(_unchecked(spec))
@@ -144,12 +155,22 @@ def _wanted(holder: Json) -> dict[str, int]:
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
-    return {
-        name: parse_milli(str(text)) if name == "cpu" else -(-parse_milli(str(text)) // 1000) for name, text in quantities.items()
-    }
+    """CPU in thousandths, all others in whole units."""
+    found = {}
+    for name, text in quantities.items():
+        try:
+            milli = parse_milli(str(text))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        found[name] = milli if name == "cpu" else -(-milli // 1000)
+    return found
 
 
-def _name(item: Any) -> str:
-    metadata = item.get("metadata") if isinstance(item, Mapping) else None
-    texts = [metadata.get(key) for key in ("namespace", "name")] if isinstance(metadata, Mapping) else []
-    return "/".join(str(text) for text in texts if text) or "without a name"
+def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """The objects with the texts by which messages name them; those of a file have their places."""
+    items = document.get(key) or ()
+    for item, place in zip_longest(items, document.get("places", {}).get(key, ())):
+        metadata = item.get("metadata") if isinstance(item, Mapping) else None
+        texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
+        name = "/".join(str(text) for text in texts if text) or "without a name"
+        yield f"{place}: {kind} {name}" if place else f"{kind} {name}", item

@@ -7,10 +7,10 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 import click
 
@@ -18,7 +18,7 @@ from gpumgr.cli.options import FiniteRange
 from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
 from gpumgr.cli.simulate_report import report
-from gpumgr.errors import InputError
+from gpumgr.cli.text_file import read_text
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.simulate import inflate, replay
 from gpumgr.simulate.model import NodeSpec, Pod
@@ -129,31 +129,10 @@ def command(
 
 
 def _read(nodes_file: Path, pods_file: Path) -> _Trace:
-    with _text(nodes_file) as lines:
-        nodes, skipped = read_nodes(str(nodes_file), lines)
+    nodes, skipped = read_nodes(str(nodes_file), StringIO(read_text(nodes_file), newline=""))
     if skipped.names:
         click.echo(f"{nodes_file}: {skipped.text}", err=True)
-    with _text(pods_file) as lines:
-        return nodes, read_pods(str(pods_file), lines, nodes)
-
-
-@contextmanager
-def _text(file: Path) -> Iterator[TextIO]:
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            yield lines
-    except UnicodeDecodeError as error:
-        with file.open("rb") as raw:
-            bad = next((number for number, line in enumerate(raw, start=1) if not _is_utf8(line)), 0)
-        raise InputError(f"{file}, line {bad}: it is not UTF-8 text: {error.reason}") from error
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return nodes, read_pods(str(pods_file), StringIO(read_text(pods_file), newline=""), nodes)
 
 
 def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[Timed]:
