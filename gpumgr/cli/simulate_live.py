@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -11,10 +11,10 @@ import click
 from gpumgr.cli.exit_codes import ExitingCommand
 from gpumgr.cli.live_objects import UNCHECKED, live_cluster, live_pod, read_pod
 from gpumgr.cli.live_snapshot import anonymised, foreign_texts, load, read_cluster, save
-from gpumgr.cli.options import FiniteRange, default_kubeconfig
-from gpumgr.cli.printable import cleaned, printable
-from gpumgr.cli.rendering.tables import open_table, plain_text
-from gpumgr.cli.simulate_group import SOURCE
+from gpumgr.cli.options import default_kubeconfig
+from gpumgr.cli.printable import cleaned
+from gpumgr.cli.simulate_group import CPUS_PER_GPU, SOURCE
+from gpumgr.cli.simulate_output import text_table
 from gpumgr.cli.yaml_object import read_object
 from gpumgr.errors import InputError
 from gpumgr.scheduler.reasons import request_text
@@ -38,13 +38,6 @@ _DEFAULTS: Final = SchedulerSettings()
 _POLICY: Final = click.Option(
     ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
 )
-_CPUS: Final = click.Option(
-    ["--cpus-per-gpu"],
-    type=FiniteRange(0.1, 1000),
-    default=_DEFAULTS.cpus_per_gpu,
-    show_default=True,
-    help="The setting scheduler.cpus_per_gpu.",
-)
 _OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"]), default="table", show_default=True)
 _MOST_MOVES: Final = click.Option(
     ["--most-moves"], type=click.IntRange(0, 10), default=3, show_default=True, help="The longest plan to look for."
@@ -65,7 +58,7 @@ def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], cli
     return made
 
 
-@_question(_POD, _POLICY, _CPUS)
+@_question(_POD, _POLICY, CPUS_PER_GPU)
 def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     """Print the node and the GPUs that a pod would get, or the reason of every node.
 
@@ -80,13 +73,13 @@ def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     place = _place(cluster, pod, spot)
     text = f"Pod {pod.name} fits on node {_where(place)}.\n"
     if spot is None:
-        text = (
-            f"Pod {pod.name} fits on none of {count_text(len(reasons), 'node')}.\n{_table(['NODE', 'REASON'], reasons.items())}"
+        text = f"Pod {pod.name} fits on none of {count_text(len(reasons), 'node')}.\n" + text_table(
+            [["NODE", "REASON"], *reasons.items()]
         )
     return {"pod": pod.name, "fits": spot is not None, **place, "reasons": reasons}, text, spot is not None
 
 
-@_question(_POD, _POLICY, _CPUS, _MOST_MOVES)
+@_question(_POD, _POLICY, CPUS_PER_GPU, _MOST_MOVES)
 def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> Answer:
     """Print the fewest moves of other pods after which a pod fits. Nothing is moved.
 
@@ -106,7 +99,7 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
     text = f"Found no plan with at most {count_text(most_moves, 'move')}{f' in {search.tries} tries' if search.ended else ''}.\n"
     if plan:
         text = f"Pod {pod.name} fits on node {_where(place)} after {count_text(len(moves), 'move')}.\n"
-        text += _table(["POD", "FROM", "TO"], ((each["pod"], _where(each["from"]), _where(each["to"])) for each in moves))
+        text += text_table([["POD", "FROM", "TO"], *([each["pod"], _where(each["from"]), _where(each["to"])] for each in moves)])
     fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
     text += "".join(
         f"Not moved: {count} pod{'s, each' if count > 1 else ', which'} {reason}.\n" for reason, count in sorted(fixed.items())
@@ -138,8 +131,9 @@ def capacity(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
         }
         for alike in sorted(shapes.values(), key=lambda alike: (-len(alike), alike[0].name))
     ]
-    cells = ([each["shape"], each["example"], each["pods"], *each["more"].values()] for each in rows)
-    return {"shapes": rows}, _table(["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)], cells), True
+    header = ["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)]
+    cells = ([each["shape"], each["example"], str(each["pods"]), *map(str, each["more"].values())] for each in rows)
+    return {"shapes": rows}, text_table([header, *cells]), True
 
 
 def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, **given: Any) -> None:
@@ -223,10 +217,3 @@ def _where(place: Json) -> str:
 def _shape(pod: LivePod) -> str:
     amounts = [f"{name} {amount_text(name, pod.requests[name])}" for name in ("cpu", "memory") if name in pod.requests]
     return ", ".join([request_text(pod.request), *amounts])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    table = open_table(*((heading, False) for heading in header))
-    for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
-    return f"{plain_text(table)}\n"

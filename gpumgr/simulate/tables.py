@@ -7,7 +7,6 @@ is a column.
 import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from gpumgr.errors import InputError
@@ -69,23 +68,10 @@ class _Row:
         return number
 
 
-@dataclass(slots=True)
-class Skipped:
-    """Rows that were left out for one reason."""
-
-    reason: str
-    names: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        shown = ", ".join(map(short, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
-        return f"{count_text(len(self.names), 'row')} skipped, {self.reason}: {shown}"
-
-
-def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], Skipped]:
-    """The nodes with GPUs. Raises InputError."""
+def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[str]]:
+    """The nodes with GPUs, and the names of the others, which are skipped. Raises InputError."""
     nodes: dict[str, NodeSpec] = {}
-    skipped = Skipped("nodes without GPUs")
+    skipped: list[str] = []
     for row in _rows(file, lines, _NODE_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):
         node = NodeSpec(
             name=row.text("name"),
@@ -100,9 +86,9 @@ def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], Skipped
         if node.gpus:
             nodes[node.name] = node
         else:
-            skipped.names.append(node.name)
+            skipped.append(node.name)
     if not nodes:
-        raise InputError(f"{file}: no node has a GPU" if skipped.names else f"{file}: it has no nodes")
+        raise InputError(f"{file}: no node has a GPU" if skipped else f"{file}: it has no nodes")
     return list(nodes.values()), skipped
 
 
