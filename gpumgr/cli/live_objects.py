@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 from gpumgr.cli import live_schema
 from gpumgr.cluster.request import Policy
@@ -14,6 +15,7 @@ from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.simulate.node_filters import selects
 
 Json = Mapping[str, Any]
+_T = TypeVar("_T")
 #: Demands of pods that are not modelled.
 UNCHECKED: Final = (
     "pod affinities",
@@ -33,39 +35,47 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
     pods: list[LivePod] = []
     if document.get("poddisruptionbudgets") is None:
         problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
-    budgets = []
-    for name, item in _named(document, "poddisruptionbudgets", "PodDisruptionBudget"):
-        try:
-            live_schema.check(item, live_schema.Budget)
-            budgets.append(item)
-        except ValueError as error:
-            problems.append(f"{name} is left out, and the pods that it selects count as not protected: {error}")
-    for name, item in _named(document, "nodes", "node"):
-        try:
-            live_schema.check(item, live_schema.Node)
-            node = parse_node(item)
-            if node.state.name in nodes:
-                problems.append(f"{name} is there twice; only the last one counts")
-            nodes[node.state.name] = _live_node(item, node)
-            if node.problem is not None:
-                problems.append(f"{name}: {node.problem}; its GPUs count by its capacity; use agent and command of one version")
-        except ValueError as error:
-            problems.append(f"{name} is left out: {error}")
-    for name, item in _named(document, "pods", "pod"):
-        try:
-            pod = read_pod(item)
-            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets))
-            if pod.problem is not None:
-                problems.append(f"{name}: {pod.problem}; likely GPUs count as used by it")
-        except ValueError as error:
-            problems.append(f"{name} is left out, and what it uses counts as free: {error}")
+
+    def read(key: str, kind: str, decode: Callable[[Json], _T], consequence: str = "") -> Iterator[tuple[str, _T]]:
+        for name, item in _named(document, key, kind):
+            try:
+                yield name, decode(item)
+            except ValueError as error:
+                problems.append(f"{name} is left out{consequence}: {error}")
+
+    unprotected, free = ", and the pods that it selects count as not protected", ", and what it uses counts as free"
+    budgets = [budget for _, budget in read("poddisruptionbudgets", "PodDisruptionBudget", _budget, unprotected)]
+    for name, (node, live_node) in read("nodes", "node", _node):
+        if node.state.name in nodes:
+            problems.append(f"{name} is there twice; only the last one counts")
+        nodes[node.state.name] = live_node
+        if node.problem is not None:
+            problems.append(f"{name}: {node.problem}; its GPUs count by its capacity; use agent and command of one version")
+    for name, (pod, live) in read("pods", "pod", lambda item: read_pod(item, nodes, budgets), free):
+        pods.append(live)
+        if pod.problem is not None:
+            problems.append(f"{name}: {pod.problem}; likely GPUs count as used by it")
     return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
 
 
-def read_pod(item: Json) -> WatchedPod:
-    """Raises ValueError, which names the field."""
+def read_pod(
+    item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Json] = ()
+) -> tuple[WatchedPod, LivePod]:
+    """`nodes`: those on which pods are. Raises ValueError, which names the field."""
     live_schema.check(item, live_schema.Pod)
-    return parse_watched_pod(item)
+    pod = parse_watched_pod(item)
+    return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
+
+
+def _budget(item: Json) -> Json:
+    live_schema.check(item, live_schema.Budget)
+    return item
+
+
+def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
+    live_schema.check(item, live_schema.Node)
+    node = parse_node(item)
+    return node, _live_node(item, node)
 
 
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
@@ -85,7 +95,7 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
     )
 
 
-def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets: Sequence[Json] = ()) -> LivePod:
+def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> LivePod:
     """`node`: on which the pod is. Raises ValueError."""
     spec = item["spec"]
     rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}

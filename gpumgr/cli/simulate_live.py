@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Final
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.live_objects import UNCHECKED, live_cluster, live_pod, read_pod
+from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
 from gpumgr.cli.live_snapshot import anonymised, foreign_texts, load, read_cluster, save
 from gpumgr.cli.options import default_kubeconfig
 from gpumgr.cli.printable import cleaned
@@ -184,8 +184,7 @@ def _read_pod(file: BinaryIO, *, anonymised: bool) -> LivePod:
         metadata = {"namespace": "default", "name": metadata.get("generateName", ""), **metadata, "uid": f"file {file.name}"}
     try:
         item = {**item, "metadata": metadata, "status": {}}
-        watched = read_pod(item)
-        pod = live_pod(item, watched)
+        watched, pod = read_pod(item)
     except ValueError as error:
         raise InputError(f"{file.name}: {error}; correct it, see `kubectl explain pod`") from error
     foreign = ", ".join(foreign_texts(item["spec"])) if anonymised else ""

@@ -22,11 +22,17 @@ class Entry(NamedTuple):
 
 
 class JsonText:
-    """The content of a file."""
+    """The content of a file. Raises InputError if it is not JSON."""
 
     def __init__(self, file: str, text: str) -> None:
         self._file, self._text = file, text
         self._counted = (0, 1)
+        try:
+            json.loads(text, parse_int=str)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{file}, line {error.lineno}, column {error.colno}: it is not JSON: {error.msg}") from error
+        except RecursionError as error:
+            raise InputError(f"{file}: it is not JSON that can be read: it is nested too deeply") from error
 
     def place(self, at: int) -> str:
         """The lines are counted from the last place on, if this one is behind it."""
@@ -35,44 +41,29 @@ class JsonText:
         return f"{self._file}, line {self._counted[1]}"
 
     def entries(self, opening: str, at: int = 0) -> Iterator[Entry]:
-        """Of the list ("[") or of the object ("{") at this position. Nothing but blanks may follow one that begins the text."""
-        first, closing = at == 0, {"[": "]", "{": "}"}[opening]
-        at = self._after(opening, at, f"{_KINDS[opening]} is expected")
-        keys: set[str] = set()
-        while not self._text.startswith(closing, at):
-            if keys:
-                at = self._after(",", at, f"'{closing}' or ',' is expected")
+        """Of the list ("[") or of the object ("{") at this position."""
+        at, keys = self._skipped(at), set[str]()
+        if self._text[at] != opening:
+            raise InputError(f"{self.place(at)}: {_KINDS[opening]} is expected")
+        at = self._skipped(at + 1)
+        while self._text[at] not in "]}":
             key = str(len(keys) + 1)
             if opening == "{":
-                named = at
-                if not self._text.startswith('"', at):
-                    raise InputError(f"{self.place(at)}: it is not JSON: a key is expected")
-                key, at = self._decoded(at)
+                key, end = self._decoded(at)
                 if key in keys:
-                    raise InputError(f"{self.place(named)}: {_twice(key)}")
-                at = self._after(":", at, "':' is expected")
+                    raise InputError(f"{self.place(at)}: {_twice(key)}")
+                at = self._skipped(self._skipped(end) + len(":"))
             keys.add(key)
             value, end = self._decoded(at)
             yield Entry(key, at, value)
-            at = self._skipped(end)
-        if first and self._skipped(at + 1) < len(self._text):
-            raise InputError(f"{self.place(self._skipped(at + 1))}: it is not JSON: nothing is expected after '{closing}'")
+            end = self._skipped(end)
+            at = self._skipped(end + 1) if self._text[end] == "," else end
 
     def _decoded(self, at: int) -> tuple[Any, int]:
         try:
             return _DECODER.raw_decode(self._text, at)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{self.place(error.pos)}, column {error.colno}: it is not JSON: {error.msg}") from error
-        except RecursionError as error:
-            raise InputError(f"{self.place(at)}: it is nested too deeply") from error
         except ValueError as error:
             raise InputError(f"{self.place(at)}: {error}") from error
-
-    def _after(self, sign: str, at: int, what: str) -> int:
-        at = self._skipped(at)
-        if not self._text.startswith(sign, at):
-            raise InputError(f"{self.place(at)}: it is not JSON: {what}" if sign in ",:" else f"{self.place(at)}: {what}")
-        return self._skipped(at + 1)
 
     def _skipped(self, at: int) -> int:
         blanks = _BLANKS.match(self._text, at)

@@ -312,7 +312,8 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
             2,
             "snapshot.json, line 2: the key 'b' is there twice",
         ),
-        ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json, line 1: an object is expected"),
+        ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json, line 1, column 2: it is not JSON: Expecting value"),
+        ("[]", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json, line 1: an object is expected"),
         (
             json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": [], "poddisruptionbudgets": []}),
             ("fit", file, "--snapshot", snapshot),
