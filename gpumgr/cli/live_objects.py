@@ -2,9 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
+from gpumgr.cli import live_schema
 from gpumgr.cluster.request import Policy
 from gpumgr.kubeapi.pods import MIRROR_ANNOTATION, parse_milli
 from gpumgr.scheduler.objects import WatchedNode, WatchedPod, parse_node, parse_watched_pod
@@ -12,8 +15,7 @@ from gpumgr.simulate.live import LiveCluster, LiveNode, LivePod, Spot
 from gpumgr.simulate.node_filters import selects
 
 Json = Mapping[str, Any]
-#: What objects with another structure raise.
-BAD_OBJECT: Final = (ValueError, KeyError, TypeError, AttributeError)
+_T = TypeVar("_T")
 #: Demands of pods that are not modelled.
 UNCHECKED: Final = (
     "pod affinities",
@@ -31,34 +33,53 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
-    budgets = document.get("poddisruptionbudgets")
-    if budgets is None:
+    if document.get("poddisruptionbudgets") is None:
         problems.append("PodDisruptionBudgets can't be listed: no pod counts as protected by one")
-    for item in document["nodes"]:
-        try:
-            node = parse_node(item)
-            if node.state.name in nodes:
-                problems.append(f"node {_name(item)} is there twice; only the last one counts")
-            nodes[node.state.name] = _live_node(item, node)
-            if node.problem is not None:
-                problems.append(
-                    f"node {_name(item)}: {node.problem}; its GPUs count by its capacity; use agent and command of one version"
-                )
-        except BAD_OBJECT as error:
-            problems.append(f"node {_name(item)} is left out: it can't be read: {error!r}")
-    for item in document["pods"]:
-        try:
-            pod = parse_watched_pod(item)
-            pods.append(live_pod(item, pod, nodes.get(pod.node or ""), budgets or ()))
-            if pod.problem is not None:
-                problems.append(f"pod {_name(item)}: {pod.problem}; likely GPUs count as used by it")
-        except BAD_OBJECT as error:
-            problems.append(f"pod {_name(item)} is left out, and what it uses counts as free: it can't be read: {error!r}")
+
+    def read(key: str, kind: str, decode: Callable[[Json], _T], consequence: str = "") -> Iterator[tuple[str, _T]]:
+        for name, item in _named(document, key, kind):
+            try:
+                yield name, decode(item)
+            except ValueError as error:
+                problems.append(f"{name} is left out{consequence}: {error}")
+
+    unprotected, free = ", and the pods that it selects count as not protected", ", and what it uses counts as free"
+    budgets = [budget for _, budget in read("poddisruptionbudgets", "PodDisruptionBudget", _budget, unprotected)]
+    for name, (node, live_node) in read("nodes", "node", _node):
+        if node.state.name in nodes:
+            problems.append(f"{name} is there twice; only the last one counts")
+        nodes[node.state.name] = live_node
+        if node.problem is not None:
+            problems.append(f"{name}: {node.problem}; its GPUs count by its capacity; use agent and command of one version")
+    for name, (pod, live) in read("pods", "pod", lambda item: read_pod(item, nodes, budgets), free):
+        pods.append(live)
+        if pod.problem is not None:
+            problems.append(f"{name}: {pod.problem}; likely GPUs count as used by it")
     return LiveCluster(nodes.values(), pods, policy, cpu_per_gpu_milli=round(1000 * cpus_per_gpu)), problems
 
 
+def read_pod(
+    item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Json] = ()
+) -> tuple[WatchedPod, LivePod]:
+    """`nodes`: those on which pods are. Raises ValueError, which names the field."""
+    live_schema.check(item, live_schema.Pod)
+    pod = parse_watched_pod(item)
+    return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
+
+
+def _budget(item: Json) -> Json:
+    live_schema.check(item, live_schema.Budget)
+    return item
+
+
+def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
+    live_schema.check(item, live_schema.Node)
+    node = parse_node(item)
+    return node, _live_node(item, node)
+
+
 def _live_node(item: Json, node: WatchedNode) -> LiveNode:
-    """Raises BAD_OBJECT."""
+    """Raises ValueError."""
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
     derived = [_NOT_READY.get(ready, "node.kubernetes.io/not-ready")]
@@ -70,12 +91,12 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
             {"key": each["key"], "effect": each["effect"], "value": each.get("value")} for each in spec.get("taints") or ()
         )
         + tuple({"key": key, "effect": "NoSchedule"} for key in derived if key),
-        allocatable=_amounts(status.get("allocatable") or status["capacity"]),
+        allocatable=_amounts(status.get("allocatable") or status.get("capacity") or {}),
     )
 
 
-def live_pod(item: Json, pod: WatchedPod, node: LiveNode | None = None, budgets: Sequence[Json] = ()) -> LivePod:
-    """`node`: on which the pod is. Raises BAD_OBJECT."""
+def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Json]) -> LivePod:
+    """`node`: on which the pod is. Raises ValueError."""
     spec = item["spec"]
     rules = {key: spec.get(key) for key in ("tolerations", "nodeSelector", "affinity")}
     unchecked = tuple(_unchecked(spec))
@@ -144,12 +165,22 @@ def _wanted(holder: Json) -> dict[str, int]:
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
-    return {
-        name: parse_milli(str(text)) if name == "cpu" else -(-parse_milli(str(text)) // 1000) for name, text in quantities.items()
-    }
+    """CPU in thousandths, all others in whole units."""
+    found = {}
+    for name, text in quantities.items():
+        try:
+            milli = parse_milli(str(text))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        found[name] = milli if name == "cpu" else -(-milli // 1000)
+    return found
 
 
-def _name(item: Any) -> str:
-    metadata = item.get("metadata") if isinstance(item, Mapping) else None
-    texts = [metadata.get(key) for key in ("namespace", "name")] if isinstance(metadata, Mapping) else []
-    return "/".join(str(text) for text in texts if text) or "without a name"
+def _named(document: Json, key: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """The objects with the texts by which messages name them; those of a file have their places."""
+    items = document.get(key) or ()
+    for item, place in zip_longest(items, document.get("places", {}).get(key, ())):
+        metadata = item.get("metadata") if isinstance(item, Mapping) else None
+        texts = [metadata.get(part) for part in ("namespace", "name")] if isinstance(metadata, Mapping) else []
+        name = "/".join(str(text) for text in texts if text) or "without a name"
+        yield f"{place}: {kind} {name}" if place else f"{kind} {name}", item

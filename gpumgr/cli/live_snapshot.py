@@ -9,9 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
+from gpumgr.cli.text_file import read_text
 from gpumgr.errors import GpumgrError, InputError
 from gpumgr.kubeapi.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kubeapi.cluster_annotations import PLACEMENT_ANNOTATION
+from gpumgr.simulate.json_text import JsonText
+from gpumgr.simulate.texts import short
 
 Document = dict[str, Any]
 _FORMAT: Final = {"kind": "gpumgr snapshot", "version": 1}
@@ -30,13 +33,22 @@ _KEPT: Final = re.compile(
     |poddisruptionbudgets/spec/selector/.*""",
     re.VERBOSE,
 )
-#: The texts that get other names, by their paths.
+#: The texts that get other names, by their paths; of resources the keys below a path.
 _NAMED: Final = {
     "node": r"nodes/metadata/name|pods/spec/nodeName|.*/matchFields/values|.*/predicate-node",
     "pod": r"(pods|poddisruptionbudgets)/metadata/name|.*/claimName|pods/spec/(resourceClaims|schedulingGates)/name",
     "namespace": r"[a-z]+/metadata/namespace",
+    "owner": r"pods/metadata/ownerReferences/kind",
+    "resource": r"nodes/status/(capacity|allocatable)|pods/spec/((containers/|initContainers/)?resources/(requests|limits)|overhead)",
     "value": r"[a-z]+/metadata/labels/.*|.*/(nodeSelector|matchLabels)/.*|.*/matchExpressions/values|.*/(taints|tolerations)/value",
 }
+#: Of these the texts that stay, because they mean the same in every cluster.
+_COMMON: Final = {
+    "value": "-?[0-9]*|true|false",
+    "owner": "DaemonSet|ReplicaSet|StatefulSet|Deployment|Job|CronJob|ReplicationController|Node|Pod",
+    "resource": r"[^/]*|([a-z0-9.-]+\.)?(kubernetes\.io|k8s\.io|gpumgr\.io|nvidia\.com|tencent\.com|amd\.com|intel\.com)/.*",
+}
+_PREFIX: Final = {"resource": "example.com/resource"}
 
 
 def read_cluster(kubeconfig: Path) -> Document:
@@ -45,14 +57,22 @@ def read_cluster(kubeconfig: Path) -> Document:
 
 
 def load(file: Path) -> Document:
-    """Raises InputError."""
-    try:
-        document = msgspec.json.decode(file.read_bytes(), type=Document)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: it can't be read: {error}; {_REMEDY}") from error
-    lists = all(isinstance(document.get(key), list) for key in ("nodes", "pods"))
-    if not lists or {key: document.get(key) for key in _FORMAT} != _FORMAT:
-        raise InputError(f"{file}: it is no snapshot of version 1; {_REMEDY}")
+    """With `places`: for each list the file and line of its objects. Raises InputError."""
+    text = JsonText(str(file), read_text(file))
+    entries = {entry.key: entry for entry in text.entries("{")}
+    for key, value in _FORMAT.items():
+        if key not in entries:
+            raise InputError(f"{file}, line 1: the key {key} is missing, so it is no snapshot; {_REMEDY}")
+        if entries[key].value != value:
+            found = short(str(entries[key].value))
+            raise InputError(f"{text.place(entries[key].at)}: {key} is {found}, and {value} is expected; {_REMEDY}")
+    document = {key: entry.value for key, entry in entries.items()}
+    document["places"] = {}
+    for key in ("nodes", "pods", "poddisruptionbudgets"):
+        if document.get(key) is not None:
+            document["places"][key] = [text.place(each.at) for each in text.entries("[", entries[key].at)]
+        elif key != "poddisruptionbudgets":
+            raise InputError(f"{file}, line 1: the list {key} is missing; {_REMEDY}")
     return document
 
 
@@ -61,17 +81,31 @@ def save(document: Document, file: Path) -> None:
 
 
 def anonymised(document: Document) -> Document:
-    """With other names of nodes, pods and namespaces, and other values of labels and taints. Equal texts stay equal, and names keep their
-    order. Numbers, true and false stay, since they have a meaning of their own."""
-    found: dict[str, set[str]] = {kind: set() for kind in _NAMED}
-    _renamed(document, lambda kind, text: found[kind].add(text) or text)  # type: ignore[func-returns-value]
-    found["value"] = {each for each in found["value"] - found["node"] if not re.fullmatch("-?[0-9]*|true|false", each)}
+    """With other names of nodes, pods and namespaces, values of labels and taints, kinds of owners and resources. Equal texts stay equal,
+    and names keep their order. Texts that mean the same in every cluster stay."""
+    found = _replaceable(document)
+    found["value"] -= found["node"]
     aliases = {
-        kind: {text: f"{kind}-{number:0{len(str(len(texts)))}}" for number, text in enumerate(sorted(texts), start=1)}
+        kind: {
+            text: f"{_PREFIX.get(kind, kind)}-{number:0{len(str(len(texts)))}}" for number, text in enumerate(sorted(texts), 1)
+        }
         for kind, texts in found.items()
     }
     aliases["value"] |= aliases["node"]
-    return _renamed(document, lambda kind, text: aliases[kind].get(text, text))
+    return {**_renamed(document, lambda kind, text: aliases[kind].get(text, text)), "anonymised": True}
+
+
+def foreign_texts(spec: Document) -> list[str]:
+    """What a pod's spec demands of a node in names that an anonymised snapshot does not have."""
+    found = _replaceable({"pods": [{"spec": spec}]})
+    demands = found["node"] | found["value"] | found["resource"]
+    return sorted(each for each in demands if not re.fullmatch(r"((example\.com/)?resource|node|value)-[0-9]+", each))
+
+
+def _replaceable(document: Document) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {kind: set() for kind in _NAMED}
+    _renamed(document, lambda kind, text: found[kind].add(text) or text)  # type: ignore[func-returns-value]
+    return {kind: {each for each in texts if not re.fullmatch(_COMMON.get(kind, ""), each)} for kind, texts in found.items()}
 
 
 async def _read(kubeconfig: Path) -> Document:
@@ -109,16 +143,22 @@ def _renamed(document: Document, alias: Callable[[str, str], str]) -> Document:
             return re.sub(r'("node"\s*:\s*")([^"]*)', lambda found: found[1] + alias("node", found[2]), leaf)
         return alias(kind, leaf) if isinstance(leaf, str) and (kind := _kind(path)) is not None else leaf
 
-    return {key: _walked(each, key, change) for key, each in document.items()}
+    def rename(path: str, key: str) -> str:
+        return alias("resource", key) if _kind(path) == "resource" else key
+
+    return {key: _walked(each, key, change, rename) for key, each in document.items()}
 
 
-def _walked(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """With other leaves. None: without this leaf, and without what has no other leaf."""
+def _walked(
+    value: Any, path: str, change: Callable[[str, Any], Any], rename: Callable[[str, str], str] = lambda _path, key: key
+) -> Any:
+    """With other leaves and keys. None: without this leaf, and without what has no other leaf."""
     if isinstance(value, dict):
-        items = {key: new for key, each in value.items() if (new := _walked(each, f"{path}/{key}", change)) is not None}
+        walked = ((key, _walked(each, f"{path}/{key}", change, rename)) for key, each in value.items())
+        items = {rename(path, key): new for key, new in walked if new is not None}
         return items if items or not value else None
     if isinstance(value, list):
-        elements = [new for each in value if (new := _walked(each, path, change)) is not None]
+        elements = [new for each in value if (new := _walked(each, path, change, rename)) is not None]
         return elements if elements or not value else None
     return change(path, value)
 

@@ -7,23 +7,22 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 import click
 
-from gpumgr.cli.options import FiniteRange
 from gpumgr.cli.simulate_group import LiveGroup, answered
 from gpumgr.cli.simulate_output import RENDERERS, AnyResult, Timed, times_csv
 from gpumgr.cli.simulate_report import report
-from gpumgr.errors import InputError
-from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.cli.text_file import read_text
 from gpumgr.simulate import inflate, replay
 from gpumgr.simulate.model import NodeSpec, Pod
 from gpumgr.simulate.policies import POLICIES
 from gpumgr.simulate.tables import read_nodes, read_pods
+from gpumgr.simulate.texts import count_text, short
 
 _EXAMPLES = """
 \b
@@ -87,13 +86,6 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     "--report", "report_file", type=_OUTPUT_FILE, callback=_writable, help="Writes charts and the table to this HTML file."
 )
 @click.option("--times", type=_OUTPUT_FILE, callback=_writable, help="Writes decision times to this CSV file.")
-@click.option(
-    "--cpus-per-gpu",
-    type=FiniteRange(0.1, 1000),
-    default=SchedulerSettings().cpus_per_gpu,
-    show_default=True,
-    help="The setting scheduler.cpus_per_gpu, for least-fragmentation.",
-)
 @click.option("--processes", type=click.IntRange(min=1), help="Simulations at the same time.  [default: one for each CPU]")
 def command(
     nodes_file: Path | None,
@@ -129,31 +121,11 @@ def command(
 
 
 def _read(nodes_file: Path, pods_file: Path) -> _Trace:
-    with _text(nodes_file) as lines:
-        nodes, skipped = read_nodes(str(nodes_file), lines)
-    if skipped.names:
-        click.echo(f"{nodes_file}: {skipped.text}", err=True)
-    with _text(pods_file) as lines:
-        return nodes, read_pods(str(pods_file), lines, nodes)
-
-
-@contextmanager
-def _text(file: Path) -> Iterator[TextIO]:
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            yield lines
-    except UnicodeDecodeError as error:
-        with file.open("rb") as raw:
-            bad = next((number for number, line in enumerate(raw, start=1) if not _is_utf8(line)), 0)
-        raise InputError(f"{file}, line {bad}: it is not UTF-8 text: {error.reason}") from error
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    nodes, skipped = read_nodes(str(nodes_file), StringIO(read_text(nodes_file), newline=""))
+    if skipped:
+        shown = ", ".join(map(short, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
+        click.echo(f"{nodes_file}: {count_text(len(skipped), 'row')} skipped, nodes without GPUs: {shown}", err=True)
+    return nodes, read_pods(str(pods_file), StringIO(read_text(pods_file), newline=""), nodes)
 
 
 def _simulated(trace: _Trace, tasks: list[_Task], workers: int) -> Iterator[Timed]:

@@ -8,9 +8,18 @@ from typing import Any, Final
 import click
 
 from gpumgr.cli.exit_codes import ExitingCommand
+from gpumgr.cli.options import FiniteRange
+from gpumgr.settings.schema import SchedulerSettings
 
 _LIVE: Final = "gpumgr.cli.simulate_live"
 _FILE: Final = click.Path(dir_okay=False, path_type=Path)
+CPUS_PER_GPU: Final = click.Option(
+    ["--cpus-per-gpu"],
+    type=FiniteRange(0.1, 1000),
+    default=SchedulerSettings().cpus_per_gpu,
+    show_default=True,
+    help="The setting scheduler.cpus_per_gpu, for least-fragmentation.",
+)
 SOURCE: Final = (
     click.Option(["--from-cluster"], is_flag=True, help="Read nodes and pods through the API server."),
     click.Option(["--kubeconfig"], type=_FILE, help="With --from-cluster.  [default: $KUBECONFIG, ~/.kube/config]"),
@@ -24,7 +33,7 @@ class LiveGroup(ExitingCommand, click.Group):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, invoke_without_command=True, **options)
-        self.params += SOURCE
+        self.params += [CPUS_PER_GPU, *SOURCE]
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return ["fit", "defrag", "capacity"]

@@ -2,22 +2,21 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import click
-import yaml
 
 from gpumgr.cli.exit_codes import ExitingCommand
-from gpumgr.cli.live_objects import BAD_OBJECT, UNCHECKED, live_cluster, live_pod
-from gpumgr.cli.live_snapshot import anonymised, load, read_cluster, save
-from gpumgr.cli.options import FiniteRange, default_kubeconfig
-from gpumgr.cli.printable import cleaned, printable
-from gpumgr.cli.rendering.tables import open_table, plain_text
-from gpumgr.cli.simulate_group import SOURCE
+from gpumgr.cli.live_objects import UNCHECKED, live_cluster, read_pod
+from gpumgr.cli.live_snapshot import anonymised, foreign_texts, load, read_cluster, save
+from gpumgr.cli.options import default_kubeconfig
+from gpumgr.cli.printable import cleaned
+from gpumgr.cli.simulate_group import CPUS_PER_GPU, SOURCE
+from gpumgr.cli.simulate_output import text_table
+from gpumgr.cli.yaml_object import read_object
 from gpumgr.errors import InputError
-from gpumgr.scheduler.objects import parse_watched_pod
 from gpumgr.scheduler.reasons import request_text
 from gpumgr.scheduler.selection import POLICIES
 from gpumgr.settings.schema import SchedulerSettings
@@ -25,6 +24,7 @@ from gpumgr.simulate.capacity import Capacity
 from gpumgr.simulate.defrag import Defrag
 from gpumgr.simulate.live import LiveCluster, LivePod, Spot
 from gpumgr.simulate.node_filters import amount_text
+from gpumgr.simulate.texts import count_text
 
 NOT_CHECKED: Final = f"{', '.join(UNCHECKED)}, quotas, admission, preemption"
 _EXIT_CODES: Final = {
@@ -37,13 +37,6 @@ _PODS: Final = click.Argument(["files"], metavar="[POD.yaml]...", type=click.Fil
 _DEFAULTS: Final = SchedulerSettings()
 _POLICY: Final = click.Option(
     ["--policy"], type=click.Choice(POLICIES), default=_DEFAULTS.policy, show_default=True, help="The setting scheduler.policy."
-)
-_CPUS: Final = click.Option(
-    ["--cpus-per-gpu"],
-    type=FiniteRange(0.1, 1000),
-    default=_DEFAULTS.cpus_per_gpu,
-    show_default=True,
-    help="The setting scheduler.cpus_per_gpu.",
 )
 _OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"]), default="table", show_default=True)
 _MOST_MOVES: Final = click.Option(
@@ -65,7 +58,7 @@ def _question(*params: click.Parameter) -> Callable[[Callable[..., Answer]], cli
     return made
 
 
-@_question(_POD, _POLICY, _CPUS)
+@_question(_POD, _POLICY, CPUS_PER_GPU)
 def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     """Print the node and the GPUs that a pod would get, or the reason of every node.
 
@@ -80,11 +73,13 @@ def fit(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
     place = _place(cluster, pod, spot)
     text = f"Pod {pod.name} fits on node {_where(place)}.\n"
     if spot is None:
-        text = f"Pod {pod.name} fits on none of {len(reasons)} nodes.\n{_table(['NODE', 'REASON'], reasons.items())}"
+        text = f"Pod {pod.name} fits on none of {count_text(len(reasons), 'node')}.\n" + text_table(
+            [["NODE", "REASON"], *reasons.items()]
+        )
     return {"pod": pod.name, "fits": spot is not None, **place, "reasons": reasons}, text, spot is not None
 
 
-@_question(_POD, _POLICY, _CPUS, _MOST_MOVES)
+@_question(_POD, _POLICY, CPUS_PER_GPU, _MOST_MOVES)
 def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> Answer:
     """Print the fewest moves of other pods after which a pod fits. Nothing is moved.
 
@@ -101,10 +96,10 @@ def defrag(cluster: LiveCluster, pods: Sequence[LivePod], most_moves: int) -> An
         for each, spot in plan[:-1]
     ]
     place = _place(cluster, pod, plan[-1][1] if plan else None)
-    text = f"Found no plan with at most {most_moves} moves{f' in {search.tries} tries' if search.ended else ''}.\n"
+    text = f"Found no plan with at most {count_text(most_moves, 'move')}{f' in {search.tries} tries' if search.ended else ''}.\n"
     if plan:
-        text = f"Pod {pod.name} fits on node {_where(place)} after {len(moves)} move{'s' * (len(moves) != 1)}.\n"
-        text += _table(["POD", "FROM", "TO"], ((each["pod"], _where(each["from"]), _where(each["to"])) for each in moves))
+        text = f"Pod {pod.name} fits on node {_where(place)} after {count_text(len(moves), 'move')}.\n"
+        text += text_table([["POD", "FROM", "TO"], *([each["pod"], _where(each["from"]), _where(each["to"])] for each in moves)])
     fixed = Counter(each.fixed for each in cluster.pods.values() if each.home is not None and each.fixed)
     text += "".join(
         f"Not moved: {count} pod{'s, each' if count > 1 else ', which'} {reason}.\n" for reason, count in sorted(fixed.items())
@@ -136,8 +131,9 @@ def capacity(cluster: LiveCluster, pods: Sequence[LivePod]) -> Answer:
         }
         for alike in sorted(shapes.values(), key=lambda alike: (-len(alike), alike[0].name))
     ]
-    cells = ([each["shape"], each["example"], each["pods"], *each["more"].values()] for each in rows)
-    return {"shapes": rows}, _table(["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)], cells), True
+    header = ["SHAPE", "EXAMPLE", "PODS", *(f"MORE:{policy}" for policy in POLICIES)]
+    cells = ([each["shape"], each["example"], str(each["pods"]), *map(str, each["more"].values())] for each in rows)
+    return {"shapes": rows}, text_table([header, *cells]), True
 
 
 def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, **given: Any) -> None:
@@ -149,10 +145,10 @@ def _run(ask: Callable[..., Answer], *, files: Sequence[BinaryIO], output: str, 
     cluster, problems = live_cluster(document, policy, cpus)
     if not cluster.nodes:
         raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
-    pods = [_read_pod(file, cluster) for file in files]
+    pods = [_read_pod(file, anonymised=document.get("anonymised") is True) for file in files]
     answer, text, found = ask(cluster, pods, **given)
     if problems:
-        click.echo("\n".join(cleaned([f"{len(problems)} problems of the snapshot:", *problems])), err=True)
+        click.echo("\n".join(cleaned([f"{count_text(len(problems), 'problem')} of the snapshot:", *problems])), err=True)
     demands = sorted({each for pod in pods for each in pod.unchecked})
     if output == "json":
         limits = {"not_checked": NOT_CHECKED.split(", "), "not_checked_demands": demands, "problems": problems}
@@ -178,26 +174,27 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
     return document
 
 
-def _read_pod(file: BinaryIO, cluster: LiveCluster) -> LivePod:
+def _read_pod(file: BinaryIO, *, anonymised: bool) -> LivePod:
     """Raises InputError."""
+    item = read_object(file.name, file.read())
+    if item.get("kind") != "Pod":
+        raise InputError(f"{file.name}: its kind is {item.get('kind')}; give a Pod, for example from the template in it")
+    metadata = item.get("metadata")
+    if isinstance(metadata, dict):
+        metadata = {"namespace": "default", "name": metadata.get("generateName", ""), **metadata, "uid": f"file {file.name}"}
     try:
-        (item,) = yaml.safe_load_all(file)
-        if item["kind"] != "Pod":
-            raise InputError(f"{file.name}: its kind is {item['kind']}; give a Pod, for example from the template in it")
-        names = {"namespace": "default", "name": item["metadata"].get("generateName", "")}
-        item = {**item, "metadata": {**names, **item["metadata"], "uid": f"file {file.name}"}, "status": {}}
-        watched = parse_watched_pod(item)
-        pod = live_pod(item, watched)
-        cluster.names(pod)
-        reasons = {
-            "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
-            watched.refusal: watched.refusal,
-            "it requests no GPU; set the limit tencent.com/vcuda-core in a container": not watched.wants_gpu,
-        }
-    except (*BAD_OBJECT, yaml.YAMLError) as error:
-        raise InputError(
-            f"{file.name}: it is not one Pod in YAML or JSON: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
+        item = {**item, "metadata": metadata, "status": {}}
+        watched, pod = read_pod(item)
+    except ValueError as error:
+        raise InputError(f"{file.name}: {error}; correct it, see `kubectl explain pod`") from error
+    foreign = ", ".join(foreign_texts(item["spec"])) if anonymised else ""
+    reasons = {
+        "it has spec.nodeName, so no scheduler places it; remove this line": watched.node,
+        watched.refusal: watched.refusal,
+        "it requests no GPU; set the limit tencent.com/vcuda-core in a container": not watched.wants_gpu,
+        f"it names {foreign}, and the snapshot is anonymised, so it has other names for them; write the names of the snapshot "
+        "(node-..., value-..., example.com/resource-...), or make a snapshot without --anonymise": foreign,
+    }
     if (reason := next((reason for reason, applies in reasons.items() if applies), None)) is not None:
         raise InputError(f"{file.name}: {reason}")
     return pod
@@ -219,10 +216,3 @@ def _where(place: Json) -> str:
 def _shape(pod: LivePod) -> str:
     amounts = [f"{name} {amount_text(name, pod.requests[name])}" for name in ("cpu", "memory") if name in pod.requests]
     return ", ".join([request_text(pod.request), *amounts])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    table = open_table(*((heading, False) for heading in header))
-    for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
-    return f"{plain_text(table)}\n"

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from gpumgr.cli.printable import printable
 from gpumgr.simulate.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS, Result
 from gpumgr.simulate.replay import ReplayResult, percentiles
 
@@ -71,13 +72,12 @@ def as_csv(found: Sequence[Timed]) -> str:
 
 
 def as_table(found: Sequence[Timed]) -> str:
-    """The rows of `table_rows`, and the median and the 99th percentile of the decision times of all seeds."""
-    header, *rows = table_rows(found)
-    times = []
-    for policy, *_ in rows:
-        p50, p99 = percentiles([each for result, measured in found if result.policy == policy for each in measured])
-        times.append([f"{p50 / 1000:.0f} us", f"{p99 / 1000:.0f} us"])
-    lines = [[*header, "DECISION p50", "p99"], *(row + measured for row, measured in zip(rows, times, strict=True))]
+    return text_table(table_rows(found))
+
+
+def text_table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns of equal width, also for untrusted texts."""
+    lines = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
     return "".join(f"{text}\n" for text in texts)

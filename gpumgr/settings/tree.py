@@ -30,7 +30,27 @@ class UnreadableError(SettingsError):
 
 def read_tree(path: Path) -> yaml.Node | None:
     """None if the file is empty. Raises UnreadableError."""
-    return _compose(_read(path))
+    return compose(_read(path))
+
+
+def compose(content: bytes) -> yaml.Node | None:
+    """The one document of a text; None if it is empty. Raises UnreadableError."""
+    loader: yaml.SafeLoader | None = None
+    try:
+        loader = yaml.SafeLoader(content)
+        tree: yaml.Node | None = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _no_yaml(said, mark.line + 1 if mark else None) from error
+    except yaml.reader.ReaderError as error:
+        # ReaderError counts characters or bytes, depending on where it failed; a line break is one of either.
+        raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
+    except RecursionError as error:
+        raise _no_yaml("nested too deeply") from error
+    except Exception as error:  # int() and chr() raise for digits that PyYAML passes on unchecked
+        raise _no_yaml(_sentence(error), loader.line + 1 if loader is not None else None) from error
+    return tree
 
 
 def entries(node: yaml.MappingNode) -> Iterator[tuple[str, int, yaml.Node]]:
@@ -82,25 +102,6 @@ def _read(path: Path) -> bytes:
 def _open_at_once(path: str, flags: int) -> int:
     """Without O_NONBLOCK, opening a FIFO blocks until it has a writer."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
-def _compose(content: bytes) -> yaml.Node | None:
-    loader: yaml.SafeLoader | None = None
-    try:
-        loader = yaml.SafeLoader(content)
-        tree: yaml.Node | None = loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise _no_yaml(said, mark.line + 1 if mark else None) from error
-    except yaml.reader.ReaderError as error:
-        # ReaderError counts characters or bytes, depending on where it failed; a line break is one of either.
-        raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
-    except RecursionError as error:
-        raise _no_yaml("nested too deeply") from error
-    except Exception as error:  # int() and chr() raise for digits that PyYAML passes on unchecked
-        raise _no_yaml(_sentence(error), loader.line + 1 if loader is not None else None) from error
-    return tree
 
 
 def _no_yaml(why: str, line: int | None = None) -> UnreadableError:

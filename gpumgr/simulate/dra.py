@@ -5,17 +5,13 @@ kube-scheduler looks for fitting nodes until it has a share of all nodes (percen
 NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Final
 
 from gpumgr.simulate.model import MAX_SHAPES, Cluster, Node, Placement, Shape
+from gpumgr.simulate.randomness import Random
 
-_T = TypeVar("_T")
-_NO_FIT = -1
-
-
-class _Random(Protocol):
-    def choice(self, seq: Sequence[_T], /) -> _T: ...
+_NO_FIT: Final = -1
 
 
 def least_allocated(node: Node, shape: Shape) -> int:
@@ -41,7 +37,7 @@ def sample_size(nodes: int) -> int:
 class DraPolicy:
     """`score` is 0 or more."""
 
-    def __init__(self, cluster: Cluster, score: Callable[[Node, Shape], int], random: _Random) -> None:
+    def __init__(self, cluster: Cluster, score: Callable[[Node, Shape], int], random: Random) -> None:
         self._cluster, self._score, self._random = cluster, score, random
         self._start = 0
         #: For each request the score of each node, and the number of changes that are part of it.

@@ -7,12 +7,13 @@ none is tried twice.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from gpumgr.errors import InputError
 from gpumgr.simulate.fragmentation import Fragmentation, typical_shapes
 from gpumgr.simulate.model import Cluster, NodeSpec, Pod
-from gpumgr.simulate.policies import POLICIES, Random
+from gpumgr.simulate.policies import POLICIES
+from gpumgr.simulate.randomness import Random
 
 DEMAND_PERCENT: Final = 130
 #: Of the GPUs that pods have asked for, in percent of all.
@@ -21,12 +22,6 @@ FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; others are named by their number of GPUs.
 KINDS: Final = ("none", "share", "1", "2", "4", "8")
 MAX_PODS: Final = 1_000_000
-
-
-class Shuffler(Random, Protocol):
-    """`random.Random`, as far as it is used here."""
-
-    def shuffle(self, x: list[Pod], /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +40,7 @@ class Result:
     over_demand: tuple[tuple[int, float, float], ...]
 
 
-def inflated(pods: Sequence[Pod], capacity_milli: int, random: Shuffler) -> list[Pod]:
+def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
     """Pods that ask for the demand. Raises InputError if the pods of the trace never reach it."""
     if not any(pod.shape.gpus for pod in pods):
         raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
@@ -69,7 +64,7 @@ def run(
     policy: str,
     seed: int,
     *,
-    random: Callable[[int], Shuffler],
+    random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
     decided: Callable[[], None] = lambda: None,
 ) -> Result:

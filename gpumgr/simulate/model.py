@@ -87,9 +87,6 @@ class Node:
         self.kinds: Counter[str] = Counter()
         self.version = 0
 
-    def idle(self, gpu: int) -> bool:
-        return self.gpu_milli[gpu] == GPU_MILLI and self.blocks[gpu] == self.spec.memory_blocks
-
     def idle_gpus(self) -> list[int]:
         full = self.spec.memory_blocks
         pairs = enumerate(zip(self.gpu_milli, self.blocks, strict=True))

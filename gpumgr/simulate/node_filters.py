@@ -1,6 +1,6 @@
 """kube-scheduler's filters of nodes by labels, taints and resources, as of version 1.37, on the fields of the API's objects.
 
-Objects with another structure raise ValueError, KeyError, TypeError or AttributeError.
+The objects have the structure of the API.
 """
 
 import re
@@ -90,7 +90,7 @@ def _met(requirement: Json, labels: Mapping[str, str]) -> bool:
         case "DoesNotExist":
             return value is None
         case "Gt" | "Lt" as operator:
-            return _compared(operator, value, values[0])
+            return _compared(operator, value, next(iter(values), None))
     raise ValueError(f"the operator {requirement['operator']} is not known")
 
 

@@ -1,8 +1,8 @@
 """The policies by name. Each one decides where a pod goes; the GPUs of the node are part of the decision."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final, Protocol, TypeVar, get_args
+from typing import Final, Protocol, get_args
 
 from gpumgr.cluster.request import Policy
 from gpumgr.simulate import scores
@@ -10,18 +10,9 @@ from gpumgr.simulate.core_policy import CorePolicy
 from gpumgr.simulate.dra import DraPolicy, least_allocated, most_allocated
 from gpumgr.simulate.fragmentation import Fragmentation
 from gpumgr.simulate.model import MAX_SHAPES, Cluster, Gpus, Node, Placement, Shape
+from gpumgr.simulate.randomness import Random
 from gpumgr.simulate.ranking import Order, Ranking, Score
 from gpumgr.simulate.scores import Choice
-
-_T = TypeVar("_T")
-
-
-class Random(Protocol):
-    """`random.Random`, as far as policies use it."""
-
-    def expovariate(self, lambd: float) -> float: ...
-    def random(self) -> float: ...
-    def choice(self, seq: Sequence[_T], /) -> _T: ...
 
 
 class Placer(Protocol):

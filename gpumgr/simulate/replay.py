@@ -16,9 +16,10 @@ from typing import Final, Literal
 
 from gpumgr.errors import InputError
 from gpumgr.simulate.fragmentation import Fragmentation, typical_shapes
-from gpumgr.simulate.inflate import Shuffler, by_kind
+from gpumgr.simulate.inflate import by_kind
 from gpumgr.simulate.model import Cluster, NodeSpec, Placement, Pod, Shape
 from gpumgr.simulate.policies import POLICIES, Placer
+from gpumgr.simulate.randomness import Random
 
 #: Points of the result over time.
 _POINTS: Final = 200
@@ -106,7 +107,7 @@ def run(
     policy: str,
     seed: int,
     *,
-    random: Callable[[int], Shuffler],
+    random: Callable[[int], Random],
     cpu_per_gpu_milli: int = 8000,
     decided: Callable[[], None] = lambda: None,
 ) -> ReplayResult:

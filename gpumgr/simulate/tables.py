@@ -1,22 +1,22 @@
 """Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or our own (docs/simulate.md, "Files").
 
-All errors are InputError and name file, line and column. In JSON, a list of objects, an element stands for a line and a key for a column.
+All errors are InputError and name file, line and column. In JSON, a list of objects, the line is that where the element begins, and a key
+is a column.
 """
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from gpumgr.errors import InputError
+from gpumgr.simulate.json_text import JsonText
 from gpumgr.simulate.model import GPU_MILLI, NodeSpec, Pod, Shape
+from gpumgr.simulate.texts import count_text, short
 from gpumgr.topology.matrix import MAX_GPUS
 
 MAX_ROWS: Final = 1_000_000
 _LARGEST: Final = 10**12
-_CHARACTERS: Final = 40
 
 #: Alibaba's column -> ours.
 _NODE_COLUMNS: Final = {"sn": "name", "gpu": "gpus", "memory_mib": "ram_mebibytes"}
@@ -52,9 +52,9 @@ class _Row:
         try:
             number = int(text or "0")
         except ValueError:
-            raise self.error(column, f"'{_short(text)}' is not a whole number") from None
+            raise self.error(column, f"'{short(text)}' is not a whole number") from None
         if not 0 <= number <= most:
-            raise self.error(column, f"{_short(text)} is not between 0 and {most}")
+            raise self.error(column, f"{short(text)} is not between 0 and {most}")
         return number
 
     def seconds(self, column: str) -> float | None:
@@ -64,27 +64,14 @@ class _Row:
         except ValueError:
             number = math.nan
         if number is not None and not 0 <= number <= _LARGEST:
-            raise self.error(column, f"'{_short(text)}' is not a number of seconds between 0 and {_LARGEST}")
+            raise self.error(column, f"'{short(text)}' is not a number of seconds between 0 and {_LARGEST}")
         return number
 
 
-@dataclass(slots=True)
-class Skipped:
-    """Rows that were left out for one reason."""
-
-    reason: str
-    names: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        shown = ", ".join(map(_short, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
-        return f"{len(self.names)} {'row' if len(self.names) == 1 else 'rows'} skipped, {self.reason}: {shown}"
-
-
-def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], Skipped]:
-    """The nodes with GPUs. Raises InputError."""
+def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], list[str]]:
+    """The nodes with GPUs, and the names of the others, which are skipped. Raises InputError."""
     nodes: dict[str, NodeSpec] = {}
-    skipped = Skipped("nodes without GPUs")
+    skipped: list[str] = []
     for row in _rows(file, lines, _NODE_COLUMNS, ("name", "gpus", "cpu_milli", "ram_mebibytes")):
         node = NodeSpec(
             name=row.text("name"),
@@ -95,13 +82,13 @@ def read_nodes(file: str, lines: Iterable[str]) -> tuple[list[NodeSpec], Skipped
             ram_mebibytes=row.number("ram_mebibytes"),
         )
         if not node.name or node.name in nodes:
-            raise row.error("name", f"the name '{_short(node.name)}' is there twice" if node.name else "the name is empty")
+            raise row.error("name", f"the name '{short(node.name)}' is there twice" if node.name else "the name is empty")
         if node.gpus:
             nodes[node.name] = node
         else:
-            skipped.names.append(node.name)
+            skipped.append(node.name)
     if not nodes:
-        raise InputError(f"{file}: no node has a GPU" if skipped.names else f"{file}: it has no nodes")
+        raise InputError(f"{file}: no node has a GPU" if skipped else f"{file}: it has no nodes")
     return list(nodes.values()), skipped
 
 
@@ -115,7 +102,7 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
         shape = _shape(row)
         if shape not in shapes:
             if shape.use_models and not any(map(shape.allows, models)):
-                raise row.error("gpu_models", f"no node has a GPU of model '{_short('|'.join(shape.use_models))}'")
+                raise row.error("gpu_models", f"no node has a GPU of model '{short('|'.join(shape.use_models))}'")
             if shape.memory_blocks and not memory:
                 raise row.error("memory_blocks", "the file of the nodes has no GPU memory; add its column memory_blocks")
         arrival, duration = row.seconds("arrival_seconds") or 0.0, row.seconds("duration_seconds")
@@ -151,7 +138,7 @@ def _shape(row: _Row) -> Shape:
     if ours and gpus and not row.text("cores"):
         milli = GPU_MILLI
     if gpus and not milli:
-        raise row.error(column, f"it is 0 and the pod requests {gpus} GPUs")
+        raise row.error(column, f"it is 0 and the pod requests {count_text(gpus, 'GPU')}")
     if milli and not gpus:
         raise row.error(column, "it is not 0 and the pod requests no GPU")
     if gpus > 1 and milli < GPU_MILLI:
@@ -176,6 +163,7 @@ def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: S
     for number, (place, values) in enumerate(_json(file, lines) if file.endswith(".json") else _csv(file, lines), start=1):
         if number > MAX_ROWS:
             raise InputError(f"{place}: more than {MAX_ROWS:,} rows")
+        columns = place if file.endswith(".json") else f"{file}, line 1"
         named = {renamed.get(column, column): text for column, text in values.items()}
         if len(named) < len(values) or ("cores" in named and "gpu_milli" in named):
             both = [
@@ -183,11 +171,11 @@ def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: S
                 for theirs, ours in {**renamed, "gpu_milli": "cores"}.items()
                 if {ours, theirs} <= values.keys()
             ]
-            raise InputError(f"{place}: the columns {both[0]} have one meaning; keep one of them")
+            raise InputError(f"{columns}: the columns {both[0]} have one meaning; keep one of them")
         for column in needed:
             if column not in named:
                 other = f" (or {alibaba[column]})" if column in alibaba else ""
-                raise InputError(f"{place}: the column {column}{other} is missing; there are {_short(', '.join(values))}")
+                raise InputError(f"{columns}: the column {column}{other} is missing; there are {short(', '.join(values))}")
         yield _Row(place, named)
 
 
@@ -195,39 +183,26 @@ def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, st
     reader = csv.reader(lines, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]
         if repeated := [name for name in header if header.count(name) > 1]:
-            raise InputError(f"{file}, line 1: the column {_short(repeated[0])} is there twice")
+            raise InputError(f"{file}, line 1: the column {short(repeated[0])} is there twice")
         for fields in reader:
             if not fields:
                 continue
             place = f"{file}, line {reader.line_num}"
             if len(fields) != len(header):
-                raise InputError(f"{place}: {len(fields)} columns, and the header has {len(header)}")
+                raise InputError(f"{place}: {count_text(len(fields), 'column')}, and the header has {len(header)}")
             yield place, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise InputError(f"{file}, line {reader.line_num}: {error}") from error
 
 
 def _json(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
-    try:
-        elements = json.loads("".join(lines))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}, line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: it is not JSON: {error}") from error
-    if not isinstance(elements, list):
-        raise InputError(f"{file}: a list of objects is expected")
-    for number, element in enumerate(elements, start=1):
-        place = f"{file}, element {number}"
+    text = JsonText(file, "".join(lines))
+    for number, at, element in text.entries("["):
+        place = f"{text.place(at)}, element {number}"
         if not isinstance(element, dict):
             raise InputError(f"{place}: an object is expected")
         for key, value in element.items():
             if isinstance(value, (list, dict, bool)):
-                raise InputError(f"{place}, column {_short(key)}: a text or a number is expected")
+                raise InputError(f"{place}, column {short(key)}: a text or a number is expected")
         yield place, {key: "" if value is None else str(value) for key, value in element.items()}
-
-
-def _short(text: str) -> str:
-    printed = "".join(each if each.isprintable() else "?" for each in text)
-    return printed if len(printed) <= _CHARACTERS else printed[: _CHARACTERS - 3] + "..."

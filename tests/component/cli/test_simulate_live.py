@@ -167,32 +167,105 @@ async def test_what_can_not_be_read_is_counted_and_named(
     lines = found.err.splitlines()
     assert lines[0] == "3 problems of the snapshot:"
     assert lines[1].startswith("node old: annotation gpumgr.io/inventory: version 9 is not supported")
-    assert lines[2].startswith("node broken is left out: it can't be read: ValueError(\"quantity 'many' can't be read\")")
+    assert lines[2].startswith("node broken is left out: cpu: quantity 'many' can't be read")
     assert lines[3].startswith("pod team/bad is left out, and what it uses counts as free: ")
+
+
+async def test_problems_of_a_file_have_its_line_and_field(gpumgr_command: Gpumgr, tmp_path: Path, given: Given) -> None:
+    snapshot = tmp_path / "snapshot.json"
+    bad: dict[str, Json] = {
+        "many": {"status": {"capacity": {"cpu": "many"}}},
+        "text": {"status": {"capacity": 5}},
+        "tainted": {"status": {}, "spec": {"taints": [{"key": "x"}]}},
+    }
+    items = [node("a", 1), *({"metadata": {"name": name, "uid": name}, **each} for name, each in bad.items())]
+    nodes = ",\n".join(map(json.dumps, items))
+    ends = '"pods": [{"metadata": 5}],\n"poddisruptionbudgets": [{}]'
+    snapshot.write_text(f'{{"kind": "gpumgr snapshot", "version": 1, "nodes": [\n{nodes}],\n{ends}}}')
+    found = await gpumgr_command("simulate", "fit", given(pod("new", 10)), "--snapshot", snapshot)
+    assert found.out.startswith("Pod team/new fits on node a GPU 0.")
+    assert found.err.splitlines() == [
+        "5 problems of the snapshot:",
+        f"{snapshot}, line 7: PodDisruptionBudget without a name is left out, and the pods that it selects count as not protected: "
+        "the object: object missing required field metadata",
+        f"{snapshot}, line 3: node many is left out: cpu: quantity 'many' can't be read",
+        f"{snapshot}, line 4: node text is left out: status.capacity: expected object | null, got int",
+        f"{snapshot}, line 5: node tainted is left out: spec.taints[0]: object missing required field effect",
+        f"{snapshot}, line 6: pod without a name is left out, and what it uses counts as free: metadata: expected object, got int",
+    ]
+
+
+async def test_an_anonymised_snapshot_has_no_own_names_and_refuses_pods_that_have(
+    gpumgr_command: Gpumgr, api: SimApiServer, tmp_path: Path, given: Given
+) -> None:
+    custom = node("b", 1, labels={"disk": "ssd", "number": "8"})
+    custom["status"]["allocatable"]["acme.example/fpga"] = custom["status"]["capacity"]["acme.example/fpga"] = "1"
+    api.put_node(custom)
+    owned = pod("one", 40, "a")
+    owned["metadata"]["ownerReferences"] = [{**OWNER[0], "kind": "AcmeJob"}]
+    api.put_document(owned)
+    snapshot = tmp_path / "snapshot.json"
+    await simulate(gpumgr_command, api, tmp_path, "--snapshot", snapshot, "--anonymise")
+    assert not re.search("acme|ssd", snapshot.read_text(), re.IGNORECASE)
+    assert {"owner-1", "ReplicaSet"} <= set(re.findall('"kind": "(.*)"', snapshot.read_text()))
+    await simulate(gpumgr_command, api, tmp_path, "--snapshot", tmp_path / "plain.json")
+    fpga, terms = (
+        pod("new", 10),
+        {"nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["b"]}]}]},
+    )
+    fpga["spec"]["containers"][0]["resources"]["limits"]["acme.example/fpga"] = "1"
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    for made, named in (
+        (pod("new", 10, nodeSelector={"disk": "ssd"}), "ssd"),
+        (pod("new", 10, affinity=affinity), "b"),
+        (pod("new", 10, tolerations=[{"key": "dedicated", "value": "x"}]), "x"),
+        (fpga, "acme.example/fpga"),
+    ):
+        refused = await gpumgr_command("simulate", "fit", given(made), "--snapshot", snapshot)
+        assert (refused.code, refused.out) == (2, "")
+        assert f"it names {named}, and the snapshot is anonymised" in refused.err
+        assert "make a snapshot without --anonymise" in refused.err
+        plain = await gpumgr_command("simulate", "fit", given(made), "--snapshot", tmp_path / "plain.json")
+        assert plain.code == 0
+    (disk,) = re.findall('"disk": "(.*)"', snapshot.read_text())
+    selecting = [pod("new", 10, nodeSelector=selector) for selector in ({"number": "8"}, {"disk": disk})]
+    for text in (*map(yaml.safe_dump, selecting), yaml.safe_dump(fpga).replace("acme.example/fpga", "example.com/resource-1")):
+        found = await gpumgr_command("simulate", "fit", given(text), "--snapshot", snapshot)
+        assert (found.code, found.out.splitlines()[0]) == (0, "Pod team/new fits on node node-2 GPU 0.")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "it is not one Pod in YAML or JSON: "),
-        ("kind: Pod\n---\nkind: Pod", "it is not one Pod in YAML or JSON: "),
-        ("kind: Deployment\nspec: {}", "its kind is Deployment; give a Pod"),
+        ("a: [", ", line 1: no valid YAML: "),
+        ("kind: Pod\n---\nkind: Pod", ", line 2: no valid YAML: expected a single document"),
+        ("", ": an object is expected, with apiVersion, kind, metadata and spec"),
+        ("kind: Pod\nspec:\n  nodeName: a\n  nodeName: b", ", line 4: the key nodeName is there twice"),
+        ('{"kind": "Pod",\n"kind": "Pod"}', ", line 2: the key kind is there twice"),
+        ("kind: Pod\n[1]: 2", ", line 2: a key is no text"),
+        ("kind: !!map [1]", ": a value does not have the form that its tag demands"),
+        ("kind: !!bool x", ": a value does not have the form that its tag demands"),
+        ("kind: Pod", ": metadata: expected object, got null"),
+        ("kind: Pod\nmetadata: 5", ": metadata: expected object, got int"),
+        ("kind: Pod\nmetadata: {}\nspec: {}", ": spec: object missing required field containers"),
+        ("kind: Pod\nmetadata: {}\nspec: {containers: [{name: c, resources: {limits: {cpu: x}}}]}", ": cpu: quantity 'x' can't"),
+        ("kind: Deployment\nspec: {}", ": its kind is Deployment; give a Pod"),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {nodeName: a, containers: [{name: c}]}",
-            "it has spec.nodeName, so no scheduler places it",
+            ": it has spec.nodeName, so no scheduler places it",
         ),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: c}]}",
-            "it requests no GPU; set the limit tencent.com/vcuda-core",
+            ": it requests no GPU; set the limit tencent.com/vcuda-core",
         ),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {containers: [{name: c, resources: {limits: {tencent.com/vcuda-core: 150}}}]}",
-            "container c: ",
+            ": container c: ",
         ),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {tolerations: 5, containers: [{name: c, resources: {limits: "
             "{tencent.com/vcuda-core: 100}}}]}",
-            "it is not one Pod in YAML or JSON: TypeError: 'int' object is not iterable",
+            ": spec.tolerations: expected array | null, got int; correct it, see `kubectl explain pod`",
         ),
     ],
 )
@@ -202,7 +275,7 @@ async def test_a_pod_that_can_not_be_used(
     file = given(text)
     found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
     assert (found.code, found.out) == (2, "")
-    assert found.err.startswith(f"gpumgr: {file}: {message}")
+    assert found.err.startswith(f"gpumgr: {file}{message}")
 
 
 async def test_wrong_usage_and_clusters_that_can_not_be_read(
@@ -214,14 +287,39 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
         (None, ("fit", file), 2, "give --from-cluster, or --snapshot FILE"),
         (None, ("fit", file, "--from-cluster"), 2, "there is no kubeconfig; give --kubeconfig FILE"),
         (None, ("fit", file, "--snapshot", snapshot, "--anonymise"), 2, "--anonymise needs --from-cluster and --snapshot"),
-        (None, ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: "),
-        ("{}", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it is no snapshot of version 1; make it with "),
-        ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: "),
+        (None, ("fit", file, "--snapshot", snapshot), 2, "snapshot.json: it can't be read: No such file or directory; give"),
+        (
+            "{}",
+            ("fit", file, "--snapshot", snapshot),
+            2,
+            "snapshot.json, line 1: the key kind is missing, so it is no snapshot; ",
+        ),
+        (
+            '{"kind": "gpumgr snapshot",\n"version": 2}',
+            ("fit", file, "--snapshot", snapshot),
+            2,
+            "snapshot.json, line 2: version is 2, and 1 is expected; make it with `gpumgr simulate --from-cluster",
+        ),
+        (
+            '{"kind": "gpumgr snapshot", "version": 1, "nodes": [],\n"pods": 5}',
+            ("fit", file, "--snapshot", snapshot),
+            2,
+            "snapshot.json, line 2: a list of objects is expected",
+        ),
+        (
+            '{"kind": "gpumgr snapshot", "version": 1,\n"nodes": [{"a": {"b": 1, "b": 2}}]}',
+            ("fit", file, "--snapshot", snapshot),
+            2,
+            "snapshot.json, line 2: the key 'b' is there twice",
+        ),
+        ("[", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json, line 1, column 2: it is not JSON: Expecting value"),
+        ("[]", ("fit", file, "--snapshot", snapshot), 2, "snapshot.json, line 1: an object is expected"),
         (
             json.dumps({"kind": "gpumgr snapshot", "version": 1, "nodes": [5], "pods": [], "poddisruptionbudgets": []}),
             ("fit", file, "--snapshot", snapshot),
             2,
-            "the snapshot has no node that can be used; node without a name is left out",
+            f"the snapshot has no node that can be used; {snapshot}, line 1: node without a name is left out: the object: expected object, "
+            "got int",
         ),
     ):
         if content is not None:

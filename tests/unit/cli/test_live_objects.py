@@ -99,6 +99,30 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
     assert live_cluster(document, "binpack")[0].names(pod) == (("a",) if reason is None else ())
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"status": 5}, "status"),
+        ({"spec": {"containers": [{"name": "c", "env": [5]}]}}, "spec.containers[0].env[0]"),
+        ({"spec": {"containers": [{}]}}, "spec.containers[0]"),
+        ({"spec": {"containers": [], "nodeSelector": {"a": 1}}}, "spec.nodeSelector[...]"),
+        ({"spec": {"containers": [], "volumes": [None]}}, "spec.volumes[0]"),
+        ({"metadata": {"name": "x", "namespace": "team"}}, "metadata"),
+    ],
+)
+def test_a_field_of_another_type_is_named(changes: Json, field: str) -> None:
+    item = {"metadata": {"name": "x", "namespace": "team", "uid": "x"}, "spec": {"containers": []}, **changes}
+    _, (problem,) = live_cluster({"nodes": nodes(), "pods": [item], "poddisruptionbudgets": []}, "binpack")
+    assert problem.startswith(f"pod team/x is left out, and what it uses counts as free: {field}: ")
+
+
+def test_a_comparison_without_a_value_matches_nothing() -> None:
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "size", "operator": "Gt", "values": []}]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    document = {"nodes": nodes(), "pods": [], "poddisruptionbudgets": []}
+    assert live_cluster(document, "binpack")[0].names(live(affinity=affinity)) == ()
+
+
 def test_a_second_node_of_one_name_is_named() -> None:
     document = {"nodes": nodes() + nodes(), "pods": [], "poddisruptionbudgets": []}
     assert live_cluster(document, "binpack")[1] == ["node a is there twice; only the last one counts"]

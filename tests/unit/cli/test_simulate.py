@@ -56,8 +56,7 @@ def test_table_and_csv(files: tuple[str, str]) -> None:
     options = ("--policy", "best-fit", "--seed", "1", "--seed", "2")
     header, row = simulate(files, *options).stdout.splitlines()
     assert header.split()[:4] == ["POLICY", "SEEDS", "ALLOC@100%", "ALLOC@130%"]
-    assert header.endswith("IDLE GPUS  DECISION p50  p99")
-    assert row.endswith(" us")
+    assert header.endswith("IDLE GPUS")
     assert row.split()[:2] == ["best-fit", "2"]
     assert row.count("±") == 12
     rows = list(csv.DictReader(io.StringIO(simulate(files, *options, "--output", "csv").stdout)))

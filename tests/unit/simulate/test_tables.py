@@ -27,7 +27,7 @@ def test_own_columns_in_csv_and_json_are_the_same() -> None:
 def test_alibabas_columns() -> None:
     nodes, skipped = read_nodes("n.csv", lines("sn,cpu_milli,memory_mib,gpu,model", "a,8000,64,2,A100", "b,1,1,0,", "c,1,1,0,"))
     assert nodes == [NodeSpec(name="a", gpus=2, model="A100", cpu_milli=8000, ram_mebibytes=64)]
-    assert skipped.text == "2 rows skipped, nodes without GPUs: b, c"
+    assert skipped == ["b", "c"]
     share, whole, none = read_pods(
         "p.csv", lines(ALIBABA, "x,500,16,1,460,A100|T4,LS,Running,5,25,6", "y,1,2,2,1000,,,,,,", "z,1,2,0,0,,,,,,"), nodes
     )
@@ -43,15 +43,15 @@ def test_alibabas_columns() -> None:
         ([], "p.csv: it has no pods"),
         (
             ["name,gpus,cpu_milli", "x,1,1"],
-            "p.csv, line 2: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus",
+            "p.csv, line 1: the column ram_mebibytes (or memory_mib) is missing; there are name, gpus",
         ),
         (
             ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
-            "p.csv, line 2: the columns gpus and num_gpu have one meaning; keep one of them",
+            "p.csv, line 1: the columns gpus and num_gpu have one meaning; keep one of them",
         ),
         (
             ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
-            "p.csv, line 2: the columns cores and gpu_milli have one meaning; keep one of them",
+            "p.csv, line 1: the columns cores and gpu_milli have one meaning; keep one of them",
         ),
         ([POD_HEADER, "x,1,50,1,-5,1,,"], "p.csv, line 2, column cpu_milli: -5 is not between 0 and"),
         ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "p.csv, line 2, column ram_mebibytes: 1000000"),
@@ -60,7 +60,7 @@ def test_alibabas_columns() -> None:
             [POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"],
             "p.csv, line 4, column gpu_models: no node has a GPU of model 'H100'",
         ),
-        ([POD_HEADER, "x,1,0,1,1,1,,"], "p.csv, line 2, column cores: it is 0 and the pod requests 1 GPUs"),
+        ([POD_HEADER, "x,1,0,1,1,1,,"], "p.csv, line 2, column cores: it is 0 and the pod requests 1 GPU"),
         ([POD_HEADER, "x,2,50,1,1,1,,"], "p.csv, line 2, column cores: a pod with several GPUs requests whole ones"),
         ([POD_HEADER, "x,0,50,0,1,1,,"], "p.csv, line 2, column cores: it is not 0 and the pod requests no GPU"),
         ([POD_HEADER, "x,0,0,4,1,1,,"], "p.csv, line 2, column memory_blocks: it is not 0"),
@@ -97,17 +97,25 @@ def test_bad_nodes(rows: list[str], message: str) -> None:
     assert str(error.value) == message
 
 
+GOOD = '{"name": "x", "gpus": 1, "cpu_milli": 1, "ram_mebibytes": 1}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"name": ', "p.json, line 1, column 11: "),
-        ("{}", "p.json: a list of objects is expected"),
-        ("[1]", "p.json, element 1: an object is expected"),
-        ('[{"name": ["x"]}]', "p.json, element 1, column name: a text or a number is expected"),
-        (
-            '[{"name": "x", "gpus": 1.5, "cpu_milli": 1, "ram_mebibytes": 1}]',
-            "p.json, element 1, column gpus: '1.5' is not a whole",
-        ),
+        ('[{"name": ', "p.json, line 1, column 11: it is not JSON: Expecting value"),
+        ("\n{}", "p.json, line 2: a list of objects is expected"),
+        ("[1]", "p.json, line 1, element 1: an object is expected"),
+        (f'[{GOOD},\n{{"name": ["x"]}}]', "p.json, line 2, element 2, column name: a text or a number is expected"),
+        (f"[\n{GOOD},\n{GOOD.replace('1', '1.5', 1)}]", "p.json, line 3, element 2, column gpus: '1.5' is not a whole"),
+        (f"[{GOOD}\n{GOOD}]", "p.json, line 2, column 1: it is not JSON: Expecting ',' delimiter"),
+        (f"[{GOOD}]\n5", "p.json, line 2, column 1: it is not JSON: Extra data"),
+        (f'[{GOOD},\n{{"name": "y", "name": "z"}}]', "p.json, line 2: the key 'name' is there twice; keep one of them"),
+        (f"[{GOOD},\n{GOOD.replace('1', 'NaN', 1)}]", "p.json, line 2: it is not JSON: NaN is no number"),
+        (f"[{GOOD},\n{GOOD.replace('1', '1' * 5000, 1)}]", "p.json, line 2: the number 1111111111111111111111111111"),
+        ("[" * 100_000, "p.json: it is not JSON that can be read: it is nested too deeply"),
+        ("", "p.json, line 1, column 1: it is not JSON: Expecting value"),
+        ("[]", "p.json: it has no pods"),
     ],
 )
 def test_bad_json(text: str, message: str) -> None:
