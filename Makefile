@@ -66,7 +66,7 @@ imports: venv ## the arrows between the modules
 
 # Generated protobuf code: committed, never edited by hand.
 # Folder below proto/ = folder below gpumgr/_pb; the rest of the path is the package's name.
-PROTO_APIS := deviceplugin/v1beta1=deviceplugin/ runtime/v1= display= dra/v1= drahealth/v1= pluginregistration/v1=
+PROTO_APIS := deviceplugin/v1beta1=deviceplugin/ runtime/v1= display= dra/v1= drahealth/v1=drahealth/ pluginregistration/v1=
 PROTO_OUT ?= gpumgr/_pb
 
 proto: venv ## regenerate gpumgr/_pb from proto/

@@ -43,7 +43,7 @@ class UnixSocket:
             raise OSError(errno.ENAMETOOLONG, problem)
         if self.path.is_symlink() or (self.path.exists() and not self.path.is_socket()):
             raise OSError(errno.EEXIST, "a file that is no socket is there")
-        if not replace_served and _is_served(self.path):
+        if not replace_served and is_served(self.path):
             raise OSError(errno.EADDRINUSE, "another process listens there")
         self.path.unlink(missing_ok=True)
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -65,7 +65,7 @@ class UnixSocket:
         self._inode = None
 
 
-def _is_served(path: Path) -> bool:
+def is_served(path: Path) -> bool:
     """Whether a process listens there. Never waits. Raises OSError if that can't be found out."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)

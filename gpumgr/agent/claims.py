@@ -100,6 +100,10 @@ class NodeClaims:
             except Refusal as refusal:
                 log.error("claim_not_restored", allocation=allocation.id, holder=allocation.describe(), reason=str(refusal))
 
+    def prepared(self) -> Collection[tuple[str, str]]:
+        """Namespace and name of the claims that hold GPUs."""
+        return {(a.claim.namespace, a.claim.name) for a in self._prepared() if a.claim is not None}
+
     def _prepared(self) -> Iterable[Allocation]:
         return [a for a in self._agent_state.ledger.allocations.values() if a.claim is not None]
 

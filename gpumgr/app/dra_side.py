@@ -17,19 +17,18 @@ from gpumgr.allocator.ids import GpuRegistry
 from gpumgr.allocator.ledger import AllocationId, Ledger
 from gpumgr.dra.claim_reader import ClaimReader
 from gpumgr.dra.health import DeviceHealth, DraHealth
-from gpumgr.dra.registration import DraLink, DraLinkState
+from gpumgr.dra.registration import DraLink, LinkState
 from gpumgr.dra.service import DraPlugin, Observer
 from gpumgr.dra.slice_publisher import SlicePublisher
 from gpumgr.dra.slices import DRIVER, SliceDevice, Taint, slice_devices, with_lost
+from gpumgr.dra.waiting_pods import WaitingPods
 from gpumgr.enforcement import cdi
 from gpumgr.files import names_in
-from gpumgr.kubeapi.client import API_FAILURES, ApiServer
+from gpumgr.kubeapi.client import ApiServer
 from gpumgr.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: Of pods that wait for a claim: the kubelet tries a changed pod at once, and otherwise only after more than a minute.
-RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
 #: How long calls are served after the slice was withdrawn, for pods that are bound already.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 CDI_CHECK_SECONDS: Final = 1.0
@@ -73,25 +72,24 @@ class DraSide:
         self._registrations = LatestValue(0)
         self._health = LatestValue[tuple[DeviceHealth, ...]](())
         self.publisher = SlicePublisher(server, node, self._devices, self._registrations)
-        health = DraHealth(self._health)
         self.link = DraLink(
             settings.kubelet.plugins_dir,
             settings.kubelet.plugins_registry_dir,
             DRIVER,
-            lambda: [DraPlugin(self.claims, observe), health],
-            end_streams=health.end_streams,
+            [DraPlugin(self.claims, observe), DraHealth(self._health)],
+            on_registered=self._registered,
             on_state=self._link_changed,
         )
         self._publishing: asyncio.Task[None] | None = None
-        self._retries: set[asyncio.Task[None]] = set()
+        self._waiting_pods = WaitingPods(server, pods, self.claims.prepared)
 
     @property
     def registered(self) -> bool:
         return self.link.registered
 
     @property
-    def states(self) -> Mapping[str, DraLinkState]:
-        return self.link.states
+    def states(self) -> Mapping[str, LinkState]:
+        return {DRIVER: self.link.state}
 
     def update(self) -> None:
         """The GPUs, their health or the allocations have changed."""
@@ -113,6 +111,7 @@ class DraSide:
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs")
+            group.create_task(persistently("waiting_pods", self._waiting_pods.run), name="waiting_pods")
             group.create_task(self.link.run(), name="dra_link")
 
     async def stop(self, grace_seconds: float) -> None:
@@ -138,22 +137,11 @@ class DraSide:
             names = await asyncio.to_thread(names_in, self._settings.enforcement.cdi_dir)
             await self.claims.restore(unless={found for name in names if (found := cdi.allocation_of(name)) is not None})
 
-    def _link_changed(self, state: DraLinkState) -> None:
+    def _link_changed(self, state: LinkState) -> None:
         self._registrations.set(state.registrations if state.registered else 0)
-        if state.registered:
-            task = asyncio.create_task(self._retry_waiting_pods())
-            self._retries.add(task)
-            task.add_done_callback(self._retries.discard)
 
-    async def _retry_waiting_pods(self) -> None:
-        """Changes an annotation of each pod that waits for a claim, so that the kubelet tries it again at once."""
-        for pod in [pod for pod in self._pods.all() if pod.claims and pod.phase == "Pending"]:
-            body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(self.link.state.registrations)}}}
-            try:
-                await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409))
-            except API_FAILURES as error:
-                log.warning("waiting_pod_not_retried", pod="/".join(pod.key), error=str(error))
-                return
+    def _registered(self) -> None:
+        self._waiting_pods.retry_now()
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:

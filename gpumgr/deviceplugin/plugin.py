@@ -6,22 +6,20 @@ Invariants:
 3. ListAndWatch sends the newest list on each change; a slow reader delays no other and misses only outdated lists.
 """
 
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
 import structlog
-from grpclib.const import Cardinality, Status
+from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
-from grpclib.exceptions import GRPCError
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
 from gpumgr.aio import LatestValue, Subscription, run_shielded
 from gpumgr.allocator.response import ContainerResponse
 from gpumgr.deviceplugin import codec
-from gpumgr.errors import Refusal, RefusalCode
-from gpumgr.rpc.wire import WireError
+from gpumgr.errors import Refusal
+from gpumgr.rpc.calls import answering, receive
 from gpumgr.units import RESOURCE_NAMES, Resource
 
 _log = structlog.get_logger(__name__)
@@ -29,15 +27,6 @@ _log = structlog.get_logger(__name__)
 SERVICE: Final = "/v1beta1.DevicePlugin/"
 #: DevicePluginOptions with both options on. The Register request has the same, since older kubelets read them there.
 OPTIONS: Final = bytes(DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True))
-
-_STATUS: Final[dict[RefusalCode, Status]] = {
-    "invalid_request": Status.INVALID_ARGUMENT,
-    "no_fit": Status.RESOURCE_EXHAUSTED,
-    "gpu_unhealthy": Status.FAILED_PRECONDITION,
-    "conflict": Status.ABORTED,
-    "unknown_device": Status.NOT_FOUND,
-    "internal": Status.INTERNAL,
-}
 
 #: Called after each RPC with its name, resource, outcome ("ok", a refusal's code, "cancelled") and duration in seconds.
 Observer = Callable[[str, Resource, str, float], None]
@@ -94,34 +83,21 @@ class DevicePlugin:
             watch.close()
 
     def _serving(self, rpc: str, answer: Callable[[bytes], Awaitable[bytes]]) -> Callable[[Any], Awaitable[None]]:
+        def observe(rpc: str, outcome: str, seconds: float) -> None:
+            self._observe(rpc, self._kind, outcome, seconds)
+
+        log = _log.bind(resource=RESOURCE_NAMES[self._kind])
+
         async def serve(stream: Any) -> None:
-            started = time.perf_counter()
-            outcome = "cancelled"
-            try:
-                reply = await answer(await _receive(stream))
-                outcome = "ok"
-            except Refusal as refusal:
-                outcome = refusal.code
-                raise GRPCError(_STATUS[refusal.code], str(refusal)) from refusal
-            except WireError as error:
-                outcome = "invalid_request"
-                raise GRPCError(Status.INVALID_ARGUMENT, f"gpumgr can't read this {rpc} request: {error}") from error
-            except GRPCError:
-                outcome = "invalid_request"
-                raise
-            except Exception as error:  # a bug must not end the node's admission; it is logged only here
-                outcome = "internal"
-                _log.exception("call_failed", rpc=rpc, resource=RESOURCE_NAMES[self._kind])
-                text = f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log has the details"
-                raise GRPCError(Status.INTERNAL, text) from error
-            finally:
-                self._observe(rpc, self._kind, outcome, time.perf_counter() - started)
+            with answering(rpc, log, observe) as call:
+                reply = await answer(await receive(stream))
+                call.outcome = "ok"
             await stream.send_message(reply)
 
         return serve
 
     async def _list_and_watch(self, stream: Any) -> None:
-        await _receive(stream)
+        await receive(stream)
         with self._devices.subscribe() as watch:
             self._watches.add(watch)
             try:
@@ -166,17 +142,3 @@ class DevicePlugin:
             raise Refusal("invalid_request", f"the kubelet's request names {twice} twice")
         if not ids:
             raise Refusal("invalid_request", f"the kubelet's request names no id of {RESOURCE_NAMES[self._kind]}")
-
-
-async def _receive(stream: Any) -> bytes:
-    """The request of a unary call; empty if the client closes its side without a message.
-
-    Raises GRPCError for requests that grpclib can't decode: compressed messages, and frames shorter than their length field.
-    """
-    try:
-        request: bytes | None = await stream.recv_message()
-    except NotImplementedError as error:
-        raise GRPCError(Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages") from error
-    except AssertionError as error:
-        raise GRPCError(Status.INVALID_ARGUMENT, "the request is shorter than the length in its frame") from error
-    return request or b""

@@ -1,13 +1,8 @@
-"""The health of the devices for the kubelet, which shows it in the pods' status (KEP-4680). It evicts nothing; taints of the slice do.
-
-Every message has all devices. A device that is not repeated within 30 s counts as unknown, so the list is repeated before.
-Source: Kubernetes 1.37.2, pkg/kubelet/cm/dra/healthinfo.go and k8s.io/kubelet/pkg/apis/dra-health.
-"""
+"""The DRAResourceHealth service, v1 and v1alpha1: streams the health of the devices, which the kubelet shows in the status of pods."""
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,21 +12,18 @@ from grpclib.const import Handler as Method
 from gpumgr._pb.drahealth.v1 import DeviceHealth as DeviceHealthMessage
 from gpumgr._pb.drahealth.v1 import DeviceIdentifier, HealthStatus, NodeWatchResourcesResponse
 from gpumgr.aio import LatestValue, Subscription
+from gpumgr.rpc.calls import receive
 
-ROUTES: Final = tuple(f"/{version}.DRAResourceHealth/NodeWatchResources" for version in ("v1", "v1alpha1"))
+#: The kubelet shows a device as Unknown 30 s after its last update.
 _REPEAT_SECONDS: Final = 10.0
-_MAX_MESSAGE: Final = 1024
-#: HEALTHY, UNHEALTHY and UNKNOWN.
-_STATUS: Final[dict[bool | None, HealthStatus]] = {
-    True: HealthStatus(1),
-    False: HealthStatus(2),
-    None: HealthStatus(0),
-}
+#: The kubelet cuts longer ones, perhaps inside a character.
+_MESSAGE_BYTES: Final = 1024
+_STATUS: Final = {None: HealthStatus.UNKNOWN, True: HealthStatus.HEALTHY, False: HealthStatus.UNHEALTHY}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHealth:
-    """`healthy` None: it is not known. `message` says why a device is not healthy."""
+    """`healthy` is None if it can't be determined; `message` is a sentence about the state."""
 
     pool: str
     device: str
@@ -40,21 +32,27 @@ class DeviceHealth:
 
 
 class DraHealth:
-    """The service object. `devices` holds the newest health of all devices."""
+    """The service object. `devices` has every device of the driver."""
+
+    #: For the registration.
+    versions: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 
     def __init__(
         self,
         devices: LatestValue[tuple[DeviceHealth, ...]],
         *,
         repeat_seconds: float = _REPEAT_SECONDS,
-        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._devices, self._repeat_seconds, self._wall_clock = devices, repeat_seconds, wall_clock
+        """`clock` is Unix time in seconds."""
+        self._devices = devices
+        self._repeat_seconds, self._clock = repeat_seconds, clock
         self._watches: set[Subscription[tuple[DeviceHealth, ...]]] = set()
 
     def __mapping__(self) -> dict[str, Method]:
         """The methods in the form that grpclib requires."""
-        return {route: Method(self._watch, Cardinality.UNARY_STREAM, bytes, bytes) for route in ROUTES}
+        method = Method(self._watch, Cardinality.UNARY_STREAM, bytes, NodeWatchResourcesResponse)
+        return {f"/{version}/NodeWatchResources": method for version in self.versions}
 
     def end_streams(self) -> None:
         """Ends every stream; the kubelet receives a clean end."""
@@ -62,30 +60,34 @@ class DraHealth:
             watch.close()
 
     async def _watch(self, stream: Any) -> None:
-        await stream.recv_message()
+        """Sends the whole list at once, on each change, and when nothing has changed for `repeat_seconds`."""
+        await receive(stream)
         with self._devices.subscribe() as watch:
             self._watches.add(watch)
-            devices: tuple[DeviceHealth, ...] = ()
             try:
                 while True:
-                    with suppress(TimeoutError):
+                    try:
                         async with asyncio.timeout(self._repeat_seconds):
                             devices = await anext(watch)
-                    await stream.send_message(bytes(self._encoded(devices)))
-            except StopAsyncIteration:
+                    except TimeoutError:
+                        devices = self._devices.value
+                    await stream.send_message(health_message(devices, self._clock()))
+            except StopAsyncIteration:  # end_streams
                 pass
             finally:
                 self._watches.discard(watch)
 
-    def _encoded(self, devices: tuple[DeviceHealth, ...]) -> NodeWatchResourcesResponse:
-        return NodeWatchResourcesResponse(
-            devices=[
-                DeviceHealthMessage(
-                    device=DeviceIdentifier(pool_name=each.pool, device_name=each.device),
-                    health=_STATUS[each.healthy],
-                    last_updated_time=int(self._wall_clock()),
-                    message=each.message[:_MAX_MESSAGE],
-                )
-                for each in devices
-            ]
-        )
+
+def health_message(devices: Sequence[DeviceHealth], now: float) -> NodeWatchResourcesResponse:
+    """The health of `devices` as determined at `now`, Unix time in seconds."""
+    return NodeWatchResourcesResponse(
+        devices=[
+            DeviceHealthMessage(
+                device=DeviceIdentifier(pool_name=each.pool, device_name=each.device),
+                health=HealthStatus(_STATUS[each.healthy]),
+                last_updated_time=int(now),
+                message=each.message.encode(errors="replace")[:_MESSAGE_BYTES].decode(errors="ignore"),
+            )
+            for each in devices
+        ]
+    )

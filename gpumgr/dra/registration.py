@@ -1,20 +1,26 @@
-"""Keeps the driver registered with the kubelet: serves its socket, and the socket at which the kubelet's plugin watcher registers it.
+"""Registers a driver with the kubelet, and keeps it registered.
+
+The kubelet watches a folder for registration sockets, and calls each: GetInfo returns the path of the socket with the driver's services,
+NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source: pkg/kubelet/pluginmanager and
+pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
-1. The driver's socket answers before the registration socket exists: the kubelet dials the one inside the registration by the other.
-2. "Registered" means that the kubelet has said so since its last connection was lost: a restarted kubelet registers the driver again.
-3. A socket that another process removed is created again. These are polled, since inotify events can be lost.
-4. Only an orderly stop removes the sockets. A kubelet unregisters the driver when the registration socket vanishes.
+1. The registration socket is made after the DRA socket listens, and removed before it ends.
+2. Sockets that others remove or replace are made again; connections and calls stay. Other files in their place are kept, and reported.
+3. Only `stop` removes the sockets. Those that a killed process left are removed by the next one of any name.
 
-Source: Kubernetes 1.37.2, pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin.
+Kubelets since 1.34 keep a connection to the DRA socket, so its loss shows that a registration is over. Older ones connect for the first
+call; the registration is believed until then.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+import glob
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 from grpclib.const import Cardinality
@@ -22,36 +28,52 @@ from grpclib.const import Handler as Method
 
 from gpumgr._pb.pluginregistration import PluginInfo, RegistrationStatus
 from gpumgr.aio import forever, until_tick
-from gpumgr.dra.service import VERSIONS
 from gpumgr.errors import KubeletError
 from gpumgr.rpc import wire
-from gpumgr.rpc.server import DrainingServer
-from gpumgr.unix_socket import MAX_PATH_BYTES, UnixSocket
+from gpumgr.rpc.calls import answering, receive
+from gpumgr.rpc.unix_server import UnixServer
+from gpumgr.unix_socket import is_served, path_problem
 
 _log = structlog.get_logger(__name__)
 
 _SERVICE: Final = "/pluginregistration.Registration/"
-#: In the order of preference: the kubelet takes the first version of each service that it has.
-SUPPORTED: Final = [*(f"{version}.DRAPlugin" for version in VERSIONS), "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]
-_REMEDY: Final = (
-    "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders of its root, which a pod must have "
-    "mounted at the same paths"
+_FOLDERS_REMEDY: Final = (
+    "start the kubelet, or give gpumgr the folders plugins and plugins_registry of its --root-dir; a pod must have them mounted at the "
+    "same paths"
+)
+_REFUSED_REMEDY: Final = (
+    "the node needs Kubernetes 1.32 or newer with the feature gate DynamicResourceAllocation, and no other program may register this "
+    "driver"
 )
 
 
+class Service(Protocol):
+    """A gRPC service of the driver."""
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Its names with versions, like "v1.DRAPlugin", the preferred one first."""
+
+    def __mapping__(self) -> dict[str, Method]: ...
+
+    def end_streams(self) -> None:
+        """Ends every streaming call."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraLinkTiming:
-    """Intervals and timeouts in seconds. The kubelet looks for new sockets at least once a second."""
+class LinkTiming:
+    """Intervals of the link, in seconds."""
 
-    poll_seconds: float = 0.25
-    retry_seconds: float = 2.0
-    #: How long after the creation of the registration socket its absence of calls is reported.
-    silence_seconds: float = 15.0
+    poll_seconds: float = 1.0
+    #: How long the kubelet may take to register the driver before that is reported. It looks for new sockets each second.
+    patience_seconds: float = 10.0
+    #: How long the kubelet may be without a connection to the DRA socket: it may take a new one.
+    unconnected_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraLinkState:
-    """`registrations` counts successful registrations, `error` is the last failure since."""
+class LinkState:
+    """The registration. `registrations` counts those that the kubelet confirmed, `error` says what is wrong now, and what to do."""
 
     registered: bool = False
     registrations: int = 0
@@ -59,169 +81,195 @@ class DraLinkState:
 
 
 class DraLink:
-    """Registers the driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets.
-
-    `plugins_dir` and `registry_dir` are the kubelet's folders plugins and plugins_registry. `instance` distinguishes two agents of a
-    rolling update, None: there is only one. `make_services` makes the service objects of a socket, `end_streams` ends their streams.
-    """
+    """Registers one driver with one kubelet. `run` is a daemon; `stop` ends it, lets running calls finish, removes the sockets."""
 
     def __init__(
         self,
         plugins_dir: Path,
         registry_dir: Path,
         driver: str,
-        make_services: Callable[[], Collection[Any]],
+        services: Sequence[Service],
         *,
         instance: str | None = None,
-        end_streams: Callable[[], None] = lambda: None,
-        on_state: Callable[[DraLinkState], None] = lambda _: None,
-        timing: DraLinkTiming | None = None,
+        timing: LinkTiming | None = None,
+        on_registered: Callable[[], None] = lambda: None,
+        on_state: Callable[[LinkState], None] = lambda _state: None,
     ) -> None:
-        folder, suffix = plugins_dir / driver, f"-{instance}" if instance else ""
-        self._driver, self._make_services, self._end_streams = driver, make_services, end_streams
-        self._on_state, self._timing = on_state, timing or DraLinkTiming()
-        self._socket = _Socket(_short(folder, "dra", suffix))
-        self._registration = _Socket(_short(registry_dir, driver, f"{suffix}-reg"))
+        """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
+        made in the folder `driver` of `plugins_dir`. Must be called inside a running event loop.
+
+        `instance` is a name for each process of a rolling update, like the uid of its pod; each then has sockets of its own.
+        `on_registered` is called after each registration that the kubelet confirms, also by a kubelet that was restarted.
+        """
+        dra, registration = socket_paths(plugins_dir, registry_dir, driver, instance)
+        self._driver, self._services = driver, services
+        self._versions = [version for service in services for version in service.versions]
+        self._timing = timing or LinkTiming()
+        self._on_registered, self._on_state = on_registered, on_state
+        self._dra = UnixServer(dra, services, self._end_streams)
+        self._registration = UnixServer(registration, [self])
         self._daemon: asyncio.Task[None] | None = None
-        self._called = asyncio.Event()
-        self._connected = False
-        self.state = DraLinkState()
+        self._registrations = 0
+        self._problem: str | None = None  # with the sockets
+        self._refusal: str | None = None  # the kubelet's
+        self._asked = self._confirmed = False  # GetInfo was called, and Notify said yes, since the registration socket exists
+        self._since = 0.0
+        self._accepted = 0  # connections to the DRA socket that are considered already
+        self._last_connected: float | None = None  # since the kubelet called GetInfo
+        self.state = LinkState()
 
     @property
     def registered(self) -> bool:
         return self.state.registered
 
-    @property
-    def states(self) -> Mapping[str, DraLinkState]:
-        return {self._driver: self.state}
-
     async def run(self) -> None:
         """Keeps the driver registered until `stop` or cancellation."""
-        self._daemon = asyncio.create_task(forever("dra_link", self._keep), name="dra_link")
-        await asyncio.wait([self._daemon])
-        if not self._daemon.cancelled():
-            self._daemon.result()
+        async with asyncio.TaskGroup() as group:
+            self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
     async def stop(self, grace_seconds: float) -> None:
-        """Unregisters the driver; running calls may take `grace_seconds`."""
+        """Ends `run` and the registration; running calls may take `grace_seconds`, then the streams are ended and connections closed."""
         if self._daemon is not None:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
-        await self._registration.close(grace_seconds, lambda: None)
-        await self._socket.close(grace_seconds, self._end_streams)
-        self._become(replace(self.state, registered=False))
+        await self._registration.drain(0)
+        self._become(LinkState(registrations=self._registrations))
+        await self._dra.drain(grace_seconds)
+
+    def __mapping__(self) -> dict[str, Method]:
+        """The Registration service."""
+        return {
+            _SERVICE + rpc: Method(_serving(rpc, answer), Cardinality.UNARY_UNARY, bytes, bytes)
+            for rpc, answer in (("GetInfo", self._info), ("NotifyRegistrationStatus", self._notified))
+        }
+
+    def _info(self, _request: bytes) -> bytes:
+        self._asked = True
+        self._accepted = self._dra.accepted
+        endpoint = str(self._dra.path)
+        return bytes(PluginInfo(type="DRAPlugin", name=self._driver, endpoint=endpoint, supported_versions=self._versions))
+
+    def _notified(self, request: bytes) -> bytes:
+        status = wire.parse(RegistrationStatus, request)
+        self._confirmed = status.plugin_registered
+        self._last_connected = None
+        if status.plugin_registered:
+            self._refusal = None
+            self._registrations += 1
+            # Later: an error of the callback must not become the answer, which would undo the registration.
+            asyncio.get_running_loop().call_soon(self._on_registered)
+        else:
+            self._refusal = (
+                f"the kubelet refuses the driver {self._driver}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
+            )
+        self._report(self._observed())
+        return b""
 
     async def _keep(self) -> None:
         """Never returns."""
+        _remove_leftovers(self._dra.path.parent, "dra*.sock")
+        _remove_leftovers(self._registration.path.parent, f"{glob.escape(self._driver)}-*reg.sock")
         while True:
             try:
                 await self._serve()
             except KubeletError as error:
-                self._failed(str(error))
-                await asyncio.sleep(self._timing.retry_seconds)
-                continue
-            await self._watch()
+                self._problem = str(error)
+            else:
+                self._problem = None
+            self._report(self._observed())
+            await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     async def _serve(self) -> None:
-        """Opens the sockets that are not in place, the driver's first. Raises KubeletError."""
-        if not self._socket.in_place:
-            await self._socket.close(0.0, self._end_streams)
-            await self._socket.open(self._make_services())
+        """Makes the sockets that are not in place. Raises KubeletError."""
+        if not self._dra.in_place:
+            folder = self._dra.path.parent
+            _check_folder(folder.parent)
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise KubeletError(f"can't make the folder {folder}: {error.strerror}") from error
+            await self._start(self._dra)
         if not self._registration.in_place:
-            await self._registration.close(0.0, lambda: None)
-            self._called.clear()
-            await self._registration.open([self])
+            self._asked = self._confirmed = False
+            self._refusal = None
+            _check_folder(self._registration.path.parent)
+            await self._start(self._registration)
+            self._since = asyncio.get_running_loop().time()
 
-    async def _watch(self) -> None:
-        """Returns when a socket is gone."""
-        loop = asyncio.get_running_loop()
-        opened, reported = loop.time(), False
-        while self._socket.in_place and self._registration.in_place:
-            await asyncio.sleep(until_tick(self._timing.poll_seconds))
-            connected = bool(self._socket.connections)
-            if self._connected and not connected and self.state.registered:
-                _log.warning("registration_lost", driver=self._driver, reason="kubelet_disconnected")
-                self._become(replace(self.state, registered=False))
-            self._connected = connected
-            if not reported and not self._called.is_set() and loop.time() - opened > self._timing.silence_seconds:
-                reported = True
-                self._failed(f"the kubelet has not called {self._registration.path}")
-        _log.warning("registration_lost", driver=self._driver, reason="own_socket_removed")
-        self._become(replace(self.state, registered=False))
+    async def _start(self, server: UnixServer) -> None:
+        await server.start()
+        if self._since:
+            _log.warning("socket_made_again", socket=str(server.path), reason="the file was removed or replaced")
 
-    # -- the registration service ------------------------------------------------------------------------------------------
+    def _observed(self) -> LinkState:
+        now = asyncio.get_running_loop().time()
+        # A connection may come and go between two looks.
+        if self._confirmed and (self._dra.connections or self._dra.accepted > self._accepted):
+            self._last_connected, self._accepted = now, self._dra.accepted
+        lost = self._last_connected is not None and now - self._last_connected > self._timing.unconnected_seconds
+        error = self._problem or self._refusal
+        if error is None and self._confirmed and lost:
+            error = f"the kubelet closed its connection to {self._dra.path}; start the kubelet"
+        if error is None and not self._confirmed and now - self._since > self._timing.patience_seconds:
+            missing = "reported the result of the registration" if self._asked else "called GetInfo"
+            patience = f"within {self._timing.patience_seconds:g} s"
+            error = f"the kubelet has not {missing} at {self._registration.path} {patience}; {_FOLDERS_REMEDY}"
+        return LinkState(registered=self._confirmed and not lost, registrations=self._registrations, error=error)
 
-    def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires."""
-        methods = {"GetInfo": self._get_info, "NotifyRegistrationStatus": self._notified}
-        return {_SERVICE + name: Method(method, Cardinality.UNARY_UNARY, bytes, bytes) for name, method in methods.items()}
+    def _report(self, state: LinkState) -> None:
+        before = self.state
+        if state.registered and (not before.registered or state.registrations != before.registrations):
+            _log.info("registered", driver=self._driver, registrations=state.registrations)
+        elif before.registered and not state.registered:
+            _log.warning("registration_lost", driver=self._driver, reason=state.error or "the registration socket was removed")
+        elif state.error not in (None, before.error):
+            _log.warning("registration_failed", driver=self._driver, error=state.error)
+        self._become(state)
 
-    async def _get_info(self, stream: Any) -> None:
-        await stream.recv_message()
-        self._called.set()
-        info = PluginInfo(type="DRAPlugin", name=self._driver, endpoint=str(self._socket.path), supported_versions=SUPPORTED)
-        await stream.send_message(bytes(info))
-
-    async def _notified(self, stream: Any) -> None:
-        status = wire.parse(RegistrationStatus, await stream.recv_message() or b"")
-        await stream.send_message(b"")
-        if status.plugin_registered:
-            self._connected = bool(self._socket.connections)
-            self._become(DraLinkState(registered=True, registrations=self.state.registrations + 1))
-            _log.info("registered", driver=self._driver, registrations=self.state.registrations)
-        else:
-            reason = " ".join(status.error.split())[:500] or "it gives no reason"
-            self._failed(f"the kubelet refuses the driver: {reason} (its version must be 1.32 or later, with DRA enabled)")
-
-    def _failed(self, error: str) -> None:
-        if error != self.state.error:
-            _log.warning("registration_failed", driver=self._driver, error=error, remedy=_REMEDY)
-        self._become(replace(self.state, registered=False, error=error))
-
-    def _become(self, state: DraLinkState) -> None:
+    def _become(self, state: LinkState) -> None:
         if state != self.state:
             self.state = state
             self._on_state(state)
 
-
-class _Socket:
-    """A server on a socket file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._socket = UnixSocket(path)
-        self._server: DrainingServer | None = None
-
-    @property
-    def in_place(self) -> bool:
-        return self._server is not None and self._socket.in_place
-
-    @property
-    def connections(self) -> Collection[object]:
-        return self._server.connections if self._server is not None else ()
-
-    async def open(self, services: Collection[Any]) -> None:
-        """A socket of an earlier process is replaced, any other file is kept. Raises KubeletError."""
-        server = DrainingServer(services)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-            await server.start(sock=self._socket.bind(replace_served=True))
-        except OSError as error:
-            await server.close_now()
-            raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}") from error
-        self._server = server
-
-    async def close(self, grace_seconds: float, end_streams: Callable[[], None]) -> None:
-        self._socket.remove()
-        server, self._server = self._server, None
-        if server is not None:
-            await server.drain(grace_seconds, end_streams)
+    def _end_streams(self) -> None:
+        for service in self._services:
+            service.end_streams()
 
 
-def _short(folder: Path, name: str, suffix: str) -> Path:
-    """`folder`/`name``suffix`.sock, with a digest instead of a part of the suffix if that is too long for a unix socket."""
-    path = folder / f"{name}{suffix}.sock"
-    if len(str(path).encode()) <= MAX_PATH_BYTES or not suffix:
-        return path
-    digest = blake2b(suffix.encode(), digest_size=4).hexdigest()
-    return folder / f"{name}-{digest}{'-reg' if suffix.endswith('-reg') else ''}.sock"
+def socket_paths(plugins_dir: Path, registry_dir: Path, driver: str, instance: str | None) -> tuple[Path, Path]:
+    """The DRA socket and the registration socket. An instance's name with which a path were too long is replaced by its hash."""
+
+    def paths(suffix: str) -> tuple[Path, Path]:
+        return plugins_dir.absolute() / driver / f"dra{suffix}.sock", registry_dir.absolute() / f"{driver}{suffix}-reg.sock"
+
+    if instance is None:
+        return paths("")
+    full = paths(f"-{instance}")
+    if "/" not in instance and not any(map(path_problem, full)):
+        return full
+    return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Not made by us: without a kubelet that watches it, it is of no use. Raises KubeletError."""
+    if not folder.is_dir():
+        raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
+
+
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    """Removes the sockets on which nothing listens: the kubelet would try them for ever."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            if path.is_socket() and not is_served(path):
+                path.unlink()
+                _log.info("leftover_socket_removed", socket=str(path))
+
+
+def _serving(rpc: str, answer: Callable[[bytes], bytes]) -> Callable[[Any], Awaitable[None]]:
+    async def serve(stream: Any) -> None:
+        with answering(rpc, _log) as call:
+            reply = answer(await receive(stream))
+            call.outcome = "ok"
+        await stream.send_message(reply)
+
+    return serve

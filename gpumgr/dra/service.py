@@ -1,132 +1,144 @@
-"""The DRAPlugin service: passes the kubelet's claims to the agent and returns its decisions.
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to a port, and returns its answers.
 
 Invariants:
-1. Every claim of a call has an entry in the answer; a failure is the error of its claim alone, which `kubectl describe pod` shows.
-2. A decision is completed even if the kubelet cancels the call: decisions run shielded.
-3. v1 and v1beta1 are the same service, except for the share ids that v1beta1 does not have.
+1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
+2. A call that has begun is completed even if the kubelet cancels it. The claims of a call are decided at the same time.
+3. Only malformed requests are returned as a gRPC status.
 """
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Literal, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 import structlog
-from grpclib.const import Cardinality, Status
+from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
-from grpclib.exceptions import GRPCError
 
-from gpumgr._pb.dra.v1 import (
-    Claim,
+from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra.v1 import (
     Device,
     NodePrepareResourceResponse,
-    NodePrepareResourcesRequest,
-    NodePrepareResourcesResponse,
     NodeUnprepareResourceResponse,
-    NodeUnprepareResourcesRequest,
-    NodeUnprepareResourcesResponse,
 )
 from gpumgr.aio import run_shielded
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
 from gpumgr.errors import Refusal
 from gpumgr.rpc import wire
+from gpumgr.rpc.calls import answering, failed_inside, receive
 
 _log = structlog.get_logger(__name__)
 
-Version = Literal["v1", "v1beta1"]
-VERSIONS: Final[tuple[Version, ...]] = ("v1", "v1beta1")
-#: The gRPC packages of the versions. Source: k8s.io/kubelet v0.37.2, pkg/apis/dra.
-PACKAGE: Final = "k8s.io.kubelet.pkg.apis.dra"
+#: In the messages of v1beta1 the only difference is that the kubelet does not read the share's id.
+_WITH_SHARE_ID: Final = {"v1": True, "v1beta1": False}
 
-#: Called after each claim of a call with the name of the RPC, the outcome ("ok", a refusal's code) and the duration in seconds.
+#: Called after each RPC with its name, outcome ("ok", the RefusalCode of its first claim that failed, "cancelled") and duration in seconds.
 Observer = Callable[[str, str, float], None]
+#: The response for one claim, encoded.
+_Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
 
 class Claims(Protocol):
-    """Makes the decisions. Calls for different claims, and for the same claim, may run at the same time."""
+    """Makes the decisions. Each method may raise errors.Refusal; calls for any claims may run at the same time."""
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        """The claim's devices on this node. A prepared claim gets the same answer again. Raises Refusal, the claim's error."""
-        ...
+        """Makes the devices of an allocated claim available; again the same ones for a claim that is prepared."""
 
     async def unprepare(self, claim: ClaimRef) -> None:
-        """Frees the claim's devices. An unknown claim is no error. Raises Refusal, the claim's error."""
-        ...
+        """Reverts `prepare`; does nothing for an unknown claim."""
 
 
 class DraPlugin:
-    """The service object of the driver's socket."""
+    """The service object of the DRA socket."""
+
+    #: For the registration. The kubelet uses the first one that it has.
+    versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
     def __init__(self, claims: Claims, observe: Observer = lambda *_: None) -> None:
         self._claims, self._observe = claims, observe
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires. Messages stay bytes, so that unreadable ones get a sentence."""
-        methods: dict[str, Method] = {}
-        for version in VERSIONS:
-            route = f"/{PACKAGE}.{version}.DRAPlugin/Node"
-            methods[f"{route}PrepareResources"] = Method(self._prepare_of(version), Cardinality.UNARY_UNARY, bytes, bytes)
-            methods[f"{route}UnprepareResources"] = Method(self._unprepare, Cardinality.UNARY_UNARY, bytes, bytes)
+        """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
+        methods = {}
+        for version, with_share_id in _WITH_SHARE_ID.items():
+            service = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
+            prepare = partial(self._prepare, with_share_id=with_share_id)
+            for rpc, serve in (
+                ("NodePrepareResources", self._serving("NodePrepareResources", prepare, NodePrepareResourceResponse)),
+                (
+                    "NodeUnprepareResources",
+                    self._serving("NodeUnprepareResources", self._unprepare, NodeUnprepareResourceResponse),
+                ),
+            ):
+                methods[service + rpc] = Method(serve, Cardinality.UNARY_UNARY, bytes, bytes)
         return methods
 
-    def _prepare_of(self, version: Version) -> Callable[[Any], Awaitable[None]]:
-        async def prepare_one(claim: Claim) -> NodePrepareResourceResponse:
-            answer, error = await self._decided("NodePrepareResources", claim, self._claims.prepare)
-            devices = [_device(each, with_share_id=version == "v1") for each in answer or ()]
-            return NodePrepareResourceResponse(devices=devices, error=error)
+    def end_streams(self) -> None:
+        """There are none."""
 
-        async def prepare(stream: Any) -> None:
-            claims = (await _receive(stream, NodePrepareResourcesRequest)).claims
-            answers = await asyncio.gather(*map(prepare_one, claims))
-            reply = {claim.uid: answer for claim, answer in zip(claims, answers, strict=True)}
-            await stream.send_message(bytes(NodePrepareResourcesResponse(claims=reply)))
+    def _serving(
+        self, rpc: str, decide: _Decision, response: type[NodePrepareResourceResponse | NodeUnprepareResourceResponse]
+    ) -> Callable[[Any], Awaitable[None]]:
+        async def answer(claim: ClaimRef) -> tuple[str, bytes]:
+            """The outcome and the response for one claim."""
+            try:
+                return "ok", await decide(claim)
+            except Refusal as refusal:
+                outcome, text = str(refusal.code), str(refusal)
+            except Exception as error:  # a bug must not fail the other claims; it is logged only here
+                _log.exception("claim_failed", rpc=rpc, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
+                outcome, text = "internal", failed_inside(rpc, error)
+            # An empty error would be a success, and one that is not UTF-8 would fail the call.
+            return outcome, bytes(response(error=text.encode(errors="replace").decode() or "no reason given"))
 
-        return prepare
+        async def answer_all(claims: Sequence[ClaimRef]) -> list[tuple[str, bytes]]:
+            return await asyncio.gather(*map(answer, claims))
 
-    async def _unprepare(self, stream: Any) -> None:
-        claims = (await _receive(stream, NodeUnprepareResourcesRequest)).claims
-        answers = await asyncio.gather(
-            *(self._decided("NodeUnprepareResources", claim, self._claims.unprepare) for claim in claims)
-        )
-        reply = {claim.uid: NodeUnprepareResourceResponse(error=error) for claim, (_, error) in zip(claims, answers, strict=True)}
-        await stream.send_message(bytes(NodeUnprepareResourcesResponse(claims=reply)))
+        async def serve(stream: Any) -> None:
+            with answering(rpc, _log, self._observe) as call:
+                claims = decode_claims(await receive(stream))
+                answers = await run_shielded(answer_all(claims), name=rpc)
+                call.outcome = next((outcome for outcome, _ in answers if outcome != "ok"), "ok")
+            entries = [(claim.uid, response) for claim, (_, response) in zip(claims, answers, strict=True)]
+            await stream.send_message(
+                b"".join(wire.field(1, wire.text_field(1, uid) + wire.field(2, each)) for uid, each in entries)
+            )
 
-    async def _decided(
-        self, rpc: str, claim: Claim, decide: Callable[[ClaimRef], Any]
-    ) -> tuple[Sequence[PreparedDevice] | None, str]:
-        """The decision for one claim, and its error, empty if there is none."""
-        ref = ClaimRef(namespace=claim.namespace, name=claim.name, uid=claim.uid)
-        started, outcome = time.perf_counter(), "cancelled"
-        try:
-            answer = await run_shielded(decide(ref), name=rpc)
-            outcome = "ok"
-        except Refusal as refusal:
-            outcome = refusal.code
-            return None, str(refusal)
-        except Exception as error:  # a bug with one claim must not fail the others; it is logged only here
-            outcome = "internal"
-            _log.exception("call_failed", rpc=rpc, claim=str(ref))
-            return None, f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log has the details"
-        finally:
-            self._observe(rpc, outcome, time.perf_counter() - started)
-        return answer, ""
+        return serve
 
+    async def _prepare(self, claim: ClaimRef, *, with_share_id: bool) -> bytes:
+        prepared = await self._claims.prepare(claim)
+        devices = [
+            Device(
+                request_names=list(each.requests),
+                pool_name=each.pool,
+                device_name=each.device,
+                cdi_device_ids=list(each.cdi_ids),
+                share_id=each.share_id if with_share_id else None,
+            )
+            for each in prepared
+        ]
+        return bytes(NodePrepareResourceResponse(devices=devices))
 
-def _device(prepared: PreparedDevice, *, with_share_id: bool) -> Device:
-    return Device(
-        request_names=list(prepared.requests),
-        pool_name=prepared.pool,
-        device_name=prepared.device,
-        cdi_device_ids=list(prepared.cdi_ids),
-        share_id=prepared.share_id if with_share_id else None,
-    )
+    async def _unprepare(self, claim: ClaimRef) -> bytes:
+        await self._claims.unprepare(claim)
+        return bytes(NodeUnprepareResourceResponse())
 
 
-async def _receive(stream: Any, message: type[wire.M]) -> wire.M:
-    """Raises GRPCError for a request that can't be read."""
-    try:
-        return wire.parse(message, await stream.recv_message() or b"")
-    except NotImplementedError as error:
-        raise GRPCError(Status.UNIMPLEMENTED, "gpumgr accepts no compressed messages") from error
-    except (wire.WireError, AssertionError) as error:  # the latter: shorter than the length in its frame
-        raise GRPCError(Status.INVALID_ARGUMENT, f"gpumgr can't read this {message.__name__}: {error}") from error
+def decode_claims(request: bytes) -> list[ClaimRef]:
+    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError, or Refusal for claims that are incomplete or there twice."""
+    claims = [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
+    for claim in claims:
+        if not (claim.namespace and claim.name and claim.uid):
+            raise Refusal("invalid_request", f"the kubelet's request has a claim without namespace, name or uid: {claim}")
+    for uid, times in Counter(claim.uid for claim in claims).items():
+        if times > 1:
+            raise Refusal("invalid_request", f"the kubelet's request names the claim with uid {uid} {times} times")
+    return claims
+
+
+def _claim(request: bytes, start: int, end: int) -> ClaimRef:
+    texts: dict[int, list[str]] = {1: [], 2: [], 3: []}
+    wire.scan(request, start, end, texts)
+    namespace, uid, name = ((found or [""])[-1] for found in texts.values())
+    return ClaimRef(namespace=namespace, name=name, uid=uid)

@@ -9,6 +9,7 @@ its internals: `Server._mapping`, `Server._protocol_factory`, `Server._server` a
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from socket import socket
 from typing import Any, Final, cast
 
 from grpclib.config import Configuration
@@ -46,6 +47,8 @@ class DrainingServer(Server):
         super().__init__(services, codec=WireCodec(), config=config)
         self._flush_seconds = flush_seconds
         self.connections: set[ServedConnection] = set()
+        #: How many connections there have been.
+        self.accepted = 0
         self._none_connected = asyncio.Event()
         self._none_connected.set()
         self._unary_calls: set[asyncio.Task[Any]] = set()
@@ -58,6 +61,17 @@ class DrainingServer(Server):
     def open_streams(self) -> int:
         """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
+
+    async def listen_on(self, sock: socket) -> None:
+        """Listens on the bound `sock`, and no longer on an earlier one; connections and calls stay."""
+        earlier, self._server = self._server, None
+        try:
+            await self.start(sock=sock)
+        except BaseException:
+            self._server = earlier
+            raise
+        if earlier is not None:
+            earlier.close()
 
     async def wait_idle(self, timeout_seconds: float) -> None:
         """Waits until no unary call runs or has just ended, at most `timeout_seconds`.
@@ -110,6 +124,7 @@ class DrainingServer(Server):
 
     def connected(self, connection: "ServedConnection") -> None:
         self.connections.add(connection)
+        self.accepted += 1
         self._none_connected.clear()
 
     def disconnected(self, connection: "ServedConnection") -> None:

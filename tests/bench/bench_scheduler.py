@@ -22,7 +22,7 @@ from tests.bench import figures
 from tests.bench.children import child
 from tests.bench.cluster_stub import PREFIX, SHAPES, name_of
 from tests.bench.figures import spread
-from tests.e2e.build import build_extender
+from tests.e2e.build import build_program
 
 #: One that is asked for often, and one that no node has.
 COMMON, NOWHERE = SHAPES[0], (1600, 0)
@@ -215,7 +215,7 @@ def sizes(program: Path, folder: Path, floor: Client, largest: int) -> dict[str,
 
 def measure(nodes: int, pods: int, cpu_pods: int) -> dict[str, object]:
     try:
-        program = build_extender()
+        program = build_program("extender")
     except (OSError, subprocess.CalledProcessError) as error:
         return {"skipped": f"the Go client can't be built: {error}"}
     with ExitStack() as stack:

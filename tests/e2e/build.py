@@ -49,6 +49,8 @@ NEEDED = {
 }
 HELM = "3.20.2"
 RUNTIME = ("containerd", "containerd-shim-runc-v2", "ctr")
+#: Our own, in Go for the sake of Kubernetes' own types.
+PROGRAMS = ("extender", "floor", "plugins")
 COMMANDS = ("kube-apiserver", "kube-scheduler", "kubelet", "kubectl")
 #: What the chart can ask of Prometheus Operator. The package is any of its module's: files that are not Go come with the module alone.
 OPERATOR = "github.com/prometheus-operator/prometheus-operator/pkg/versionutil"
@@ -131,16 +133,16 @@ def build() -> Path:
     return root
 
 
-def build_extender() -> Path:
-    """The program of go/extender alone: it takes seconds where the modules are there."""
+def build_program(name: str) -> Path:
+    """One program of our own, go/`name`, alone: it takes seconds where the modules are there."""
     root = cache()
     with alone_in(root):
-        _build_extender(root)
-    return root / "extender" / "extender"
+        _build_program(root, name)
+    return root / name / name
 
 
-def _build_extender(root: Path) -> None:
-    _go_build(root / "extender", _stamp([*_modules(GO), GO / "extender" / "main.go"]), ["./extender"], "-s -w")
+def _build_program(root: Path, name: str) -> None:
+    _go_build(root / name, _stamp([*_modules(GO), GO / name / "main.go"]), [f"./{name}"], "-s -w")
 
 
 def _build(root: Path) -> None:
@@ -149,8 +151,8 @@ def _build(root: Path) -> None:
     ldflags = _version_flags(KUBERNETES)
     _go_build(root / "kubernetes", _stamp(modules), [f"k8s.io/kubernetes/cmd/{name}" for name in COMMANDS], ldflags)
     _go_build(root / "controllers", _stamp(modules), ["k8s.io/kubernetes/cmd/kube-controller-manager"], ldflags)
-    _go_build(root / "floor", _stamp([*modules, GO / "floor" / "main.go"]), ["./floor"], "-s -w")
-    _build_extender(root)
+    for name in PROGRAMS:
+        _build_program(root, name)
     containerd = "github.com/containerd/containerd/v2"
     ldflags = f"-s -w -X {containerd}/version.Version=v{CONTAINERD}"
     packages = [f"{containerd}/cmd/{name}" for name in RUNTIME]

@@ -1,17 +1,18 @@
 """Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, limited, freed, and survive restarts."""
 
+import shutil
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import pytest
 
 from .agent import Agent
-from .api import ApiError
 from .cluster import Cluster
-from .manifests import SHOW, Json, container, pod
+from .manifests import SHOW, SLEEP, Json, container, pod
 from .node import Node
 from .places import CDI_SPECS, KUBELET_ROOT, NODE
 from .processes import wait_until
+from .tenants import control
 from .test_pods import gpu_nodes, shown
 
 DRIVER = "gpu.gpumgr.io"
@@ -79,8 +80,7 @@ def claiming(name: str, shape: str, *containers: Json) -> Json:
 class DraNode(Node):
     def make(self, *templates: Json) -> None:
         for each in templates:
-            with suppress(ApiError):
-                self.cluster.api.request("POST", f"{RESOURCES}/namespaces/default/resourceclaimtemplates", each)
+            self.cluster.api.request("POST", f"{RESOURCES}/namespaces/default/resourceclaimtemplates", each)
 
     def slices(self) -> Sequence[Json]:
         items: Sequence[Json] = self.cluster.api.request("GET", f"{RESOURCES}/resourceslices")["items"]
@@ -125,6 +125,7 @@ def dra_node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
 @pytest.fixture
 def node(dra_node: DraNode) -> DraNode:
     dra_node.cluster.delete_all()
+    dra_node.cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
     dra_node.agent.wait_empty()
     return dra_node
 
@@ -149,3 +150,224 @@ def test_shares_are_packed_and_see_one_gpu(node: DraNode) -> None:
     assert len(gpu_nodes(devices)) == 1
     node.delete(names)
     node.agent.wait_empty()
+
+
+LADDER: Json = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "ResourceClaimTemplate",
+    "metadata": {"name": "ladder"},
+    "spec": {
+        "spec": {
+            "devices": {
+                "requests": [
+                    {
+                        "name": "gpu",
+                        "firstAvailable": [
+                            {"name": "island", "deviceClassName": DRIVER, "count": 4},
+                            {"name": "numa", "deviceClassName": DRIVER, "count": 4},
+                        ],
+                    }
+                ],
+                "constraints": [
+                    {"requests": ["gpu/island"], "matchAttribute": f"{DRIVER}/island"},
+                    {"requests": ["gpu/numa"], "matchAttribute": "resource.kubernetes.io/numaNode"},
+                ],
+            }
+        }
+    },
+}
+
+
+def test_four_whole_gpus_of_one_island(node: DraNode) -> None:
+    node.make(LADDER)
+    node.run([claiming("four", "ladder")])
+    (holding,) = node.ledger_of("four")
+    assert len(holding.gpus) == 4
+    environment, devices = shown(node, "four")
+    assert len(gpu_nodes(devices)) == 4
+    assert environment["NVIDIA_VISIBLE_DEVICES"].count("GPU-") == 4
+
+
+def test_what_fits_nowhere_stays_pending(node: DraNode) -> None:
+    node.make(template("huge", request("gpu", 10, "800Gi")))
+    node.cluster.create([claiming("huge", "huge")])
+    assert "cannot allocate all claims" in node.event("huge", "FailedScheduling")
+    assert not node.agent.ledger()
+
+
+def test_init_containers_and_sidecars(node: DraNode) -> None:
+    """An ordinary init container uses the share of an app container; a sidecar has one of its own."""
+    node.make(template("two", request("gpu", 30, "5Gi"), request("side", 10, "1Gi")))
+    side = container("side", command=SHOW, restartPolicy="Always")
+    side["resources"]["claims"] = [{"name": "gpu", "request": "side"}]
+    first = container("first", command="env; find /dev -maxdepth 1 -name 'nvidia*'; echo shown")
+    first["resources"]["claims"] = [{"name": "gpu", "request": "gpu"}]
+    body = claiming("stages", "two")
+    body["spec"]["initContainers"] = [first, side]
+    node.run([body])
+    assert sorted(holding.place[2] for holding in node.ledger_of("stages")) == ["main", "side"]
+    for name in ("first", "side", "main"):
+        assert len(gpu_nodes(shown(node, "stages", name)[1])) == 1
+
+
+def test_pods_share_one_claim(node: DraNode) -> None:
+    spec = template("any", request("gpu", 30, "5Gi"))["spec"]["spec"]
+    claim: Json = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "ours"}, "spec": spec}
+    path = f"{RESOURCES}/namespaces/default/resourceclaims"
+    node.cluster.api.request("POST", path, claim)
+    try:
+        for name in ("one", "other"):
+            body = claiming(name, "unused")
+            body["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "ours"}]
+            node.run([body])
+        assert len(node.agent.ledger()) == 1
+        assert shown(node, "one")[1] == shown(node, "other")[1]
+        node.delete(["one"])
+        assert len(node.agent.ledger()) == 1, "the other pod still uses it"
+        node.delete(["other"])
+        node.agent.wait_empty()
+    finally:
+        node.cluster.api.request("DELETE", f"{path}/ours")
+
+
+def test_a_claim_that_takes_more_than_the_gpu_has_is_refused(node: DraNode) -> None:
+    """Written by hand past kube-scheduler. The neighbour on the GPU keeps what it has."""
+    node.make(template("share", request("gpu", 60, "5Gi")))
+    node.run([claiming("neighbour", "share")])
+    before = node.agent.ledger()
+    result = dict(node.claim_of("neighbour")["status"]["allocation"]["devices"]["results"][0], shareID=str(uuid.uuid4()))
+    path = f"{RESOURCES}/namespaces/default/resourceclaims"
+    spec = template("any", request("gpu", 60, "5Gi"))["spec"]["spec"]
+    made = node.cluster.api.request(
+        "POST", path, {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "forged"}, "spec": spec}
+    )
+    body = claiming("greedy", "unused")
+    body["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimName": "forged"}]
+    body["spec"]["schedulerName"] = "none"
+    try:
+        greedy = node.cluster.api.request("POST", "/api/v1/namespaces/default/pods", body)
+        made["status"] = {
+            "allocation": {"devices": {"results": [result]}},
+            "reservedFor": [{"resource": "pods", "name": "greedy", "uid": greedy["metadata"]["uid"]}],
+        }
+        node.cluster.api.request("PUT", f"{path}/forged/status", made)
+        binding: Json = {"metadata": {"name": "greedy"}, "target": {"apiVersion": "v1", "kind": "Node", "name": NODE}}
+        node.cluster.api.request("POST", "/api/v1/namespaces/default/pods/greedy/binding", binding)
+        wait_until(
+            "the refusal",
+            lambda: any(
+                "kube-scheduler counted otherwise" in each["message"]
+                for each in node.events("greedy", "FailedPrepareDynamicResources")
+            ),
+        )
+        assert node.agent.ledger() == before
+        node.delete(["greedy"])
+    finally:
+        node.cluster.api.request("DELETE", f"{path}/forged")
+
+
+def test_a_container_starts_again_after_its_spec_was_lost(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 30, "5Gi")))
+    command = f"if test -e /tmp/x/seen; then {SHOW}; fi; touch /tmp/x/seen; while ! test -e /tmp/x/go; do sleep 0.1; done; exit 1"
+    main = container(command=command)
+    main["volumeMounts"] = [{"name": "x", "mountPath": "/tmp/x"}]
+    body = claiming("again", "share", main)
+    body["spec"] |= {
+        "restartPolicy": "OnFailure",
+        "volumes": [{"name": "x", "hostPath": {"path": str(CDI_SPECS.parent / "x"), "type": "DirectoryOrCreate"}}],
+    }
+    node.run([body])
+    shutil.rmtree(CDI_SPECS)
+    wait_until("the spec is back", lambda: CDI_SPECS.is_dir() and any(CDI_SPECS.iterdir()))
+    (CDI_SPECS.parent / "x" / "go").touch()
+    assert len(gpu_nodes(shown(node, "again")[1])) == 1
+    shutil.rmtree(CDI_SPECS.parent / "x")
+
+
+def test_a_kubelet_restart_brings_the_slice_back(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 30, "5Gi")))
+    node.run([claiming("before", "share")])
+    held = node.agent.ledger()
+    (slice_before,) = node.slices()
+    node.cluster.kubelet_restart()
+    wait_until(
+        "another slice",
+        lambda: [each["metadata"]["uid"] for each in node.slices()] not in ([], [slice_before["metadata"]["uid"]]),
+    )
+    assert node.agent.ledger() == held
+    node.run([claiming("after", "share")])
+    assert len(node.agent.ledger()) == 2
+
+
+def test_the_agent_is_killed_with_claims_prepared(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 10, "1Gi")))
+    names = [f"rush-{number}" for number in range(20)]
+    node.cluster.create([claiming(name, "share") for name in names])
+    node.cluster.pods.wait("some are Running", lambda now: node.count(now, names, "Running") >= 5, 60)
+    node.agent.kill()
+    before = {holding.allocation: holding for holding in node.agent.ledger()}
+    node.agent.start(wait=False)
+    node.wait_running(names)
+    after = {holding.allocation: holding for holding in node.agent.ledger()}
+    assert before.items() <= after.items()
+    assert sorted(holding.place[1] for holding in after.values()) == sorted(names)
+
+
+def test_a_stopped_agent_lets_pods_wait_and_serves_them_at_once(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 10, "1Gi")))
+    assert node.agent.stop() == 0
+    assert not node.slices()
+    node.cluster.create([claiming("patient", "share")])
+    node.event("patient", "FailedScheduling")
+    node.agent.start(wait=False)
+    node.wait_running(["patient"])
+
+
+def test_a_force_deleted_pod_frees_its_claim(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 30, "5Gi")))
+    node.run([claiming("gone", "share")])
+    node.cluster.delete(["gone"], grace=0)
+    node.agent.wait_empty()
+
+
+def test_a_failed_gpu_is_tainted_and_shown_in_the_pod(node: DraNode) -> None:
+    node.make(template("share", request("gpu", 30, "5Gi")))
+    node.run([claiming("victim", "share")])
+    (holding,) = node.ledger_of("victim")
+    (gpu,) = holding.gpus
+
+    def taints() -> Sequence[Json]:
+        (found,) = node.slices()
+        return [
+            taint for device in found["spec"]["devices"] if device["name"] == f"gpu-{gpu}" for taint in device.get("taints", ())
+        ]
+
+    assert not taints()
+    simulated = control()
+    simulated.lose_gpu(node.agent.gpu_index(gpu))
+    try:
+        wait_until("a taint", taints)
+        node.run([claiming("elsewhere", "share")])
+        assert gpu not in node.ledger_of("elsewhere")[0].gpus
+
+        def unhealthy() -> bool:
+            status = node.cluster.pods.all()["victim"]["status"]["containerStatuses"][0]
+            return any(
+                resource["health"] == "Unhealthy"
+                for each in status.get("allocatedResourcesStatus", ())
+                for resource in each["resources"]
+            )
+
+        wait_until("the pod's status shows it", unhealthy)
+    finally:
+        simulated.restore_gpu(node.agent.gpu_index(gpu))
+        wait_until("no taint", lambda: not taints())
+
+
+def test_40_pods_at_once(node: DraNode) -> None:
+    node.make(template("tenth", request("gpu", 10, "1Gi")))
+    names = [f"many-{number}" for number in range(40)]
+    node.run([claiming(name, "tenth", container(command=SLEEP)) for name in names], timeout=180)
+    holdings = node.agent.ledger()
+    assert len(holdings) == 40
+    assert len({holding.gpus for holding in holdings}) == 4

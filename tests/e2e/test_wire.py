@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.scheduler.test_wire import ANSWERS, GOLDENS, given, golden
 
-from .build import build_extender
+from .build import build_program
 
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return build_extender()
+    return build_program("extender")
 
 
 def test_the_goldens_are_what_the_go_types_write(program: Path, tmp_path: Path) -> None:

@@ -16,12 +16,17 @@ MEANINGS: Final = {
     "stop_cut_short": "Running calls or writes did not end within `process.stop_grace_seconds`. The ledger is not affected.",
     "ended": "The process ended for the given reason, with the given exit code.",
     "ended_by_bug": "A bug ended the process. Report it with the traceback.",
-    "registered": "The kubelet has registered the resource.",
+    "registered": "The kubelet has registered the resource, or the driver.",
     "registration_failed": "The kubelet refused the registration or is unavailable. It is retried, at once when a new "
-    "kubelet.sock appears. For the backend `vcuda`: a bug occurred while a process registered, and the process was refused.",
+    "kubelet.sock appears. For a driver `error` has the remedy. For the backend `vcuda`: a bug occurred while a process registered, "
+    "and the process was refused.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy: gpu-manager still runs on this node, "
     "or has left pods with GPUs that are not known. The agent checks again every two seconds.",
     "registration_lost": "The kubelet has restarted or ended, or the agent's socket was removed. The agent registers again.",
+    "socket_made_again": "Another program removed or replaced a socket of the driver; the agent made it again. If this repeats, find "
+    "that program: a second agent?",
+    "leftover_socket_removed": "A socket of the driver was left by a process that is gone.",
+    "claim_failed": "A bug occurred while a claim was prepared or released, and its pod waits. Report it with the traceback.",
     "call_failed": "A bug occurred in a call of the kubelet, and the pod fails. Report it with the traceback.",
     # decisions
     "allocation_granted": "A container was granted GPUs, for the given reason. Each container has two such events, one per "

@@ -33,11 +33,11 @@ class PluginInfo(betterproto.Message):
 
     name: str = betterproto.string_field(2)
     endpoint: str = betterproto.string_field(3)
-    """Absolute path of the plugin's socket."""
+    """Absolute path of the socket with the plugin's services."""
 
     supported_versions: List[str] = betterproto.string_field(4)
     """
-    Of a DRA plugin: the services that the socket has, such as v1.DRAPlugin.
+    For DRA the names of services with their versions, like "v1.DRAPlugin".
     """
 
 

@@ -1,6 +1,7 @@
-"""The kubelet's side of a DRA driver, by grpcio and Google's protobuf."""
+"""What the component tests share: a scripted port, a kubelet that registers what appears in a folder, a link that runs."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,63 +9,172 @@ from typing import Any
 
 import grpc
 
+from gpumgr.aio import LatestValue
 from gpumgr.allocator.claims import ClaimRef, PreparedDevice
-from gpumgr.errors import Refusal
-from tests.protos import protos_and_services
-
-dra, _ = protos_and_services("dra/v1/api.proto")
-health, _ = protos_and_services("drahealth/v1/api.proto")
-registration, _ = protos_and_services("pluginregistration/v1/api.proto")
+from gpumgr.dra.registration import DraLink, LinkState, LinkTiming, Service
+from gpumgr.dra.service import DraPlugin
+from tests.kubelet_api import dra as pb
+from tests.kubelet_api import pluginregistration, pluginregistration_services
 
 DRIVER = "gpu.gpumgr.io"
-PREPARED = PreparedDevice(requests=("gpu",), pool="node1", device="gpu-1", cdi_ids=("a/b=c", "a/b=d"), share_id="share-1")
+DEVICE = PreparedDevice(
+    requests=("main", "b/c"), pool="node-1", device="gpu-0a1b2c30", cdi_ids=("x/y=1", "x/y=2"), share_id="s-1"
+)
+QUICK = LinkTiming(poll_seconds=0.01, patience_seconds=60, unconnected_seconds=0.1)
+
+
+def claim(name: str) -> ClaimRef:
+    return ClaimRef(namespace="team-a", name=name, uid=f"uid-{name}")
 
 
 @dataclass
-class FakeClaims:
-    """Prepares every claim; `errors` has the refusals and bugs, by UID."""
+class ScriptedClaims:
+    """Answers at once, unless `hold` is set (then when it is cleared); `failures` are raised, by the claim's name."""
 
-    errors: dict[str, Exception] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
+    hold: asyncio.Event | None = None
+    running: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
+    ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
     calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
 
     async def prepare(self, claim: ClaimRef) -> Sequence[PreparedDevice]:
-        self._called("prepare", claim)
-        return [PREPARED]
+        await self._turn("prepare", claim)
+        return [DEVICE]
 
     async def unprepare(self, claim: ClaimRef) -> None:
-        self._called("unprepare", claim)
+        await self._turn("unprepare", claim)
 
-    def _called(self, what: str, claim: ClaimRef) -> None:
-        self.calls.append((what, claim))
-        if claim.uid in self.errors:
-            raise self.errors[claim.uid]
+    async def _turn(self, name: str, claim: ClaimRef) -> None:
+        self.calls.append((name, claim))
+        self.running.set(self.running.value + 1)
+        if self.hold is not None:
+            await self.hold.wait()
+        self.ended.set(self.ended.value + 1)
+        if failure := self.failures.get(claim.name):
+            raise failure
 
 
-REFUSAL = Refusal("conflict", "GPU0 has too little left")
+async def until(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
+    with value.subscribe() as values:
+        async for each in values:
+            if condition(each):
+                return
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (files have no event)
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def connected(path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(f"unix://{path}", options=[("grpc.default_authority", "localhost")]) as channel:
+async def channel_to(path: Path) -> AsyncIterator[Any]:
+    """As the kubelet dials: unix socket, no TLS, authority "localhost"."""
+    async with grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.default_authority", "localhost")]) as channel:
         yield channel
 
 
-async def call(channel: grpc.aio.Channel, route: str, request: Any, reply: Any) -> Any:
-    method = channel.unary_unary(
-        route, request_serializer=type(request).SerializeToString, response_deserializer=reply.FromString
-    )
-    return await method(request, timeout=10)
+class Caller:
+    """Calls one version of the DRA service. The messages of v1beta1 are those of v1 without a field."""
+
+    def __init__(self, channel: Any, version: str = "v1") -> None:
+        self._channel, self._service = channel, f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/"
+
+    def prepare(self, *claims: ClaimRef) -> Any:
+        return self._call("Prepare", claims)
+
+    def unprepare(self, *claims: ClaimRef) -> Any:
+        return self._call("Unprepare", claims)
+
+    def _call(self, verb: str, claims: Sequence[ClaimRef]) -> Any:
+        wanted = [pb.Claim(namespace=each.namespace, name=each.name, uid=each.uid) for each in claims]
+        request = getattr(pb, f"Node{verb}ResourcesRequest")(claims=wanted)
+        response = getattr(pb, f"Node{verb}ResourcesResponse")
+        return self._channel.unary_unary(
+            f"{self._service}Node{verb}Resources", request.__class__.SerializeToString, response.FromString
+        )(request)
 
 
-async def get_info(registry_socket: Path) -> Any:
-    async with connected(registry_socket) as channel:
-        return await call(
-            channel, "/pluginregistration.Registration/GetInfo", registration.InfoRequest(), registration.PluginInfo
+class StubKubelet:
+    """Registers the driver's sockets as a kubelet does: GetInfo, a lasting connection to the endpoint, then Notify."""
+
+    def __init__(self, root: Path) -> None:
+        self.plugins, self.registry = root / "plugins", root / "plugins_registry"
+        for each in (self.plugins, self.registry):
+            each.mkdir(exist_ok=True)
+        self._channels: list[Any] = []
+
+    def sockets(self) -> list[str]:
+        return sorted(
+            path.name for folder in (self.registry, self.plugins / DRIVER) if folder.is_dir() for path in folder.iterdir()
         )
 
+    async def info(self, name: str = f"{DRIVER}-reg.sock") -> Any:
+        async with channel_to(self.registry / name) as channel:
+            stub = pluginregistration_services.RegistrationStub(channel)
+            return await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
 
-async def notify(registry_socket: Path, *, registered: bool, error: str = "") -> None:
-    status = registration.RegistrationStatus(plugin_registered=registered, error=error)
-    async with connected(registry_socket) as channel:
-        route = "/pluginregistration.Registration/NotifyRegistrationStatus"
-        await call(channel, route, status, registration.RegistrationStatusResponse)
+    async def register(
+        self, name: str = f"{DRIVER}-reg.sock", *, connect: bool = True, hang_up: bool = False, error: str = ""
+    ) -> Any:
+        """Waits for the registration socket. Returns the connection to the endpoint; with `hang_up` it ends before Notify."""
+        await soon((self.registry / name).exists)
+        info = await self.info(name)
+        connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
+        self._channels.append(connection)
+        if connect:
+            connection.get_state(try_to_connect=True)
+            await connection.channel_ready()
+        if hang_up:
+            await self.end()
+        status = pluginregistration.RegistrationStatus(plugin_registered=not error, error=error)
+        async with channel_to(self.registry / name) as channel:
+            await pluginregistration_services.RegistrationStub(channel).NotifyRegistrationStatus(status)
+        return connection
+
+    async def end(self) -> None:
+        while self._channels:
+            await self._channels.pop().close()
+
+
+@dataclass
+class Linked:
+    """A running DraLink, and its reports."""
+
+    link: DraLink
+    kubelet: StubKubelet
+    claims: ScriptedClaims
+    state: LatestValue[LinkState]
+    confirmed: list[bool]
+
+    async def until(self, condition: Callable[[LinkState], bool]) -> None:
+        await until(self.state, condition)
+
+
+@asynccontextmanager
+async def linked(
+    root: Path,
+    *,
+    timing: LinkTiming = QUICK,
+    instance: str | None = None,
+    services: Callable[[ScriptedClaims], Sequence[Service]] = lambda claims: [DraPlugin(claims)],
+) -> AsyncIterator[Linked]:
+    kubelet, claims, confirmed = StubKubelet(root), ScriptedClaims(), list[bool]()
+    state = LatestValue(LinkState())
+    link = DraLink(
+        kubelet.plugins,
+        kubelet.registry,
+        DRIVER,
+        services(claims),
+        instance=instance,
+        timing=timing,
+        on_registered=lambda: confirmed.append(link.registered),
+        on_state=state.set,
+    )
+    running = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(30):
+            yield Linked(link, kubelet, claims, state, confirmed)
+    finally:
+        await link.stop(0.1)
+        await running
+        await kubelet.end()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from grpclib.const import Cardinality, Handler
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -73,3 +74,19 @@ async def test_a_peer_that_does_not_read_is_disconnected_at_the_end(folder: Path
         assert not disconnected(peer)
         await server.drain(0.05, lambda: None)
         assert disconnected(peer)
+
+
+async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folder: Path) -> None:
+    server = DrainingServer([Sender()])
+    for number in range(2):
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(folder / f"{number}.sock"))
+        await server.listen_on(listening)
+    unbound = socket.socket(socket.AF_UNIX)
+    unbound.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        await server.listen_on(unbound)
+    with socket.socket(socket.AF_UNIX) as peer, pytest.raises(ConnectionRefusedError):
+        peer.connect(str(folder / "0.sock"))
+    with call(folder / "1.sock"):
+        await server.drain(0, lambda: None)

@@ -34,11 +34,6 @@ class NodeWatchResourcesRequest(betterproto.Message):
 
 
 @dataclass(eq=False, repr=False)
-class NodeWatchResourcesResponse(betterproto.Message):
-    devices: List["DeviceHealth"] = betterproto.message_field(1)
-
-
-@dataclass(eq=False, repr=False)
 class DeviceIdentifier(betterproto.Message):
     pool_name: str = betterproto.string_field(1)
     device_name: str = betterproto.string_field(2)
@@ -49,15 +44,20 @@ class DeviceHealth(betterproto.Message):
     device: "DeviceIdentifier" = betterproto.message_field(1)
     health: "HealthStatus" = betterproto.enum_field(2)
     last_updated_time: int = betterproto.int64_field(3)
-    """Unix seconds."""
+    """
+    Unix time in seconds. The kubelet shows the device as Unknown once this is older than the timeout.
+    """
 
     health_check_timeout_seconds: int = betterproto.int64_field(4)
-    """
-    A device without a newer message for so long is Unknown; 0: the kubelet's default of 30 s.
-    """
+    """0 = 30 s."""
 
     message: str = betterproto.string_field(5)
-    """At most 1024 characters."""
+    """The kubelet cuts what is longer than 1024 bytes."""
+
+
+@dataclass(eq=False, repr=False)
+class NodeWatchResourcesResponse(betterproto.Message):
+    devices: List["DeviceHealth"] = betterproto.message_field(1)
 
 
 class DraResourceHealthStub(betterproto.ServiceStub):
@@ -70,7 +70,7 @@ class DraResourceHealthStub(betterproto.ServiceStub):
         metadata: Optional["MetadataLike"] = None
     ) -> AsyncIterator[NodeWatchResourcesResponse]:
         async for response in self._unary_stream(
-            "/drahealth.v1.DRAResourceHealth/NodeWatchResources",
+            "/v1.DRAResourceHealth/NodeWatchResources",
             node_watch_resources_request,
             NodeWatchResourcesResponse,
             timeout=timeout,
@@ -101,7 +101,7 @@ class DraResourceHealthBase(ServiceBase):
 
     def __mapping__(self) -> Dict[str, grpclib.const.Handler]:
         return {
-            "/drahealth.v1.DRAResourceHealth/NodeWatchResources": grpclib.const.Handler(
+            "/v1.DRAResourceHealth/NodeWatchResources": grpclib.const.Handler(
                 self.__rpc_node_watch_resources,
                 grpclib.const.Cardinality.UNARY_STREAM,
                 NodeWatchResourcesRequest,

@@ -22,36 +22,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
+class Claim(betterproto.Message):
+    namespace: str = betterproto.string_field(1)
+    uid: str = betterproto.string_field(2)
+    name: str = betterproto.string_field(3)
+
+
+@dataclass(eq=False, repr=False)
 class NodePrepareResourcesRequest(betterproto.Message):
     claims: List["Claim"] = betterproto.message_field(1)
 
 
 @dataclass(eq=False, repr=False)
 class NodePrepareResourcesResponse(betterproto.Message):
-    """
-    Every claim of the request needs an entry, by its UID; an entry without devices and error counts.
-    """
-
     claims: Dict[str, "NodePrepareResourceResponse"] = betterproto.map_field(
         1, betterproto.TYPE_STRING, betterproto.TYPE_MESSAGE
     )
+    """
+    By uid; a requested claim without an entry, or an entry that was not requested, fails the whole call.
+    """
 
 
 @dataclass(eq=False, repr=False)
 class NodePrepareResourceResponse(betterproto.Message):
     devices: List["Device"] = betterproto.message_field(1)
     error: str = betterproto.string_field(2)
+    """Fails the pods of this claim."""
 
 
 @dataclass(eq=False, repr=False)
 class Device(betterproto.Message):
     request_names: List[str] = betterproto.string_field(1)
-    """The requests of the claim that the device is for; none: all of them."""
+    """Requests of the claim; none = all of them."""
 
     pool_name: str = betterproto.string_field(2)
     device_name: str = betterproto.string_field(3)
     cdi_device_ids: List[str] = betterproto.string_field(4)
     share_id: Optional[str] = betterproto.string_field(5, optional=True)
+    """Kubelets since 1.35."""
 
 
 @dataclass(eq=False, repr=False)
@@ -64,18 +72,13 @@ class NodeUnprepareResourcesResponse(betterproto.Message):
     claims: Dict[str, "NodeUnprepareResourceResponse"] = betterproto.map_field(
         1, betterproto.TYPE_STRING, betterproto.TYPE_MESSAGE
     )
+    """By uid, as in NodePrepareResourcesResponse."""
 
 
 @dataclass(eq=False, repr=False)
 class NodeUnprepareResourceResponse(betterproto.Message):
     error: str = betterproto.string_field(1)
-
-
-@dataclass(eq=False, repr=False)
-class Claim(betterproto.Message):
-    namespace: str = betterproto.string_field(1)
-    uid: str = betterproto.string_field(2)
-    name: str = betterproto.string_field(3)
+    """The kubelet calls again."""
 
 
 class DraPluginStub(betterproto.ServiceStub):
@@ -88,7 +91,7 @@ class DraPluginStub(betterproto.ServiceStub):
         metadata: Optional["MetadataLike"] = None
     ) -> "NodePrepareResourcesResponse":
         return await self._unary_unary(
-            "/dra.v1.DRAPlugin/NodePrepareResources",
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources",
             node_prepare_resources_request,
             NodePrepareResourcesResponse,
             timeout=timeout,
@@ -105,7 +108,7 @@ class DraPluginStub(betterproto.ServiceStub):
         metadata: Optional["MetadataLike"] = None
     ) -> "NodeUnprepareResourcesResponse":
         return await self._unary_unary(
-            "/dra.v1.DRAPlugin/NodeUnprepareResources",
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources",
             node_unprepare_resources_request,
             NodeUnprepareResourcesResponse,
             timeout=timeout,
@@ -144,13 +147,13 @@ class DraPluginBase(ServiceBase):
 
     def __mapping__(self) -> Dict[str, grpclib.const.Handler]:
         return {
-            "/dra.v1.DRAPlugin/NodePrepareResources": grpclib.const.Handler(
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources": grpclib.const.Handler(
                 self.__rpc_node_prepare_resources,
                 grpclib.const.Cardinality.UNARY_UNARY,
                 NodePrepareResourcesRequest,
                 NodePrepareResourcesResponse,
             ),
-            "/dra.v1.DRAPlugin/NodeUnprepareResources": grpclib.const.Handler(
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources": grpclib.const.Handler(
                 self.__rpc_node_unprepare_resources,
                 grpclib.const.Cardinality.UNARY_UNARY,
                 NodeUnprepareResourcesRequest,

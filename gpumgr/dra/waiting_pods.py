@@ -1,0 +1,112 @@
+"""Makes the kubelet retry pods that wait for a claim of this driver.
+
+A kubelet that could not prepare a pod's claims tries again only after 60 to 90 s, unless the pod changes. It fails without a call of the
+driver if the driver is not registered, or if the API server refuses the claim to it because its authorizer has not processed the binding
+of the pod yet ("no relationship found between node and this object", seen with 40 pods at once). So a pod that still has no prepared
+claim some seconds after its binding gets an annotation, which changes it; again with growing pauses.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Final, NoReturn, Protocol
+
+import structlog
+
+from gpumgr.allocator.pods import PodView
+from gpumgr.dra.slices import DRIVER
+from gpumgr.kubeapi.client import API_FAILURES, UNREADABLE, ApiServer
+
+_log = structlog.get_logger(__name__)
+
+RETRY_ANNOTATION: Final = "gpumgr.io/claims-retried"
+_FIRST_SECONDS: Final = 2.0
+_LONGEST_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.5
+
+
+class Pods(Protocol):
+    """The pods that are bound to this node (gpumgr.kubeapi.cache.PodCache)."""
+
+    def all(self) -> Iterable[PodView]: ...
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A pod that waits. `ours` None: it is not known yet whether it has a claim of this driver."""
+
+    due_at: float
+    pause_seconds: float
+    retries: int = 0
+    ours: bool | None = None
+
+
+class WaitingPods:
+    """`run` it as a daemon. `prepared` returns the claims (namespace and name) that are prepared now. `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        server: ApiServer,
+        pods: Pods,
+        prepared: Callable[[], Collection[tuple[str, str]]],
+        *,
+        first_seconds: float = _FIRST_SECONDS,
+        poll_seconds: float = _POLL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._pods, self._prepared, self._clock = server, pods, prepared, clock
+        self._first_seconds, self._poll_seconds = first_seconds, poll_seconds
+        self._waiting: dict[str, _Wait] = {}
+        self._error = ""
+
+    def retry_now(self) -> None:
+        """The kubelet has registered the driver: every pod that waits is due."""
+        for wait in self._waiting.values():
+            wait.due_at, wait.pause_seconds = self._clock(), self._first_seconds
+
+    async def run(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            try:
+                await self.step()
+                self._error = ""
+            except (*API_FAILURES, *UNREADABLE) as error:
+                if str(error) != self._error:
+                    _log.warning("waiting_pods_not_retried", error=str(error), consequence="the kubelet retries them within 90 s")
+                self._error = str(error)
+
+    async def step(self) -> None:
+        """Retries the pods that are due. Raises what requests raise."""
+        prepared, now = set(self._prepared()), self._clock()
+        waiting = {
+            pod.uid: (pod, missing)
+            for pod in self._pods.all()
+            if pod.claims and pod.phase == "Pending"
+            if (missing := [use.claim for use in pod.claims if (pod.namespace, use.claim) not in prepared])
+        }
+        first = self._first_seconds
+        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + first, first) for uid in waiting}
+        for uid, (pod, missing) in waiting.items():
+            wait = self._waiting[uid]
+            if wait.due_at <= now and wait.ours is not False:
+                await self._retry(pod, missing, wait)
+
+    async def _retry(self, pod: PodView, missing: Iterable[str], wait: _Wait) -> None:
+        wait.due_at, wait.pause_seconds = self._clock() + wait.pause_seconds, min(2 * wait.pause_seconds, _LONGEST_SECONDS)
+        if wait.ours is None:
+            wait.ours = await self._has_ours(pod.namespace, missing)
+        if not wait.ours:
+            return
+        wait.retries += 1
+        body = {"metadata": {"uid": pod.uid, "annotations": {RETRY_ANNOTATION: str(wait.retries)}}}
+        if await self._server.send("PATCH", f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", body, but=(404, 409)):
+            _log.info("waiting_pod_retried", pod="/".join(pod.key), pod_uid=pod.uid, retries=wait.retries)
+
+    async def _has_ours(self, namespace: str, claims: Iterable[str]) -> bool:
+        for name in claims:
+            claim = await self._server.find(f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
+            results = ((claim or {}).get("status") or {}).get("allocation", {}).get("devices", {}).get("results", ())
+            if any(result["driver"] == DRIVER for result in results):
+                return True
+        return False

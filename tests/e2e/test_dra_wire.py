@@ -1,0 +1,144 @@
+"""The kubelet's side of DRA against the kubelet's own plugin managers and Go types (go/plugins), without a cluster."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumgr.aio import LatestValue
+from gpumgr.dra.health import DeviceHealth, DraHealth
+from gpumgr.dra.registration import LinkState
+from gpumgr.dra.service import DraPlugin
+from gpumgr.errors import Refusal
+from tests.component.dra.harness import DEVICE, DRIVER, Linked, linked
+
+from .build import build_program
+
+REGISTERED = LinkState(registered=True, registrations=1)
+CLAIM = "team-a/a/uid-a"
+ANSWER = {
+    "requestNames": list(DEVICE.requests),
+    "poolName": DEVICE.pool,
+    "deviceName": DEVICE.device,
+    "cdiDeviceIds": list(DEVICE.cdi_ids),
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return build_program("plugins")
+
+
+class Kubelet:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, *words: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(" ".join(words).encode() + b"\n")
+        reply: dict[str, Any] = json.loads(await self._process.stdout.readline())
+        return reply
+
+    async def claims(self, *words: str) -> dict[str, Any]:
+        """The answers by uid."""
+        answer: dict[str, Any] = (await self.ask(*words))["answer"]["claims"]
+        return answer
+
+    async def end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@asynccontextmanager
+async def kubelet_of(program: Path, one: Linked) -> AsyncIterator[Kubelet]:
+    process = await asyncio.create_subprocess_exec(
+        program, one.kubelet.registry, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    kubelet = Kubelet(process)
+    try:
+        yield kubelet
+    finally:
+        await kubelet.end()
+
+
+async def test_calls_through_the_kubelets_own_code(program: Path, folder: Path) -> None:
+    health = LatestValue[tuple[DeviceHealth, ...]]((DeviceHealth(pool="node-1", device="gpu-0", healthy=True),))
+    async with (
+        linked(folder, services=lambda claims: [DraPlugin(claims), DraHealth(health)]) as one,
+        kubelet_of(program, one) as kubelet,
+    ):
+        await one.until(lambda state: state == REGISTERED)
+        [device] = (await kubelet.ask("health"))["answer"]["devices"]
+        assert (device["device"], device["health"]) == ({"poolName": "node-1", "deviceName": "gpu-0"}, "HEALTHY")
+        health.set((replace(health.value[0], healthy=False, message="Xid 79"),))
+        [device] = (await kubelet.ask("health"))["answer"]["devices"]
+        assert (device["health"], device["message"]) == ("UNHEALTHY", "Xid 79")
+
+        one.claims.failures["b"] = Refusal("no_fit", "GPU 0 has 20 free cores")
+        for command, share in ((("prepare", DRIVER), {"shareId": "s-1"}), (("beta-prepare", str(one.link._dra.path)), {})):
+            assert await kubelet.claims(*command, CLAIM, "team-a/b/uid-b") == {
+                "uid-a": {"devices": [ANSWER | share]},
+                "uid-b": {"error": "GPU 0 has 20 free cores"},
+            }
+        for command in (("unprepare", DRIVER), ("beta-unprepare", str(one.link._dra.path))):
+            assert await kubelet.claims(*command, CLAIM, "team-a/b/uid-b") == {
+                "uid-a": {},
+                "uid-b": {"error": "GPU 0 has 20 free cores"},
+            }
+        assert await kubelet.ask("prepare", DRIVER) == {"answer": {}}
+        error = (await kubelet.ask("prepare", DRIVER, CLAIM, CLAIM))["error"]
+        assert "InvalidArgument" in error
+        assert "names the claim with uid uid-a 2 times" in error
+
+        await one.link.stop(1)
+        await kubelet.ask("unregistered", DRIVER)
+
+
+async def test_sockets_that_are_removed(program: Path, folder: Path) -> None:
+    async with linked(folder) as one, kubelet_of(program, one) as kubelet:
+        await one.until(lambda state: state == REGISTERED)
+        one.link._dra.path.unlink()
+        assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
+        one.link._registration.path.unlink()
+        await one.until(lambda state: not state.registered)
+        await one.until(lambda state: state == replace(REGISTERED, registrations=2))
+        assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
+
+
+async def test_a_kubelet_that_ends_and_another_one(program: Path, folder: Path) -> None:
+    async with linked(folder) as one:
+        async with kubelet_of(program, one):
+            await one.until(lambda state: state == REGISTERED)
+        await one.until(lambda state: not state.registered)
+        assert "the kubelet closed its connection" in str(one.link.state.error)
+        async with kubelet_of(program, one):
+            await one.until(lambda state: state == replace(REGISTERED, registrations=2))
+
+
+class Future(DraPlugin):
+    versions = ("v9.DRAPlugin",)  # type: ignore[assignment,misc]
+
+
+async def test_a_driver_without_a_version_that_the_kubelet_has(program: Path, folder: Path) -> None:
+    async with linked(folder, services=lambda claims: [Future(claims)]) as one, kubelet_of(program, one) as kubelet:
+        await one.until(lambda state: "none of services supported by the plugin" in str(state.error))
+        assert not one.link.registered
+        assert "is not registered" in (await kubelet.ask("prepare", DRIVER, CLAIM))["error"]
+
+
+async def test_a_rolling_update(program: Path, folder: Path) -> None:
+    async with linked(folder, instance="old") as old, kubelet_of(program, old) as kubelet:
+        await old.until(lambda state: state == REGISTERED)
+        async with linked(folder, instance="new") as new:
+            await new.until(lambda state: state == REGISTERED)
+            await old.link.stop(1)
+            assert list(await kubelet.claims("prepare", DRIVER, CLAIM)) == ["uid-a"]
+            assert [len(each.claims.calls) for each in (old, new)] == [0, 1]
+            assert new.link.registered
