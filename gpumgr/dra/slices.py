@@ -35,9 +35,10 @@ LOST_TAINT: Final = f"{DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
-#: The API server demands that a step fits between the least amount, one block, and the capacity.
+#: Kubernetes' limit for a name, less the prefix of the probe's.
+_MAX_NAME: Final = 253 - len("probe-")
+#: A capacity must have room for its minimum and one step.
 _MIN_BLOCKS: Final = 2
-_MAX_NAME: Final = 253
 _UNKNOWN_VERSION: Final = "0.0.0"
 
 Json = dict[str, Any]
@@ -68,8 +69,8 @@ class SliceDevice:
 def slice_devices(
     snapshot: NodeSnapshot, names: Mapping[str, GpuName], *, enforcement: str, taints: Mapping[GpuName, tuple[Taint, ...]]
 ) -> tuple[SliceDevice, ...]:
-    """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than 512 MiB of
-    memory is left out."""
+    """The devices in the order of the slice. `names`: UUID -> the ledger's name, of the GPUs to publish; one with less than two blocks
+    of memory is left out, since the API server refuses it."""
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
     islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
@@ -128,7 +129,7 @@ def probe_slice(node: str) -> Json:
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
-    return {**probe, "metadata": {"name": f"00000-{DRIVER}-probe"}}
+    return {**probe, "metadata": {"name": f"probe-{slice_name(node)}"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

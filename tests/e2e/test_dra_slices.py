@@ -163,6 +163,7 @@ async def _kept(access: Access, first: tuple[SliceDevice, ...], second: tuple[Sl
         with suppress(asyncio.CancelledError):
             await running
         await server.close()
+        await asyncio.sleep(0.25)  # aiohttp ends TLS connections a moment after it has closed them
 
 
 def test_an_agent_writes_only_the_slice_of_its_node(access: Access) -> None:

@@ -25,6 +25,7 @@ from gpumgr.dra.slices import (
     stored_slice,
     with_lost,
 )
+from gpumgr.kubeapi.pods import parse_quantity
 from gpumgr.topology.devices import Gpu, NodeSnapshot
 from gpumgr.topology.matrix import topology_from_matrix
 
@@ -122,9 +123,9 @@ def test_what_is_unknown_has_a_value_or_is_left_out() -> None:
     assert "taints" not in only
 
 
-def test_a_gpu_without_a_block_or_a_name_is_left_out() -> None:
+def test_a_gpu_without_two_blocks_or_a_name_is_left_out() -> None:
     node = snapshot(grid(3, {}, "PIX"))
-    gpus = (replace(node.gpus[0], memory_bytes=255 << 20), *node.gpus[1:])
+    gpus = (replace(node.gpus[0], memory_bytes=511 << 20), *node.gpus[1:])
     names = {each.uuid: each.uuid[4:] for each in gpus[:2]}
     made = slice_devices(replace(node, gpus=gpus), names, enforcement="", taints={})
     assert [each.name for each in made] == ["gpu-00000001"]
@@ -171,7 +172,7 @@ def test_memory_is_a_multiple_of_the_step(mebibytes: int) -> None:
 def test_the_name_is_fixed_and_short_enough(node: str) -> None:
     name = slice_name(node)
     assert name.startswith("00000-gpu.gpumgr.io-")
-    assert len(name) <= 253
+    assert len(name) <= len(probe_slice(node)["metadata"]["name"]) <= 253
     assert name != slice_name(node[:-1] + "y")
     assert resource_slice(node, "u", [])["metadata"]["name"] == name
 
@@ -270,6 +271,17 @@ def as_stored(sent: Any) -> Any:
             taint["timeAdded"] = "2026-11-01T10:00:00Z"
     stored["spec"]["perDeviceNodeSelection"] = None
     return stored
+
+
+def test_the_probe_has_a_range_that_the_api_server_accepts() -> None:
+    """validRange: the minimum and one step within the value (validateRequestPolicyRange of Kubernetes)."""
+    (made,) = probe_slice("n")["spec"]["devices"]
+    for capacity in made["capacity"].values():
+        low, step, value = (
+            parse_quantity(text)
+            for text in (*(capacity["requestPolicy"]["validRange"][key] for key in ("min", "step")), capacity["value"])
+        )
+        assert low + step <= value
 
 
 SENT = resource_slice("n", "u", [device(taints=(SICK,)), device(name="gpu-2")])
