@@ -1,6 +1,7 @@
 """A snapshot of a cluster: what `gpumgr simulate` needs of nodes, pods and PodDisruptionBudgets, from the API server or a file."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -64,8 +65,8 @@ def load(file: Path) -> Document:
         if key not in entries:
             raise InputError(f"{file}, line 1: the key {key} is missing, so it is no snapshot; {_REMEDY}")
         if entries[key].value != value:
-            found = short(str(entries[key].value))
-            raise InputError(f"{text.place(entries[key].at)}: {key} is {found}, and {value} is expected; {_REMEDY}")
+            found = short(json.dumps(entries[key].value))
+            raise InputError(f"{text.place(entries[key].at)}: {key} is {found}, and {json.dumps(value)} is expected; {_REMEDY}")
     document = {key: entry.value for key, entry in entries.items()}
     document["places"] = {}
     for key in ("nodes", "pods", "poddisruptionbudgets"):

@@ -178,7 +178,8 @@ def _read_pod(file: BinaryIO, *, anonymised: bool) -> LivePod:
     """Raises InputError."""
     item = read_object(file.name, file.read())
     if item.get("kind") != "Pod":
-        raise InputError(f"{file.name}: its kind is {item.get('kind')}; give a Pod, for example from the template in it")
+        kind = json.dumps(item.get("kind"), default=str)
+        raise InputError(f"{file.name}: its kind is {kind}; give a Pod, for example from the template in it")
     metadata = item.get("metadata")
     if isinstance(metadata, dict):
         metadata = {"namespace": "default", "name": metadata.get("generateName", ""), **metadata, "uid": f"file {file.name}"}

@@ -6,7 +6,7 @@ is a column.
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from gpumgr.errors import InputError
@@ -159,24 +159,26 @@ def _shape(row: _Row) -> Shape:
 
 def _rows(file: str, lines: Iterable[str], renamed: Mapping[str, str], needed: Sequence[str]) -> Iterator[_Row]:
     """Under our names of the columns, whichever the file uses."""
-    alibaba = {ours: theirs for theirs, ours in renamed.items()}
-    for number, (place, values) in enumerate(_json(file, lines) if file.endswith(".json") else _csv(file, lines), start=1):
+    in_json = file.endswith(".json")
+    checked: Collection[str] = ()
+    for number, (place, values) in enumerate(_json(file, lines) if in_json else _csv(file, lines), start=1):
         if number > MAX_ROWS:
             raise InputError(f"{place}: more than {MAX_ROWS:,} rows")
-        columns = place if file.endswith(".json") else f"{file}, line 1"
-        named = {renamed.get(column, column): text for column, text in values.items()}
-        if len(named) < len(values) or ("cores" in named and "gpu_milli" in named):
-            both = [
-                f"{ours} and {theirs}"
-                for theirs, ours in {**renamed, "gpu_milli": "cores"}.items()
-                if {ours, theirs} <= values.keys()
-            ]
-            raise InputError(f"{columns}: the columns {both[0]} have one meaning; keep one of them")
-        for column in needed:
-            if column not in named:
-                other = f" (or {alibaba[column]})" if column in alibaba else ""
-                raise InputError(f"{columns}: the column {column}{other} is missing; there are {short(', '.join(values))}")
-        yield _Row(place, named)
+        if values.keys() != checked:
+            checked = values.keys()
+            _check_columns(place if in_json else f"{file}, line 1", checked, renamed, needed)
+        yield _Row(place, {renamed.get(column, column): text for column, text in values.items()})
+
+
+def _check_columns(place: str, columns: Collection[str], renamed: Mapping[str, str], needed: Sequence[str]) -> None:
+    for theirs, ours in {**renamed, "gpu_milli": "cores"}.items():
+        if ours in columns and theirs in columns:
+            raise InputError(f"{place}: the columns {ours} and {theirs} have one meaning; keep one of them")
+    alibaba = {ours: theirs for theirs, ours in renamed.items()}
+    for column in needed:
+        if column not in columns and alibaba.get(column) not in columns:
+            other = f" (or {alibaba[column]})" if column in alibaba else ""
+            raise InputError(f"{place}: the column {column}{other} is missing; there are {short(', '.join(columns))}")
 
 
 def _csv(file: str, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, str]]]:

@@ -245,11 +245,12 @@ async def test_an_anonymised_snapshot_has_no_own_names_and_refuses_pods_that_hav
         ("kind: Pod\n[1]: 2", ", line 2: a key is no text"),
         ("kind: !!map [1]", ": a value does not have the form that its tag demands"),
         ("kind: !!bool x", ": a value does not have the form that its tag demands"),
+        ("a: 5", ": its kind is null; give a Pod"),
         ("kind: Pod", ": metadata: expected object, got null"),
         ("kind: Pod\nmetadata: 5", ": metadata: expected object, got int"),
         ("kind: Pod\nmetadata: {}\nspec: {}", ": spec: object missing required field containers"),
         ("kind: Pod\nmetadata: {}\nspec: {containers: [{name: c, resources: {limits: {cpu: x}}}]}", ": cpu: quantity 'x' can't"),
-        ("kind: Deployment\nspec: {}", ": its kind is Deployment; give a Pod"),
+        ("kind: Deployment\nspec: {}", ': its kind is "Deployment"; give a Pod'),
         (
             "kind: Pod\nmetadata: {name: x}\nspec: {nodeName: a, containers: [{name: c}]}",
             ": it has spec.nodeName, so no scheduler places it",
