@@ -9,10 +9,12 @@
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
 
+from gpumgr.agent.commit_batch import CommitBatch
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
@@ -21,10 +23,10 @@ from gpumgr.allocator.choose import candidates
 from gpumgr.allocator.claims import AllocatedClaim, ClaimRef, ClaimUser, PreparedDevice, device_name, grant_claim
 from gpumgr.allocator.gpu_share import Terms
 from gpumgr.allocator.history import HistoryEntry
-from gpumgr.allocator.ledger import Allocation, AllocationId
+from gpumgr.allocator.ledger import Allocation, AllocationId, Ledger
 from gpumgr.allocator.listing import Listing
 from gpumgr.allocator.pods import PodKey, PodView
-from gpumgr.errors import CheckpointError, Refusal
+from gpumgr.errors import Refusal
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +59,7 @@ class NodeClaims:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._pool, self._cdi_name = starts, pool, cdi_name
         self._wall_clock = wall_clock
+        self._batch = CommitBatch(agent_state)
         #: The claims that were unprepared while a Prepare of the same claim was in progress.
         self._overtaken: set[str] = set()
         self._preparing: dict[str, int] = {}
@@ -77,18 +80,13 @@ class NodeClaims:
 
     async def unprepare(self, claim: ClaimRef) -> None:
         """Needs only the ledger. An unknown claim is no error. Raises Refusal."""
-        state = self._agent_state
         if claim.uid in self._preparing:
             self._overtaken.add(claim.uid)
-        async with state.lock:
-            held = state.ledger.of_claim(claim.uid)
-            if not held:
-                return
-            try:
-                await state.commit(state.ledger.free(a.id for a in held))
-            except CheckpointError as error:
-                raise Refusal("internal", f"the end of claim {claim} can't be saved: {error}") from error
-            state.publish()
+
+        def free(ledger: Ledger) -> tuple[Ledger, Sequence[HistoryEntry], None]:
+            return ledger.free(a.id for a in ledger.of_claim(claim.uid)), (), None
+
+        await self._batch.add(free)
 
     async def reclaim(self, exists: Callable[[ClaimRef], Awaitable[bool]], listing: Listing) -> None:
         """Frees the claims that the API server does not have (`exists`) and of which the kubelet lists no pod (`listing`), each in two
@@ -131,48 +129,45 @@ class NodeClaims:
             await self._enforcement.settle()
             found = await self._reader.read(claim)
             users = await self._users(found)
-            async with self._agent_state.lock:
-                if held := self._agent_state.ledger.of_claim(claim.uid):
-                    return held  # by a call that ran at the same time
-                if claim.uid in self._overtaken:
-                    raise Refusal("conflict", f"claim {claim} was unprepared while it was being prepared")
-                return await self._commit(found, users)
+            held, is_new = await self._batch.add(partial(self._granted, found, users))
         finally:
             self._preparing[claim.uid] -= 1
             if not self._preparing[claim.uid]:
                 del self._preparing[claim.uid]
                 self._overtaken.discard(claim.uid)
+        if is_new:
+            for allocation in held:
+                log.info(
+                    "claim_prepared",
+                    claim=str(claim),
+                    allocation=allocation.id,
+                    holder=allocation.describe(),
+                    gpus=tuple(allocation.gpus),
+                    cores=allocation.cores,
+                    memory_mebibytes=allocation.memory_mebibytes,
+                )
+        return held
 
-    async def _commit(self, claim: AllocatedClaim, users: Mapping[str, ClaimUser]) -> Sequence[Allocation]:
-        state = self._agent_state
-        node = state.node()
+    def _granted(
+        self, claim: AllocatedClaim, users: Mapping[str, ClaimUser], ledger: Ledger
+    ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
+        """Also returns the allocations, and whether they are new: not made by a call that ran at the same time. Raises Refusal."""
+        if held := ledger.of_claim(claim.ref.uid):
+            return ledger, (), (held, False)
+        if claim.ref.uid in self._overtaken:
+            raise Refusal("conflict", f"claim {claim.ref} was unprepared while it was being prepared")
+        node = self._agent_state.node()
 
         def terms(user: ClaimUser, share: bool) -> Terms:
             return self._enforcement.terms(user.view, share=share, setting=claim.enforcement)
 
-        granted = grant_claim(node, state.ledger, claim, users=users, terms=terms, now=self._wall_clock())
-        free = candidates(node, state.ledger)
-        ledger, entries = state.ledger, list[HistoryEntry]()
+        granted = grant_claim(node, ledger, claim, users=users, terms=terms, now=self._wall_clock())
+        free, entries = candidates(node, ledger), list[HistoryEntry]()
         for allocation in granted:
             ledger = ledger.occupy(allocation)
             entry = HistoryEntry(what="granted", call="prepare", amounts=allocation.gpus, why=allocation.why, candidates=free)
             entries.append(about(allocation, replace(entry, mechanisms=allocation.mechanisms)))
-        try:
-            await state.commit(ledger, *entries)
-        except CheckpointError as error:
-            raise Refusal("internal", f"claim {claim.ref} can't be saved: {error}") from error
-        for allocation in granted:
-            log.info(
-                "claim_prepared",
-                claim=str(claim.ref),
-                allocation=allocation.id,
-                holder=allocation.describe(),
-                gpus=tuple(allocation.gpus),
-                cores=allocation.cores,
-                memory_mebibytes=allocation.memory_mebibytes,
-            )
-        state.publish()
-        return granted
+        return ledger, entries, (granted, True)
 
     async def _users(self, claim: AllocatedClaim) -> Mapping[str, ClaimUser]:
         """Request -> one of the containers that use it, an app container if there is one."""

@@ -1,0 +1,53 @@
+"""Decisions that arrive at the same time, saved together: one commit takes as long as another, whatever is in it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from gpumgr.agent.state import AgentState
+from gpumgr.allocator.history import HistoryEntry
+from gpumgr.allocator.ledger import Ledger
+from gpumgr.errors import CheckpointError, Refusal
+
+_T = TypeVar("_T")
+#: Takes the ledger with the decisions before it; returns the ledger with its own, history entries, and its result. Raises Refusal.
+Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
+
+
+class CommitBatch:
+    def __init__(self, agent_state: AgentState) -> None:
+        self._agent_state = agent_state
+        self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []
+
+    async def add(self, decision: Decision[_T]) -> _T:
+        """The decision's result, once it is durable and applied. Raises its Refusal, or one if it can't be saved."""
+        result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((decision, result))
+        async with self._agent_state.lock:
+            if not result.done():  # else it was in the batch of an earlier one
+                await self._commit()
+        return result.result()
+
+    async def _commit(self) -> None:
+        """All that wait. The caller holds the agent state's lock."""
+        state, waiting = self._agent_state, self._waiting
+        self._waiting = []
+        ledger, entries, results = state.ledger, list[HistoryEntry](), list[tuple[asyncio.Future[Any], Any]]()
+        for decision, result in waiting:
+            try:
+                ledger, more, value = decision(ledger)
+            except Refusal as refusal:
+                result.set_exception(refusal)
+            else:
+                entries += more
+                results.append((result, value))
+        try:
+            if ledger is not state.ledger:
+                await state.commit(ledger, *entries)
+                state.publish()
+        except CheckpointError as error:
+            for result, _ in results:
+                result.set_exception(Refusal("internal", f"the decision can't be saved: {error}"))
+        else:
+            for result, value in results:
+                result.set_result(value)
