@@ -44,7 +44,6 @@ class CommitBatch:
         try:
             if ledger is not state.ledger:
                 await state.commit(ledger, *entries)
-                state.publish()
         except CheckpointError as error:
             for result, _ in results:
                 result.set_exception(Refusal("internal", f"the decision can't be saved: {error}"))

@@ -2,6 +2,7 @@
 
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -370,4 +371,4 @@ def test_40_pods_at_once(node: DraNode) -> None:
     node.run([claiming(name, "tenth", container(command=SLEEP)) for name in names], timeout=180)
     holdings = node.agent.ledger()
     assert len(holdings) == 40
-    assert len({holding.gpus for holding in holdings}) == 4
+    assert max(Counter(holding.gpus for holding in holdings).values()) <= 10
