@@ -39,6 +39,7 @@ CONTROLLERS = (
     "root-ca-certificate-publisher-controller",
     "namespace-controller",
     "garbage-collector-controller",
+    "resourceclaim-controller",
 )
 
 

@@ -167,8 +167,8 @@ MEANINGS: Final = {
     # the scheduler
     "scheduler_listening": "`gpumgr scheduler` serves kube-scheduler at this address.",
     "lease_taken": "This replica holds the Lease. It answers after `leading`.",
-    "leading": "This replica has read all nodes and pods after it took the Lease, and answers kube-scheduler.",
-    "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. It answers 503 from now on.",
+    "leading": "This replica has read everything after it took the Lease. It answers kube-scheduler; as `gpumgr claims` it writes.",
+    "lease_lost": "This replica did not renew the Lease in time, or another replica holds it. The scheduler answers 503 from now on.",
     "lease_released": "This replica ends and has given up the Lease; another one takes it at once.",
     "lease_not_released": "This replica ends and could not give up the Lease. Another one takes it when it has expired.",
     "leader_election_retries": "A request for the Lease or for the leader's label failed, and is repeated. Check the rights "
@@ -187,6 +187,12 @@ MEANINGS: Final = {
     "quotas_unusable": "The ConfigMap with the quotas can't be read. The quotas before stay; if there are none, no pod is placed.",
     "placement_unusable": "A pod's annotation `gpumgr.io/placement` can't be used. The scheduler assumes likely GPUs of its node.",
     "verb_failed": "A bug occurred in a verb of the extender. kube-scheduler tries again. Report it with the traceback.",
+    # the claims controller
+    "template_created": "`gpumgr claims` created the ResourceClaimTemplate that a pod names.",
+    "template_deleted": "No pod and no claim had used this ResourceClaimTemplate for `claims.template_idle_hours`.",
+    "gate_removed": "The quota of its namespace allows this pod, so `gpumgr claims` removed its scheduling gate.",
+    "claims_write_failed": "The API server refused a request of `gpumgr claims`, or did not answer. Check the rights "
+    "(config/claims/rbac.yaml) and the API server.",
     # over HTTP
     "pages_not_served": "The scheduler's page and metrics have no address (`http.address`, `scheduler.http_port`); pods are scheduled.",
     "web_listening": "The page and the metrics are served at this address.",

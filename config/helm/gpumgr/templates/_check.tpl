@@ -12,6 +12,7 @@
 {{- include "gpumgr.checkArguments" . -}}
 {{- include "gpumgr.checkExtras" . -}}
 {{- if .Values.scheduler.enabled -}}{{- include "gpumgr.checkScheduler" . -}}{{- end -}}
+{{- if .Values.claims.enabled -}}{{- include "gpumgr.checkClaims" . -}}{{- end -}}
 {{- end -}}
 
 {{- define "gpumgr.checkRights" -}}
