@@ -24,7 +24,7 @@ import yaml
 from aiohttp import web
 
 from gpumgr.sim.apiserver_objects import Selector, WatchedObjects
-from gpumgr.sim.apiserver_written import Document, Right, Written, failure, merge, problem_of
+from gpumgr.sim.apiserver_written import JSON_PATCH, MERGE, Document, Right, Written, failure, merge, problem_of
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -201,12 +201,13 @@ class SimApiServer:
 
     async def _patch(self, request: web.Request) -> web.Response:
         """The UID in a patch is a precondition, like every immutable field."""
-        if refused := self.written.refused(request, "pod", "patch", "pods"):
+        kind = request.content_type if request.content_type == JSON_PATCH else MERGE
+        if refused := self.written.refused(request, "pod", "patch", "pods", kind):
             return refused
         if (pod := self._named(request)) is None:
             return _not_found(request)
         patch = await request.json()
-        if isinstance(patch, list):
+        if kind == JSON_PATCH:
             return self._json_patch(pod, patch)
         metadata = pod["metadata"]
         if (expected := patch["metadata"].get("uid", metadata["uid"])) != metadata["uid"]:
