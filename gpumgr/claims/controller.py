@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Final, NoReturn, Protocol
 
 import structlog
 
@@ -22,7 +22,9 @@ _log = structlog.get_logger(__name__)
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: Between two events about one pod.
-_EVENT_SECONDS: Final = 30.0
+_EVENT_SECONDS: Final = 60.0
+#: Events of one look; the others follow with the next one, after templates and gates.
+_MAX_EVENTS: Final = 50
 #: How long a template that was created counts as there before the watch shows it.
 _UNSEEN_SECONDS: Final = 30.0
 OBJECTS: Final = ("template", "gate", "event", "sweep")
@@ -59,6 +61,7 @@ class ClaimsController:
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
         self._said: dict[str, tuple[str, float]] = {}
+        self._events_left = _MAX_EVENTS
         self._swept_at = clock()
         self._logged = ""
 
@@ -79,6 +82,7 @@ class ClaimsController:
 
     async def step(self) -> None:
         """One look at everything that is known."""
+        self._events_left = _MAX_EVENTS
         await self._create_templates()
         await self._open_gates()
         if self._clock() >= self._swept_at + _SWEEP_SECONDS:
@@ -169,8 +173,9 @@ class ClaimsController:
     async def _tell(self, pod: UnboundPod, reason: str, text: str) -> None:
         """An event about the pod, once for each text."""
         now, said = self._now(), self._said.get(pod.uid)
-        if said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS):
+        if self._events_left <= 0 or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS)):
             return
+        self._events_left -= 1
         event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
         series = EventSeries(event=event, text=event.text(), first_at=now, last_at=now, count=1)
         if await self._write("event", "POST", series.path, series.body(self._identity), but=(404, 409)):
@@ -181,7 +186,7 @@ class ClaimsController:
         about: str,
         method: Method,
         path: str,
-        body: Body | Mapping[str, Any],
+        body: Body,
         *,
         but: tuple[int, ...],
         patch: PatchKind = "merge",

@@ -48,7 +48,8 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Iterable[Demand],
     unused = Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, (), unused):
-            decision.refused.append((pod, f"{text}: more than the quota allows at any time"))
+            remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""
+            decision.refused.append((pod, f"{text}; the quota alone does not allow it{remedy}"))
         elif text := _refusal(demand, granted, quotas):
             first.setdefault(demand.namespace, pod)
             kept.append(demand)

@@ -10,11 +10,12 @@ import structlog
 
 from gpumgr.aio import persistently, run_until
 from gpumgr.claims.controller import ClaimsController
-from gpumgr.claims.pages import ClaimsPages, page_server
+from gpumgr.claims.pages import ClaimsPages
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.kubeapi.client import ApiServer
 from gpumgr.scheduler.leader import Leadership
 from gpumgr.scheduler.lifecycle import REMEDY, this_replica
+from gpumgr.scheduler.pages import page_server
 from gpumgr.settings import Settings
 from gpumgr.web.listening import ListenError
 
@@ -32,7 +33,7 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     watches = ClaimWatches(server, settings.scheduler)
     leadership = Leadership(server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
-    web_server = page_server(ClaimsPages(watches, controller), settings)
+    web_server = page_server(ClaimsPages(watches, controller), settings, wanted.http_port)
 
     async def work() -> None:
         async with asyncio.TaskGroup() as group:

@@ -10,9 +10,7 @@ import gpumgr
 from gpumgr.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.claims.watches import ClaimWatches
 from gpumgr.metrics.text_format import Family, RenderedFamily, counter, gauge, label_text, page, render
-from gpumgr.settings import Settings
 from gpumgr.web.access import AuthPolicy, Scope
-from gpumgr.web.app_server import AppServer
 from gpumgr.web.middleware import MAX_BODY_BYTES, make_middleware
 from gpumgr.web.responses import json_response, on_response_prepare
 
@@ -67,18 +65,3 @@ class ClaimsPages:
         }
         for family, series in families.items():
             yield render(family, {label_text(family.labels, key): value for key, value in series.items()})
-
-
-def page_server(pages: ClaimsPages, settings: Settings) -> AppServer:
-    """Raises SettingsError if a file of the section http can't be used."""
-    http, names = settings.http, (settings.node.name,)
-    return AppServer(
-        lambda policy: pages.application(policy, names),
-        host=http.address,
-        port=settings.claims.http_port,
-        max_connections=http.max_connections,
-        token_file=http.token_file,
-        tls_cert_file=http.tls_cert_file,
-        tls_key_file=http.tls_key_file,
-        client_ca_file=http.client_ca_file,
-    )

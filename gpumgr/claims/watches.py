@@ -87,8 +87,8 @@ class ClaimWatches:
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def kinds(self) -> Kinds:
-        """Of all GPUs in the cluster. Takes long with many nodes."""
-        states = (self._with_gpus(node.state) for node in self._cluster.nodes.values())
+        """Of all GPUs in the cluster."""
+        states = filter(None, map(self._index.node, self._cluster.nodes))
         return {(GpuKind(gpu.model, each.model_label, each.pool), gpu.memory_mebibytes) for each in states for gpu in each.gpus}
 
     def demands(self, gated: dict[str, UnboundPod], kinds: Kinds) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:

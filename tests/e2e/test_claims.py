@@ -94,12 +94,20 @@ def start_controller(cluster: Cluster) -> None:
 
 
 def in_force(cluster: Cluster) -> bool:
-    """The API server applies new policies after a while: all of them refuse, rewrite and gate."""
+    """The API server applies new policies one after another, after a while: now all of them rewrite, gate and refuse."""
     try:
-        made(cluster, FREE, pod("probe", [container(cores=150)], bound=False))
-    except ApiError:
         found = made(cluster, LIMITED, pod("probe", [container(cores=10, memory=1)], bound=False))
-        return "resourceClaims" in found["spec"] and "schedulingGates" in found["spec"] and refused_claim(cluster, FREE)
+    except ApiError:
+        return False
+    rewritten = "resourceClaims" in found["spec"] and "schedulingGates" in found["spec"]
+    return rewritten and refused_pod(cluster, FREE) and refused_claim(cluster, FREE)
+
+
+def refused_pod(cluster: Cluster, space: str) -> bool:
+    try:
+        made(cluster, space, pod("probe", [container(cores=150)], bound=False))
+    except ApiError:
+        return True
     return False
 
 
@@ -275,8 +283,10 @@ def test_the_template_and_the_claim_are_created(claims: Cluster) -> None:
 
 
 def events(cluster: Cluster, space: str, name: str) -> list[str]:
+    """Those of the controller."""
     found = cluster.api.request("GET", f"/api/v1/namespaces/{space}/events")["items"]
-    return [f"{each['reason']}: {each['message']}" for each in found if each["involvedObject"]["name"] == name]
+    ours = [each for each in found if each["source"].get("component") == "gpumgr" and each["involvedObject"]["name"] == name]
+    return [f"{each['reason']}: {each['message']}" for each in ours]
 
 
 def test_a_template_name_that_is_no_shape_is_explained(claims: Cluster) -> None:
@@ -298,8 +308,9 @@ def editor(cluster: Cluster) -> Api:
     """A user of the namespace who may change its pods."""
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "editor"}}
     cluster.api.request("POST", f"/api/v1/namespaces/{LIMITED}/serviceaccounts", account)
-    cluster.kubectl("create", "rolebinding", "editor", f"--namespace={LIMITED}", "--clusterrole=edit",
-                    f"--serviceaccount={LIMITED}:editor")  # fmt: skip
+    space, grant = f"--namespace={LIMITED}", ("--resource=pods", "--verb=get,update,patch")
+    cluster.kubectl("create", "role", "editor", space, *grant)
+    cluster.kubectl("create", "rolebinding", "editor", space, "--role=editor", f"--serviceaccount={LIMITED}:editor")
     return cluster.api_of(f"{LIMITED}/editor")
 
 

@@ -89,7 +89,7 @@ async def test_the_reason_is_told_again_only_if_it_changes_and_after_a_while(sta
     stage.gated_pod("probe", 10, created="3")  # a look has passed when it has its event
     await until(lambda: bool(stage.events("probe")))
     assert len(stage.events("late")) == 1
-    stage.clock.now += 30
+    stage.clock.now += 60
     await until(lambda: len(stage.events("late")) == 2)
     assert "60 of 90 cores" in stage.events("late")[1]
 
