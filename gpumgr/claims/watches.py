@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gpumgr.claims.gates import Demand, Kinds, kinds_for
@@ -58,21 +59,17 @@ class ClaimWatches:
         self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
         self._clock, self._index = clock, ClusterIndex([self.quotas])
         labels = QuotaLabels(settings.quota_model_label, settings.quota_pool_label)
-        more: list[Reflector[Any]] = [
-            Reflector(
-                server, "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=decode_unbound,
-                parse=lambda item: parse_unbound(item, labels), on_change=self._pod_changed, watch_times=watch_times,
+        watched = partial(Reflector[Any], server, watch_times=watch_times)
+        more = [
+            watched(
+                "/api/v1/pods", {"fieldSelector": "spec.nodeName=,status.phase=Pending"}, decode=decode_unbound,
+                parse=lambda item: parse_unbound(item, labels), on_change=self._pod_changed,
             ),
-            Reflector(
-                server, f"{_API}/resourceclaims", {}, parse=parse_claim, on_change=self._claim_changed, watch_times=watch_times
-            ),
-            Reflector(
-                server, f"{_API}/resourceclaimtemplates", {}, parse=parse_template, on_change=self._template_changed,
-                watch_times=watch_times,
-            ),
-            Reflector(
-                server, f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=parse_slice,
-                on_change=self._slice_changed, watch_times=watch_times,
+            watched(f"{_API}/resourceclaims", {}, parse=parse_claim, on_change=self._claim_changed),
+            watched(f"{_API}/resourceclaimtemplates", {}, parse=parse_template, on_change=self._template_changed),
+            watched(
+                f"{_API}/resourceslices", {"fieldSelector": f"spec.driver={DRIVER}"}, parse=parse_slice,
+                on_change=self._slice_changed,
             ),
         ]  # fmt: skip
         self._cluster = ClusterWatches(

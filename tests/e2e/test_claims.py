@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpumgr.claims.shapes import parse
 from tools import chart
 
 from .api import Api, ApiError
@@ -179,6 +180,8 @@ def test_limits_become_one_claim(claims: Cluster, name: str) -> None:
     found = made(claims, FREE, pod("p", containers, init=init, bound=False))
     assert found["spec"]["resourceClaims"] == [{"name": "gpumgr-vcuda", "resourceClaimTemplateName": template}]
     assert uses(found) == used
+    requests = {each.name for each in parse(str(template))}
+    assert requests == {each.partition("/")[2] for names in used.values() for each in names}
     assert "tencent.com" not in json.dumps(found["spec"])
 
 

@@ -113,5 +113,5 @@ def test_whole_gpus_have_the_memory_of_their_kind() -> None:
     ({"model": "H100"}, {(GpuKind("", "H100", ""), 0)}),
 ])  # fmt: skip
 def test_the_selector_limits_the_kinds(selected: dict[str, str], found: object) -> None:
-    assert kinds_for(pod("a", **selected), BOTH) == found  # type: ignore[arg-type]
+    assert kinds_for(pod("a", **selected), BOTH) == found
     assert kinds_for(None, BOTH) == BOTH
