@@ -21,6 +21,8 @@ _log = structlog.get_logger(__name__)
 #: The API server answers within this time, or another replica may lead.
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
+#: Between two looks: each examines all claims while pods have the gate.
+_PAUSE_SECONDS: Final = 0.1
 #: Between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
 #: Events of one look; the others follow with the next one, after templates and gates.
@@ -56,7 +58,6 @@ class ClaimsController:
         self._leader, self._clock, self._now, self._period = leader, clock, now, period_seconds
         self.writes: Counter[tuple[str, str]] = Counter()
         self.refused = 0
-        self._made: dict[Key, float] = {}
         #: Pods of which the gate was removed, until the watch shows it.
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
@@ -79,6 +80,7 @@ class ClaimsController:
             self._watches.changed.clear()
             if self.leads:
                 await self.step()
+                await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
 
     async def step(self) -> None:
         """One look at everything that is known."""
@@ -92,13 +94,14 @@ class ClaimsController:
     # -- templates ---------------------------------------------------------------------------------------------------------
 
     async def _create_templates(self) -> None:
-        there = self._watches.templates
-        self._made = {key: at for key, at in self._made.items() if key not in there and self._clock() < at + _UNSEEN_SECONDS}
-        counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in self._made)
+        there, made = self._watches.templates, self._watches.made
+        for key in [key for key, at in made.items() if self._clock() >= at + _UNSEEN_SECONDS]:
+            del made[key]
+        counts = Counter(key[0] for key, each in there.items() if each.managed) + Counter(key[0] for key in made)
         for pod in sorted(self._watches.pods.values(), key=lambda each: (each.created, each.key)):
             for name in pod.templates:
                 key = (pod.key[0], name)
-                if name.startswith(PREFIX) and key not in there and key not in self._made:
+                if name.startswith(PREFIX) and key not in there and key not in made:
                     counts[key[0]] += await self._create_template(pod, key, counts[key[0]])
 
     async def _create_template(self, pod: UnboundPod, key: Key, count: int) -> bool:
@@ -119,7 +122,7 @@ class ClaimsController:
         path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"
         if not await self._write("template", "POST", path, template(*key, shape), but=(409,)):
             return False
-        self._made[key] = self._watches.used_at[key] = self._clock()
+        self._watches.made[key] = self._watches.used_at[key] = self._clock()
         _log.info("template_created", namespace=key[0], template=key[1])
         return True
 
@@ -127,7 +130,7 @@ class ClaimsController:
         """Deletes the templates that have not been used for long."""
         now, used_at = self._clock(), self._watches.used_at
         used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
-        for key in used_at.keys() - self._watches.templates.keys() - self._made.keys():
+        for key in used_at.keys() - self._watches.templates.keys() - self._watches.made.keys():
             del used_at[key]
         for key, each in list(self._watches.templates.items()):
             if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:

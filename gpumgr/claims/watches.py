@@ -40,7 +40,7 @@ _API = "/apis/resource.k8s.io/v1"
 
 class ClaimWatches:
     """`run` and `refresh` as in ClusterWatches. `changed` is set at each change; who follows clears it. `used_at`: when a template was last
-    in use, by the monotonic `clock`."""
+    in use, by the monotonic `clock`; `made`: when one was created that the watch has not shown yet."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class ClaimWatches:
         self.pods: dict[str, UnboundPod] = {}
         self.templates: dict[Key, WatchedTemplate] = {}
         self.used_at: dict[Key, float] = {}
+        self.made: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
         self._slices: dict[str, dict[str, WatchedSlice]] = defaultdict(dict)
         self._clock, self._index = clock, ClusterIndex([self.quotas])
@@ -152,6 +153,7 @@ class ClaimWatches:
     def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
         template = after or before
         assert template is not None, "one of them exists"
+        self.made.pop(template.key, None)
         if after is not None:
             self.templates[after.key] = after
             self.used_at.setdefault(after.key, self._clock())

@@ -49,7 +49,7 @@ async def test_metrics_and_probes(dra: DraObjects, tmp_path: Path) -> None:
                 return answer.status, await answer.text()
 
         stage.gated_pod("late", 60)
-        await until(lambda: bool(stage.events("late")) and bool(stage.watches.templates))
+        await until(lambda: stage.controller.writes.total() == 2 and bool(stage.watches.templates))
         status, text = await get("/metrics")
         assert status == 200
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -67,4 +67,4 @@ async def test_many_pods_at_once(stage: Stage) -> None:
     for place in range(120):
         stage.sim.put_document(pod(f"p{place}", f"vcuda-c{place}-150-1", gates=[GATE], created=f"{place:03}"))
     await until(lambda: all(stage.events(f"p{place}") for place in range(120)))
-    assert dict(stage.controller.writes) == {("event", "ok"): 120}
+    await until(lambda: dict(stage.controller.writes) == {("event", "ok"): 120})

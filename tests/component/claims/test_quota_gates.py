@@ -1,5 +1,6 @@
 """Gates of pods: removed in order as the quota of both modes allows, refused with one event for each reason."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,25 @@ async def test_the_reason_is_told_again_only_if_it_changes_and_after_a_while(sta
     stage.clock.now += 60
     await until(lambda: len(stage.events("late")) == 2)
     assert "60 of 90 cores" in stage.events("late")[1]
+
+
+async def test_another_gate_is_never_removed_by_mistake(stage: Stage) -> None:
+    """The gates, or the pod, may be others than the watch has shown."""
+    stage.sim.put_configmap(quota(50))
+    await until(lambda: stage.watches.quotas.limits["team"].limits[0].cores == 50)
+    stage.gated_pod("one", 60)
+    await until(lambda: bool(stage.events("one")))
+    known = stage.watches.pods["uid-one"]
+    await stage.controller._open(replace(known, uid="uid-before"))
+    await stage.controller._open(replace(known, gate=1))
+    assert stage.gated("one")
+    item = stage.sim._pods.items["uid-one"]
+    stage.sim.put_document({**item, "spec": {**item["spec"], "schedulingGates": [{"name": "other"}, GATE]}})
+    await stage.controller._open(known)
+    await until(lambda: stage.watches.pods["uid-one"].gate == 1)
+    stage.sim.put_configmap(quota(200))
+    await until(lambda: not stage.gated("one"))
+    assert stage.sim._pods.items["uid-one"]["spec"]["schedulingGates"] == [{"name": "other"}]
 
 
 async def test_quotas_that_cant_be_read_hold_all_pods_back(dra: DraObjects, tmp_path: Path) -> None:
